@@ -1,7 +1,8 @@
 """vLLM's routes that may score: `POST /v1/completions`, `POST /v1/chat/completions`, and of token ids
 `POST /inference/v1/generate`. Answers to scoring requests are written from arrays, all others are vLLM's."""
 
-from functools import partial
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, cast
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -21,6 +22,7 @@ from scoremode_server.api.requests import ScoremodeRoute, accepted, scoremode_st
 from scoremode_server.completions.handler import ScoringHandler
 from scoremode_server.completions.requests import is_scoring_chat, is_scoring_completion, is_scoring_generation
 from scoremode_server.json_fields import read_fields
+from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.scoring.tokenizer import as_prompts
 from scoremode_server.vllm_patches.served_models import shorten_name
 
@@ -80,7 +82,13 @@ async def _answer(request: Any, raw_request: Request, handler: ScoringHandler, r
     state.admission.check()
     if isinstance(request, CompletionRequest) and request.prompt:
         state.limits.check_num_sequences(len(as_prompts(request.prompt)), "prompt")
-    accept = partial(accepted, state.admission, route)
+
+    def accept(
+        request_id: str, num_values: Sequence[int], num_tokens: int
+    ) -> AbstractAsyncContextManager[RequestQueue]:
+        state.limits.check_num_values(num_values)
+        return accepted(state.admission, route, request_id, len(num_values), num_tokens)
+
     result = await handler.answer(request, raw_request, state.owner(raw_request.headers), accept)
     if isinstance(result, ErrorResponse):
         shorten_name(result, request.model)

@@ -120,12 +120,13 @@ class ScoremodeRoute(APIRoute):
 def until_disconnect(
     handler: Callable[Concatenate[T, Request, P], Coroutine[Any, Any, Response]],
 ) -> Callable[Concatenate[T, Request, P], Coroutine[Any, Any, Response]]:
-    """A handler that counts in vLLM's load, and is cancelled when the client leaves. Unlike vLLM's `with_cancellation`,
-    this waits until the handler has ended: nothing of a request outlives its answer."""
+    """A handler that counts in vLLM's load, has `--request-timeout`, and is cancelled when the client leaves. Unlike
+    vLLM's `with_cancellation`, this waits until the handler has ended: nothing of a request outlives its answer."""
     counted = load_aware_call(handler)
 
     @wraps(handler)
     async def run(request: T, raw_request: Request, /, *args: P.args, **kwargs: P.kwargs) -> Response:
+        scoremode_state(raw_request).admission.start_clock()
         handling = asyncio.create_task(counted(request, raw_request, *args, **kwargs))
         leaving = asyncio.create_task(listen_for_disconnect(raw_request))
         try:
@@ -210,20 +211,16 @@ def error_content(error: Exception) -> dict[str, Any]:
 
 def _field(detail: Any) -> str | None:
     """The field of an error of pydantic; None for one of the whole body, such as of fields that exclude each other."""
-    place = detail["loc"]
-    return str(place[0])[:MAX_NAME] if place else None
+    return str(detail["loc"][0])[:MAX_NAME] if detail["loc"] else None
 
 
 def _describe(detail: Any) -> str:
-    field, reason = _field(detail), detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    if field is None:
-        return str(reason)
-    place = field + "".join(f"[{part}]" for part in detail["loc"][1:] if isinstance(part, int))
+    place = (_field(detail) or "the body") + "".join(f"[{part}]" for part in detail["loc"][1:] if isinstance(part, int))
     if detail["type"] == "missing":
         return f"{'.'.join(map(str, detail['loc']))} is required"
     if detail["type"] == "extra_forbidden":
         return f"unknown field {place}"
-    return f"{place}: {reason}"
+    return f"{place}: {detail['msg'].removeprefix('Input ').removeprefix('Value error, ')}"
 
 
 async def _read_request(request: Request, model: type[BaseModel]) -> BaseModel:

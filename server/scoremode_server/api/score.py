@@ -34,8 +34,8 @@ from scoremode_server.prefix_cache.engine import ScoredRows
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import Rows, json_logprobs
 from scoremode_server.scoring.model_files import with_adapter
-from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, ScoredSequence, ScoreSettings
-from scoremode_server.scoring.sequences import RequestedSequence, read_sequences
+from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, ScoreSettings
+from scoremode_server.scoring.sequences import RequestedSequence, ScoringPass, read_sequences
 from scoremode_server.scoring.tokenizer import TokenStrings
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"], responses=ERROR_RESPONSES)
@@ -60,11 +60,9 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         state.limits.check_top_logprobs(request.top_logprobs)
         conversations = None if request.messages is None else await state.conversations.sequences(request)
         sequences, passes = await read_sequences(request, conversations, state.tokenizer, state.limits)
-    num_tokens = sum(len(each.token_ids) for each in passes)
+    num_tokens = sum(each.sequence.num_tokens for each in passes)
     # Logprobs in the answer for each sequence.
-    num_values = [
-        (len(each.token_ids) - each.first) * (1 + each.num_candidates + request.top_logprobs) for each in sequences
-    ]
+    num_values = [len(each.targets) * (1 + each.num_candidates + request.top_logprobs) for each in sequences]
     state.limits.check_num_values(num_values, request.encoding_format)
     lane = state.lanes.settings(request)
     request_id = f"score-{raw_request.state.request_id}"
@@ -80,7 +78,8 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             options=options,
             **lane,
         )
-        async with aclosing(state.scorer.scores(passes, settings)) as scores:
+        joined = (each.scored() for each in passes)
+        async with aclosing(state.scorer.scores(joined, settings)) as scores:
             answers = [answer async for answer in scores]
 
         def write() -> Response:
@@ -108,9 +107,8 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
 @until_disconnect
 async def create_turns(request: TurnsRequest, raw_request: Request) -> Response:
     """Conversations as the chat template renders them, and where each scored turn is among their tokens."""
-    state = scoremode_state(raw_request)
-    await state.models.resolve(request.model)
-    return json_response({"object": "turns", "data": await state.conversations.sequences(request)})
+    async with prepared(raw_request, request.model) as (state, _, _):
+        return json_response({"object": "turns", "data": await state.conversations.sequences(request)})
 
 
 @router.post("/v1/tokens", response_model=TokensResponse, summary="Texts of single tokens")
@@ -127,11 +125,11 @@ def _result(
     request: ScoreRequest,
     strings: TokenStrings,
     sequence: RequestedSequence,
-    scored_by: ScoredSequence,
+    scored_by: ScoringPass,
     answer: ScoredRows,
 ) -> dict[str, Any]:
     """One entry of `data`."""
-    token_ids, rows = sequence.token_ids[sequence.first :], answer.rows
+    token_ids, rows = sequence.targets, answer.rows
     # A prompt's first token has no context, so no row.
     num_without = len(token_ids) - len(rows)
     logprobs = rows.logprobs[:, 0]
@@ -180,7 +178,7 @@ def _result(
 def _is_most_likely(rows: Rows, sequence: RequestedSequence, first_top: int) -> bool:
     """Whether the last token, a candidate of the last row of a pass that it shares, is the only most likely one."""
     first, second = rows.logprobs[-1, first_top : first_top + 2]
-    return bool(rows.token_ids[-1, first_top] == sequence.token_ids[-1] and first > second)
+    return bool(rows.token_ids[-1, first_top] == sequence.targets[-1] and first > second)
 
 
 def _padded(values: np.ndarray, num_without: int, missing: float = np.nan) -> np.ndarray:

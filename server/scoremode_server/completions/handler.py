@@ -218,8 +218,9 @@ class _EngineThatScores:
         """Score all prompts as one request."""
         handler, request_id = self._handler, self._raw_request.state.request_metadata.request_id
         num_tokens = sum(len(each.token_ids) for each in self._asked)
+        num_values = [len(each.token_ids) * each.spec.num_columns for each in self._asked]
         try:
-            async with self._accept(request_id, len(self._asked), num_tokens) as queue:
+            async with self._accept(request_id, num_values, num_tokens) as queue:
                 rows = (handler.engine.rows(replace(each, queue=queue)) for each in self._asked)
                 async with aclosing(queue.in_order(rows)) as in_order:
                     self.results = [result async for result in in_order]

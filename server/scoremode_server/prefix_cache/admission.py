@@ -7,8 +7,9 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +18,9 @@ from scoremode_server.errors import BusyError, OverdueError, TooLargeError, stop
 T = TypeVar("T")
 
 POLL_SECONDS = 0.05
+
+_deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
+"""When the current HTTP request is overdue, in seconds of the event loop's clock; None without a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class EngineSize:
     reserved_tokens: int = 0
     """The part of `tokens` for small requests."""
     request_timeout: float | None = None
-    """Seconds until an HTTP request is aborted."""
+    """Seconds until an HTTP request is aborted, from when its body was read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +98,11 @@ class Admission:
         if self.num_tokens and self.num_tokens + max(num_tokens, 1) > most:
             raise BusyError(f"{self.num_tokens} of {limit} are taken: try again later", None)
 
+    def start_clock(self) -> None:
+        """Begin the time of the current HTTP request, in which it is tokenized, scored and answered."""
+        seconds = self.size.request_timeout
+        _deadline.set(None if seconds is None else asyncio.get_running_loop().time() + seconds)
+
     @asynccontextmanager
     async def request(self, num_sequences: int = 0, num_tokens: int = 0) -> AsyncGenerator["RequestQueue", None]:
         """Accept an HTTP request with all of its sequences, or with none if it counts each when it begins. The timeout
@@ -103,17 +112,17 @@ class Admission:
         self._queues.add(queue)
         queue.add(num_sequences, num_tokens)
         try:
-            async with self.until_stopped(self.size.request_timeout):
+            async with self.until_stopped():
                 yield queue
         finally:
             self._queues.remove(queue)
             if queue.num_sequences:
                 queue.add(-queue.num_sequences, -queue.num_tokens)
 
-    def until_stopped(self, seconds: float | None = None) -> "_Limit":
-        """Let this task work on a request, such as tokenize it, until the server stops (UnavailableError)
-        or so many seconds are over (OverdueError)."""
-        return _Limit(self, seconds)
+    def until_stopped(self) -> "_Limit":
+        """Let this task work on a request, such as tokenize it, until the server stops (UnavailableError) or the
+        request's time is over (OverdueError)."""
+        return _Limit(self)
 
     @asynccontextmanager
     async def slot(
@@ -212,13 +221,12 @@ class _Limit:
     request enters this three times."""
 
     admission: Admission
-    seconds: float | None
     timeout: asyncio.Timeout = field(init=False)
 
     async def __aenter__(self) -> None:
         if self.admission.is_stopped:
             raise stopping()
-        self.timeout = await asyncio.timeout(self.seconds).__aenter__()
+        self.timeout = await asyncio.timeout_at(_deadline.get()).__aenter__()
         self.admission.timeouts.add(self.timeout)
 
     async def __aexit__(self, *error: Any) -> None:
@@ -228,12 +236,15 @@ class _Limit:
         except TimeoutError:
             if self.admission.is_stopped:
                 raise stopping() from None
-            message = f"the request was not scored within {self.seconds:g} s (--request-timeout)"
+            message = (
+                f"the request was not answered within {self.admission.size.request_timeout:g} s (--request-timeout)"
+            )
             raise OverdueError(message, None) from None
 
 
-Accept = Callable[[str, int, int], AbstractAsyncContextManager["RequestQueue"]]
-"""Accepts an HTTP request of an id with its sequences and tokens, as `Admission.request` does."""
+Accept = Callable[[str, Sequence[int], int], AbstractAsyncContextManager["RequestQueue"]]
+"""Accepts an HTTP request by its id, the logprobs that each of its sequences has in the answer, and its tokens, as
+`Admission.request` does."""
 
 
 class RequestQueue:

@@ -10,7 +10,8 @@ from scoremode_server.errors import RequestError, TooLargeError
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
 
 MAX_VALUES = {"base64": 2**26, "float": 2**23}
-"""Logprobs in an answer. They take 512 MiB with their token ids; `float` makes an object of each."""
+"""Logprobs in an answer. They take 512 MiB with their token ids; `float` makes an object of each. Completions, which
+are written from arrays too, have the bound of `base64`."""
 
 MAX_SEQUENCE_VALUES = 2**24
 """Logprobs of one sequence. They take 128 MiB with their token ids on the device."""
@@ -47,14 +48,15 @@ class Limits:
 
     def check_sequence(self, token_ids: Sequence[int], name: str) -> None:
         """`name` is its place in the request, such as `prompt[1]`."""
-        field = name.partition("[")[0]
         if not token_ids:
-            raise RequestError(f"{name} is empty: there is no token to score", field)
-        if len(token_ids) > self.max_model_len:
-            raise RequestError(
-                f"{name} has {len(token_ids)} tokens, but the model takes at most {self.max_model_len}", field
-            )
+            raise RequestError(f"{name} is empty: there is no token to score", name.partition("[")[0])
+        self.check_length(len(token_ids), name)
         self.check_vocabulary(token_ids, name)
+
+    def check_length(self, num_tokens: int, name: str) -> None:
+        if num_tokens > self.max_model_len:
+            message = f"{name} has {num_tokens} tokens, but the model takes at most {self.max_model_len}"
+            raise RequestError(message, name.partition("[")[0])
 
     def check_vocabulary(self, token_ids: Sequence[int], name: str) -> None:
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
@@ -75,18 +77,20 @@ class Limits:
                 "top_logprobs",
             )
 
-    def check_num_values(self, of_sequences: Sequence[int], encoding_format: str) -> None:
-        """The logprobs of an answer, in all and for each sequence."""
+    def check_num_values(
+        self, of_sequences: Sequence[int], encoding_format: str = "base64", field: str = "prompt"
+    ) -> None:
+        """The logprobs of an answer, top tokens and candidates included, in all and for each sequence."""
         most, largest = MAX_VALUES[encoding_format], max(of_sequences, default=0)
         if sum(of_sequences) > most:
             raise TooLargeError(
                 f"the answer would have {sum(of_sequences)} logprobs with top tokens and candidates, and may have "
-                f"at most {most} in {encoding_format}: send fewer prompts per request",
-                "prompt",
+                f"at most {most} in {encoding_format}: request fewer sequences or top tokens at once",
+                field,
             )
         if largest > MAX_SEQUENCE_VALUES:
             raise TooLargeError(
-                f"a prompt would have {largest} logprobs with top tokens and candidates, and may have at most "
+                f"a sequence would have {largest} logprobs with top tokens and candidates, and may have at most "
                 f"{MAX_SEQUENCE_VALUES}: request fewer per position",
-                "prompt",
+                field,
             )

@@ -1,24 +1,31 @@
 """The token sequences of a request to `/v1/score`: prompts, or continuations of them, and the passes through the engine
 that score them."""
 
-import asyncio
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from scoremode.wire.protocol import MAX_CANDIDATES, ScoreRequest, TurnSequence
-from scoremode_server.errors import RequestError
+from scoremode_server.errors import RequestError, TooLargeError
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.scorer import ScoredSequence
 from scoremode_server.scoring.tokenizer import Tokenizer, as_prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestedSequence(ScoredSequence):
-    """A sequence to score, and its place in the request. `first` is `logprobs_from` or the continuation's start."""
+class RequestedSequence:
+    """Tokens whose logprobs are wanted, after others that several sequences share, and their place in the request."""
 
+    context: list[int]
+    """A list that begins with the tokens before the targets. It is not copied until the engine needs it."""
+    first: int
+    """How many tokens come before: `logprobs_from`, or where a continuation or a turn starts."""
+    targets: list[int]
+    candidates: np.ndarray | None = None
+    """More tokens to score: see `ScoredSequence`."""
     prompt_index: int
     """Or the index of its conversation."""
     continuation_index: int | None = None
@@ -29,6 +36,14 @@ class RequestedSequence(ScoredSequence):
     """The last token's in the last row of the pass; 0 if it is the pass's own last token."""
 
     @property
+    def num_tokens(self) -> int:
+        return self.first + len(self.targets)
+
+    @property
+    def num_candidates(self) -> int:
+        return 0 if self.candidates is None else int(self.candidates.shape[-1])
+
+    @property
     def name(self) -> str:
         """Its place in the request, for error messages."""
         if self.continuation_index is None:
@@ -36,10 +51,36 @@ class RequestedSequence(ScoredSequence):
         return f"continuations[{self.continuation_index}] after prompt[{self.prompt_index}]"
 
 
+@dataclass(slots=True)
+class ScoringPass:
+    """A pass through the engine, which scores a sequence and others that differ from it in their last token alone."""
+
+    sequence: RequestedSequence
+    columns: dict[int, int]
+    """The column of the last row with each last token."""
+
+    @property
+    def num_candidates(self) -> int:
+        """Tokens in each row next to the sequence's own."""
+        return self.sequence.num_candidates + len(self.columns) - 1
+
+    def scored(self) -> ScoredSequence:
+        """What the engine scores, with the tokens of the context joined with the others."""
+        sequence = self.sequence
+        token_ids = sequence.context[: sequence.first] + sequence.targets if sequence.first else sequence.targets
+        if len(self.columns) == 1:
+            return ScoredSequence(token_ids, sequence.first, sequence.candidates)
+        own: Any = [] if sequence.candidates is None else sequence.candidates
+        candidates = np.array([*own, *list(self.columns)[1:]], np.int32)
+        # The two top tokens tell which token is the most likely one, and alone.
+        return ScoredSequence(token_ids, sequence.first, candidates, least_top=2)
+
+
 async def read_sequences(
     request: ScoreRequest, conversations: list[TurnSequence] | None, tokenizer: Tokenizer, limits: Limits
-) -> tuple[list[RequestedSequence], list[ScoredSequence]]:
-    """The sequences of a request, in the order of its prompts or conversations, and the passes that score them."""
+) -> tuple[list[RequestedSequence], list[ScoringPass]]:
+    """The sequences of a request, in the order of its prompts or conversations, and the passes that score them.
+    TooLargeError if texts with their continuations are too long in all."""
     if conversations is not None:
         sequences = _turns(request, conversations, limits)
     elif request.prompt is None:
@@ -47,22 +88,8 @@ async def read_sequences(
     elif request.continuations is None:
         sequences = await _prompts(as_prompts(request.prompt), request, tokenizer, limits)
     else:
-        prompts = as_prompts(request.prompt)
-        continuations = _continuations(request, len(prompts))
-        limits.check_num_sequences(sum(map(len, continuations)), "continuations")
-        of_prompts = (
-            _continued(prompt, index, own, request, tokenizer)
-            for index, (prompt, own) in enumerate(zip(prompts, continuations, strict=True))
-        )
-        sequences = [sequence for of_prompt in await asyncio.gather(*of_prompts) for sequence in of_prompt]
-    placed, passes = _in_passes(request, _with_candidates(request, sequences, limits))
-    for sequence in placed if request.continuations is not None else ():
-        if sequence.column:
-            # The rest is that of its pass.
-            limits.check_vocabulary(sequence.token_ids[-1:], sequence.name)
-        else:
-            limits.check_sequence(sequence.token_ids, sequence.name)
-    return placed, passes
+        sequences = await _continued(as_prompts(request.prompt), request, tokenizer, limits)
+    return _in_passes(request, _with_candidates(request, sequences, limits))
 
 
 def _turns(request: ScoreRequest, conversations: list[TurnSequence], limits: Limits) -> list[RequestedSequence]:
@@ -75,13 +102,16 @@ def _turns(request: ScoreRequest, conversations: list[TurnSequence], limits: Lim
     limits.check_num_sequences(sum(len(each["turns"]) for each in conversations), "messages")
     sequences, counts = list[RequestedSequence](), Counter[int]()
     for each in conversations:
-        limits.check_sequence(each["token_ids"], f"messages[{each['conversation']}]")
+        index, token_ids = each["conversation"], each["token_ids"]
+        limits.check_sequence(token_ids, f"messages[{index}]")
         for turn in each["turns"]:
-            index = each["conversation"]
-            token_ids = each["token_ids"][: turn["end"]]
             sequences.append(
                 RequestedSequence(
-                    token_ids=token_ids, first=turn["first"], prompt_index=index, continuation_index=counts[index]
+                    context=token_ids,
+                    first=turn["first"],
+                    targets=token_ids[turn["first"] : turn["end"]],
+                    prompt_index=index,
+                    continuation_index=counts[index],
                 )
             )
             counts[index] += 1
@@ -90,34 +120,28 @@ def _turns(request: ScoreRequest, conversations: list[TurnSequence], limits: Lim
 
 def _in_passes(
     request: ScoreRequest, sequences: list[RequestedSequence]
-) -> tuple[list[RequestedSequence], list[ScoredSequence]]:
+) -> tuple[list[RequestedSequence], list[ScoringPass]]:
     """The sequences with their places, and the passes. Continuations that differ in their last token alone share a
     pass, as candidates of its last row. A row has one token's rank, so with ranks each has a pass of its own."""
     if request.continuations is None or request.return_ranks:
-        return [replace(sequence, pass_index=index) for index, sequence in enumerate(sequences)], list(sequences)
-    placed, passes, last_tokens = [], list[ScoredSequence](), list[dict[int, int]]()
+        passes = [ScoringPass(sequence, {sequence.targets[-1]: 0}) for sequence in sequences]
+        return [replace(sequence, pass_index=index) for index, sequence in enumerate(sequences)], passes
+    placed, passes = [], []
     passes_by_beginning: dict[tuple[int, tuple[int, ...]], int] = {}
     for sequence in sequences:
-        last = sequence.token_ids[-1]
-        key = sequence.first, tuple(sequence.token_ids[:-1])
+        last = sequence.targets[-1]
+        # Equal contexts are one list.
+        key = id(sequence.context), tuple(sequence.targets[:-1])
         index = passes_by_beginning.get(key, len(passes))
-        if index < len(passes) and last not in last_tokens[index]:
-            num_candidates = sequence.num_candidates + len(last_tokens[index])
-            # All rows of a pass have the same candidates.
-            if num_candidates * (len(sequence.token_ids) - sequence.first) > MAX_CANDIDATES:
-                index = len(passes)
+        is_new = index < len(passes) and last not in passes[index].columns
+        # All rows of a pass have the same candidates.
+        if is_new and (passes[index].num_candidates + 1) * len(sequence.targets) > MAX_CANDIDATES:
+            index = len(passes)
         if index == len(passes):
             passes_by_beginning[key] = index
-            passes.append(sequence)
-            last_tokens.append({last: 0})
-        column = last_tokens[index].setdefault(last, sequence.num_candidates + len(last_tokens[index]))
+            passes.append(ScoringPass(sequence, {last: 0}))
+        column = passes[index].columns.setdefault(last, passes[index].num_candidates + 1)
         placed.append(replace(sequence, pass_index=index, column=column))
-    for index, (_, *others) in enumerate(last_tokens):
-        if others:
-            shared = passes[index]
-            candidates = [*([] if shared.candidates is None else shared.candidates), *others]
-            # The two top tokens tell which token is the most likely one, and alone.
-            passes[index] = replace(shared, candidates=np.array(candidates, np.int32), least_top=2)
     return placed, passes
 
 
@@ -135,13 +159,12 @@ async def _prompts(
     sequences = []
     for index, (prompt, first) in enumerate(zip(prompts, firsts, strict=True)):
         token_ids = await tokenizer.encode(prompt, request.add_special_tokens)
-        sequence = RequestedSequence(token_ids=token_ids, first=first, prompt_index=index)
-        limits.check_sequence(token_ids, sequence.name)
+        name = f"prompt[{index}]"
+        limits.check_sequence(token_ids, name)
         if first >= len(token_ids):
-            raise RequestError(
-                f"logprobs_from is {first}, but {sequence.name} has {len(token_ids)} tokens", "logprobs_from"
-            )
-        sequences.append(sequence)
+            raise RequestError(f"logprobs_from is {first}, but {name} has {len(token_ids)} tokens", "logprobs_from")
+        targets = token_ids[first:] if first else token_ids
+        sequences.append(RequestedSequence(context=token_ids, first=first, targets=targets, prompt_index=index))
     return sequences
 
 
@@ -164,27 +187,71 @@ def _continuations(request: ScoreRequest, num_prompts: int) -> list[list[Any]]:
 
 
 async def _continued(
-    prompt: str | list[int], index: int, continuations: list[Any], request: ScoreRequest, tokenizer: Tokenizer
+    prompts: list[str | list[int]], request: ScoreRequest, tokenizer: Tokenizer, limits: Limits
 ) -> list[RequestedSequence]:
-    if isinstance(prompt, str) and isinstance(continuations[0], str):
-        first, sequences = await tokenizer.encode_continuations(prompt, continuations, request.add_special_tokens)
-    else:
-        context = await tokenizer.encode(prompt, request.add_special_tokens)
-        first = len(context)
-        sequences = [context + await tokenizer.encode(continuation, False) for continuation in continuations]
-    if first == 0:
-        raise RequestError(f"prompt[{index}] is empty: a continuation needs a token before it", "prompt")
-    requested = [
-        RequestedSequence(token_ids=token_ids, first=first, prompt_index=index, continuation_index=place)
-        for place, token_ids in enumerate(sequences)
-    ]
-    for sequence in requested:
-        if len(sequence.token_ids) <= first:
-            raise RequestError(
-                f"{sequence.name} has no token of its own: it is empty, or one token with the end of its prompt",
-                "continuations",
+    """The continuations of all prompts, whose contexts are one list where they are equal.
+
+    Texts are joined as in lm-eval: white space at a prompt's end goes to the continuation, both are encoded as one
+    text, and the continuation begins after as many tokens as the prompt has alone.
+    """
+    continuations = _continuations(request, len(prompts))
+    limits.check_num_sequences(sum(map(len, continuations)), "continuations")
+    are_joined = isinstance(prompts[0], str) and isinstance(continuations[0][0], str)
+    encode = _encode_joined if are_joined else _encode_apart
+    encoded = await encode(prompts, continuations, request.add_special_tokens, tokenizer, limits)
+    sequences, contexts = list[RequestedSequence](), dict[tuple[int, ...], list[int]]()
+    for index, (alone, own) in enumerate(encoded):
+        if not alone:
+            raise RequestError(f"prompt[{index}] is empty: a continuation needs a token before it", "prompt")
+        limits.check_sequence(alone, f"prompt[{index}]")
+        first, shared = len(alone), contexts.setdefault(tuple(alone), alone)
+        for place, token_ids in enumerate(own):
+            context, targets = shared, token_ids
+            if are_joined:
+                # A tokenizer may encode the end of a prompt in another way before a continuation.
+                context, targets = token_ids[:first], token_ids[first:]
+                context = contexts.setdefault(tuple(context), context)
+            sequence = RequestedSequence(
+                context=context, first=first, targets=targets, prompt_index=index, continuation_index=place
             )
-    return requested
+            if not targets:
+                raise RequestError(
+                    f"{sequence.name} has no token of its own: it is empty, or one token with the end of its prompt",
+                    "continuations",
+                )
+            limits.check_length(sequence.num_tokens, sequence.name)
+            limits.check_vocabulary(targets, sequence.name)
+            sequences.append(sequence)
+    return sequences
+
+
+async def _encode_joined(
+    prompts: list[Any], continuations: list[Any], add_special_tokens: bool, tokenizer: Tokenizer, limits: Limits
+) -> list[tuple[list[int], list[list[int]]]]:
+    """The tokens of each prompt, and of it with each of its continuations."""
+    pairs = list(zip(prompts, continuations, strict=True))
+    num_characters = sum(len(prompt) * len(own) + sum(map(len, own)) for prompt, own in pairs)
+    if num_characters > limits.max_request_bytes:
+        raise TooLargeError(
+            f"continuations have {num_characters} characters with the prompts before them, more than "
+            f"{limits.max_request_bytes} (--max-request-bytes): send fewer per request",
+            "continuations",
+        )
+    texts = [text for prompt, own in pairs for text in (prompt.rstrip(), *(prompt + each for each in own))]
+    encoded = iter(await tokenizer.encode_all(texts, add_special_tokens))
+    return [(next(encoded), list(islice(encoded, len(own)))) for own in continuations]
+
+
+async def _encode_apart(
+    prompts: list[Any], continuations: list[Any], add_special_tokens: bool, tokenizer: Tokenizer, limits: Limits
+) -> list[tuple[list[int], list[list[int]]]]:
+    """The tokens of each prompt and of each of its continuations, one of which is given as token ids."""
+    shared = {id(own): own for own in continuations}
+    encoded = {key: [await tokenizer.encode(each, False) for each in own] for key, own in shared.items()}
+    return [
+        (await tokenizer.encode(prompt, add_special_tokens), encoded[id(own)])
+        for prompt, own in zip(prompts, continuations, strict=True)
+    ]
 
 
 def _with_candidates(
@@ -206,7 +273,7 @@ def _with_candidates(
         raise RequestError(message, "candidate_token_ids")
     with_own = []
     for sequence, lists in zip(sequences, own, strict=True):
-        num_positions = len(sequence.token_ids) - sequence.first
+        num_positions = len(sequence.targets)
         if len(lists) != num_positions:
             raise RequestError(
                 f"candidate_token_ids has {len(lists)} lists for the {num_positions} positions of {sequence.name}",

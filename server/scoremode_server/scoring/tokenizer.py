@@ -38,19 +38,6 @@ class Tokenizer:
         encoded = await self._renderer.tokenize_prompts_async([TextPrompt(prompt=text) for text in texts], params)
         return [list(prompt["prompt_token_ids"]) for prompt in encoded]
 
-    async def encode_continuations(
-        self, context: str, continuations: Sequence[str], add_special_tokens: bool
-    ) -> tuple[int, list[list[int]]]:
-        """(number of tokens of the context, token ids of the context with each continuation), as in lm-eval: white
-        space at the context's end moves to the continuations, both are encoded as one text, and the continuation begins
-        after as many tokens as the context has alone.
-        """
-        stripped = context.rstrip()
-        moved = context[len(stripped) :]
-        texts = [stripped, *(stripped + moved + continuation for continuation in continuations)]
-        alone, *joined = await self.encode_all(texts, add_special_tokens)
-        return len(alone), joined
-
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
         self._tokenizer()

@@ -110,7 +110,9 @@ def app_with_completions(model: Path, size: EngineSize = LARGE) -> tuple[FastAPI
     state.completions = ScoringCompletions(stock, scoring, writer, Turns())
     tokens = ServingTokens(engine, models, renderer, request_logger=None)
     state.generate = ScoringHandler(tokens, "serve_tokens", "token_ids", scoring, writer, Turns())
-    state.conversations, state.chat = Conversations(renderer, model_config), None
+    state.limits, state.tokenizer = Limits.from_model(model_config), Tokenizer(engine.renderer)
+    metrics = Metrics(0, CollectorRegistry())
+    state.conversations, state.chat = Conversations(renderer, model_config, state.limits, metrics), None
     return app, engine
 
 
@@ -155,7 +157,13 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 async def leaving(
-    app: FastAPI, path: str, body: dict[str, Any], leave: asyncio.Event, request_id: str = "", read: Any = None
+    app: FastAPI,
+    path: str,
+    body: dict[str, Any] | None,
+    leave: asyncio.Event,
+    request_id: str = "",
+    read: Any = None,
+    method: str = "POST",
 ) -> list[dict[str, Any]]:
     """What is sent to a client that disconnects after its request, and that calls `read` for each part of the body."""
     requests, sent = [{"type": "http.request", "body": json.dumps(body).encode()}], []
@@ -171,7 +179,7 @@ async def leaving(
         if read is not None and message["type"] == "http.response.body":
             await read()
 
-    scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+    scope = {"type": "http", "method": method, "path": path, "query_string": b""}
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
     await app({**scope, "headers": headers}, receive, send)
     return sent

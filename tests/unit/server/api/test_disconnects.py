@@ -141,21 +141,17 @@ async def test_a_stream_that_no_client_can_read_is_closed_at_once():
 
 async def test_a_stream_that_is_read_slowly_ends_with_the_error(monkeypatch):
     """Its time runs out while the client reads the first event."""
-    limits, make_timeout, is_over = dict[float | None, asyncio.Timeout](), asyncio.timeout, asyncio.Event()
-
-    def timeout(delay: float | None) -> asyncio.Timeout:
-        limits[delay] = make_timeout(delay)
-        return limits[delay]
+    is_over = asyncio.Event()
+    app = light_app(size=replace(LARGE, request_timeout=12_345))
 
     async def read_slowly() -> None:
         if not is_over.is_set():
-            limits[12_345].reschedule(0)
+            (limit,) = app.state.scoremode.admission.timeouts
+            limit.reschedule(0)
         await is_over.wait()
 
-    monkeypatch.setattr(asyncio, "timeout", timeout)
     monkeypatch.setattr(requests.logger, "info", lambda *_: is_over.set())
     body = {"prompt": [5, 6, 7], "context_length": 2, "stride": 1, "stream": True}
-    app = light_app(size=replace(LARGE, request_timeout=12_345))
     sent = await leaving(app, PERPLEXITY, body, asyncio.Event(), read=read_slowly)
     first, *_, error, done, nothing = [message["body"] for message in sent if "body" in message]
     assert b"error" not in first

@@ -195,6 +195,7 @@ async def test_more_tokens_than_may_wait_now_or_ever_are_refused():
 
 async def test_a_request_that_takes_too_long_is_aborted():
     engine = Engine(request_timeout=0.01)
+    engine.admission.start_clock()
     with pytest.raises(OverdueError, match="--request-timeout"):
         await engine.request(names("a", 3))
     assert [sorted(call) for call in engine.aborted] == [names("a", 3)]
