@@ -142,6 +142,11 @@ async def export_reference(name: str, raw_request: Request, first: int = 0) -> R
     """What `llama-perplexity --kl-divergence-base FILE --kl-divergence` reads, of a reference that was recorded with
     method `llama.cpp`. `first` leaves out the header and the windows before it. If the server cannot continue, the
     connection ends."""
+    return await _export(name, raw_request, first)
+
+
+@until_disconnect
+async def _export(name: str, raw_request: Request, first: int) -> Response:
     references = references_of(raw_request)
     async with prepared(raw_request, None) as (state, _, options):
         reference = await references.comparer.open(name, state.limits)
@@ -180,6 +185,11 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         state.limits.check_top_logprobs(request.top_logprobs)
         reference = await references.comparer.open(request.reference, state.limits)
         windows = _windows(request, reference.manifest.text.num_windows)
+        # Streamed windows are written one at a time.
+        num_scored = (reference.text.num_tokens - reference.text.num_context)[windows.start : windows.stop]
+        num_values = (2 * (1 + request.top_logprobs) * num_scored).tolist()
+        at_once = [max(num_values)] if request.stream else num_values
+        state.limits.check_num_values(at_once, request.encoding_format, "windows")
         is_own = references.stored.model.may_continue(reference.manifest.model) and model.lora is None
         if request.as_noise_floor and not is_own:
             raise RequestError(

@@ -2,8 +2,8 @@
 read files, the event loop none."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, TypeVar
@@ -14,7 +14,7 @@ from vllm.utils import random_uuid
 
 from scoremode.kld import KldPositions
 from scoremode.wire.base_file import BaseFile
-from scoremode_server.errors import EngineOutputError, RequestError
+from scoremode_server.errors import BusyError, EngineOutputError, RequestError
 from scoremode_server.prefix_cache.admission import Gate
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
@@ -37,8 +37,11 @@ TopOfSides = dict[str, tuple[np.ndarray, np.ndarray]]
 PositionsOfWindow = tuple[int, KldPositions, TopOfSides]
 """A window's index, the figures of its targets, and the top tokens of both sides."""
 
-EXPORTED_BYTES = 256 * 1024**2
-"""Of windows that are exported, between the engine and the client."""
+BYTES_AHEAD = 256 * 1024**2
+"""Of windows of an export between the engine and its client, unless one window alone is larger."""
+
+EXPORTED_BYTES = 2 * BYTES_AHEAD
+"""Of windows of all exports of this process between the engine and their clients, unless one export alone has more."""
 
 
 def llama_cpp_header(reference: StoredReference) -> bytes:
@@ -154,6 +157,8 @@ class Comparer:
     turns: Turns
     files: WorkerFiles
     _head_bytes: int | None = None
+    _exported_bytes: int = 0
+    """Of windows that exports may have between the engine and their clients."""
 
     async def open(self, name: str, limits: Limits) -> StoredReference:
         """A reference that the served model can be compared with, with its text."""
@@ -202,7 +207,8 @@ class Comparer:
         self, reference: StoredReference, indices: range, settings: ScoreSettings
     ) -> AsyncGenerator[np.ndarray, None]:
         """The distributions of an opened reference at the targets of some windows, as llama.cpp keeps them: int32
-        [scored, words] of each. The served model computes the windows too, and what it finds is not used."""
+        [scored, words] of each. The served model computes the windows too, and what it finds is not used. BusyError if
+        other exports use all of `EXPORTED_BYTES`."""
         starts = {index: asyncio.Event() for index in indices}
         waiting = iter(starts.values())
 
@@ -216,11 +222,26 @@ class Comparer:
             window.check_rows(np.isnan(logprobs[:, 0]) | np.isnan(rows[:, 1].view(np.float32)))
             return rows
 
-        let_in(max(1, EXPORTED_BYTES // base_file_of(reference).window_size))
-        async with aclosing(self._in_order("export", reference, indices, settings, exported)) as in_order:
-            async for rows in in_order:
-                yield rows
-                let_in(1)
+        window_bytes = base_file_of(reference).window_size
+        num_ahead = max(1, BYTES_AHEAD // window_bytes)
+        with self._reserved(num_ahead * window_bytes):
+            let_in(num_ahead)
+            async with aclosing(self._in_order("export", reference, indices, settings, exported)) as in_order:
+                async for rows in in_order:
+                    yield rows
+                    let_in(1)
+
+    @contextmanager
+    def _reserved(self, num_bytes: int) -> Iterator[None]:
+        """Memory for the windows of one export."""
+        if self._exported_bytes and self._exported_bytes + num_bytes > EXPORTED_BYTES:
+            message = f"exports to other clients may have {self._exported_bytes} of {EXPORTED_BYTES} bytes in memory"
+            raise BusyError(f"{message}: try again later", None)
+        self._exported_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._exported_bytes -= num_bytes
 
     async def _in_order(
         self,
