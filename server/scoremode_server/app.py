@@ -102,7 +102,8 @@ async def make_state(client: EngineClient, state: State, settings: Namespace, *,
     limits = Limits.from_model(client.model_config, settings.max_request_sequences, settings.max_request_bytes)
     await _warm_up(client, limits)
     store = make_store(client.vllm_config, settings.score_cache_bytes)
-    engine = ScoringEngine(client, store, Metrics(logprob_bytes()), engine_size(client.vllm_config, settings))
+    metrics = Metrics(logprob_bytes())
+    engine = ScoringEngine(client, store, metrics, engine_size(client.vllm_config, settings))
     bound_generation_alone(client)
     _shutdowns.append(Shutdown(client, engine.admission.drain))
     tokenizer = Tokenizer(client.renderer)
@@ -125,7 +126,7 @@ async def make_state(client: EngineClient, state: State, settings: Namespace, *,
     return ScoremodeState(
         scorer=Scorer(engine, turns),
         tokenizer=tokenizer,
-        conversations=Conversations(state.online_renderer, client.model_config),
+        conversations=Conversations(state.online_renderer, client.model_config, limits, metrics),
         completions=ScoringCompletions(state.openai_serving_completion, engine, writer, turns),
         chat=handler("openai_serving_chat", "create_chat_completion", "messages"),
         generate=handler("serving_tokens", "serve_tokens", "token_ids"),

@@ -54,6 +54,10 @@ class Metrics:
             "scoremode_score_cache_joined", "Requests that waited for the logprobs of another request in flight."
         )
         self.evictions = counter("scoremode_score_cache_evictions", "Blocks of logprobs that were evicted.")
+        self.renderings = counter(
+            "scoremode_renderings", "Renderings of conversations, several per turn of a template without marks."
+        )
+        self.encoded_characters = counter("scoremode_encoded_characters", "Characters of conversations encoded.")
         self.cache_bytes = of_all("scoremode_score_cache_bytes", "Memory of the cached logprobs.")
 
     def show_load(self, num_sequences: int, num_running: int) -> None:

@@ -6,9 +6,10 @@ renders in another way once more messages follow, such as without its reasoning,
 """
 
 import re
-from copy import deepcopy
-from dataclasses import dataclass, replace
-from itertools import groupby
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
@@ -16,39 +17,52 @@ from pydantic import ValidationError
 from vllm.config import ModelConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMClientError
-from vllm.renderers import ChatParams, TokenizeParams
-from vllm.renderers.hf import HfRenderer, resolve_chat_template, safe_apply_chat_template
+from vllm.renderers import ChatParams
+from vllm.renderers.chat_utils import parse_chat_messages
+from vllm.renderers.hf import (
+    HfRenderer,
+    resolve_chat_template,
+    resolve_chat_template_content_format,
+    safe_apply_chat_template,
+)
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.renderers.params import merge_kwargs
 
 from scoremode.wire.protocol import Messages, MessagesFields, Tools, Turn, TurnSequence
-from scoremode_server.errors import RequestError
+from scoremode_server.completions.rendering import MarkedRendering, RenderingThreads, Span, TextEncoder
+from scoremode_server.errors import MAX_NAME, RequestError
+from scoremode_server.metrics import Metrics
+from scoremode_server.scoring.limits import Limits
+
+MAX_MESSAGES = 1024
+"""Messages of a conversation. Without marks, each turn takes up to three renderings of what comes before it."""
 
 MAX_MERGED = 8
 """Tokens at the end of a rendered conversation that may become others when a message follows: the tokenizer joins what
 is on both sides."""
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_THOUGHTS = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-_TEXT_PARTS = {"text", "input_text", "output_text", "refusal", "thinking"}
+_TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+"""The key of the text of each type of part."""
 
 
 class Conversations:
-    """Renders with the served model's chat template, in the threads of vLLM's renderer."""
+    """Renders with the served model's chat template."""
 
-    def __init__(self, online: OnlineRenderer, model: ModelConfig) -> None:
-        self.online = online
-        self.model = model
+    def __init__(self, online: OnlineRenderer, model: ModelConfig, limits: Limits, metrics: Metrics) -> None:
+        self.online, self.model, self.limits, self.metrics = online, model, limits, metrics
         ends = model.try_get_generation_config().get("eos_token_id")
         self.ends = {*(ends if isinstance(ends, list) else [ends]), getattr(self.tokenizer, "eos_token_id", None)}
         """Tokens that end a turn."""
+        self._threads = RenderingThreads()
 
     @property
     def tokenizer(self) -> Any:
         return self.online.renderer.tokenizer
 
     async def sequences(self, request: MessagesFields) -> list[TurnSequence]:
-        """Sequences of the conversations of a request, each of which has at least one turn to score."""
+        """Sequences of the conversations of a request, each of which has at least one turn to score. TooLargeError if
+        they have too many tokens, BusyError if too many other requests have conversations."""
         if not isinstance(self.online.renderer, HfRenderer) or self.online.use_harmony or self.tokenizer is None:
             raise RequestError("messages: this server renders conversations without a Jinja template", "messages")
         refused = self.online.validate_chat_template(
@@ -57,94 +71,109 @@ class Conversations:
         if refused is not None:
             raise RequestError(refused.error.message, "chat_template_kwargs")
         conversations, tools = request.conversations, request.tools or []
-        is_shared = not tools or isinstance(tools[0], dict)
-        if not is_shared and len(tools) != len(conversations):
+        if tools and not isinstance(tools[0], dict) and len(tools) != len(conversations):
             message = f"tools has lists for {len(tools)} conversations, and there are {len(conversations)}"
             raise RequestError(message, "tools")
-        found = []
-        for index, messages in enumerate(conversations):
-            own: Any = tools if is_shared else tools[index]
-            name = f"messages[{index}]"
-            _check(name, messages)
-            params = self._params(name, messages, own or None, request.chat_template_kwargs)
-            found += await _Conversation(self, name, request.roles, params).sequences(index, messages)
-        if not found:
-            raise RequestError(f"messages has no turn of {' or '.join(request.roles)} to score", "messages")
-        return found
+        # Each conversation has a message, or is refused.
+        self.limits.check_num_sequences(sum(map(len, conversations)), "messages")
+        longest = max(map(len, conversations))
+        if longest > MAX_MESSAGES:
+            message = f"messages: a conversation has {longest} messages, and can have at most {MAX_MESSAGES}"
+            raise RequestError(message, "messages")
+        return await self._threads.run(partial(self._rendered, request))
 
-    def _params(
-        self, name: str, messages: Messages, own_tools: Tools | None, chat_template_kwargs: dict[str, Any] | None
-    ) -> ChatParams:
+    def _rendered(self, request: MessagesFields, is_over: threading.Event) -> list[TurnSequence]:
+        """The sequences of a request. For a thread, which ends once the request is over."""
+        tools: Any = request.tools or []
+        is_shared = not tools or isinstance(tools[0], dict)
+        shared = self._params("tools", tools or None, request.chat_template_kwargs) if is_shared else None
+        sequences, num_tokens = list[TurnSequence](), 0
+        for index, messages in enumerate(request.conversations):
+            name = f"messages[{index}]"
+            params = shared or self._params(name, tools[index], request.chat_template_kwargs)
+            conversation = _Conversation(self, name, _read(name, messages), set(request.roles), params, is_over)
+            for sequence in conversation.sequences(index):
+                sequences.append(sequence)
+                # Turns that are sequences of their own have the same beginnings.
+                num_tokens += len(sequence["token_ids"])
+                self.limits.check_num_values([num_tokens], "float", "messages")
+        if not sequences:
+            raise RequestError(f"messages has no turn of {' or '.join(request.roles)} to score", "messages")
+        return sequences
+
+    def _params(self, name: str, tools: Tools | None, chat_template_kwargs: dict[str, Any] | None) -> ChatParams:
         """What vLLM's `preprocess_chat` makes of a request, without a generation prompt."""
-        try:
-            request = ChatCompletionRequest(
-                messages=messages,
-                tools=own_tools,
-                chat_template_kwargs=chat_template_kwargs,
-                add_generation_prompt=False,
-            )
-        except ValidationError as error:
-            detail = error.errors()[0]
-            field = "tools" if detail["loc"][:1] == ("tools",) else "messages"
-            raise RequestError(f"{name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}", field) from None
-        except VLLMClientError as error:
-            raise RequestError(f"{name}: {error}", "messages") from None
-        tools = None if request.tools is None else [tool.model_dump() for tool in request.tools]
+        request = _checked(
+            name, messages=[], tools=tools, chat_template_kwargs=chat_template_kwargs, add_generation_prompt=False
+        )
+        own = None if request.tools is None else [tool.model_dump() for tool in request.tools]
         params = request.build_chat_params(self.online.chat_template, self.online.chat_template_content_format)
-        defaults = merge_kwargs(self.online.default_chat_template_kwargs, {"tools": tools, "tokenize": False})
+        defaults = merge_kwargs(self.online.default_chat_template_kwargs, {"tools": own, "tokenize": False})
         return params.with_defaults(defaults)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Conversation:
-    """Renders the beginnings of one conversation."""
+    """Renders the beginnings of one conversation, without a generation prompt unless one is wanted."""
 
     shared: Conversations
     name: str
-    roles: list[str]
+    messages: Messages
+    roles: set[str]
     params: ChatParams
-    """Without a generation prompt."""
+    is_over: threading.Event
+    _parsed: list[Any] = field(init=False)
+    """The messages as the template gets them."""
+    _encoder: TextEncoder = field(init=False)
+    """Of the whole conversation."""
 
-    async def sequences(self, index: int, messages: Messages) -> list[TurnSequence]:
-        whole, turns = await self._marked(messages) if self.roles == ["assistant"] else (None, [])
-        own: list[TurnSequence] = []
-        if whole is None:
-            whole = await self._render(messages)
-            for place, message in enumerate(messages):
-                # Nothing prompts for a first message, so it is context if it is the assistant's.
-                if message["role"] not in self.roles or (place == 0 and message["role"] == "assistant"):
-                    continue
-                until = whole if place + 1 == len(messages) else await self._render(messages[: place + 1])
-                turn = await self._turn(messages, place, until)
-                if whole[: turn["end"]] == until[: turn["end"]]:
-                    turns.append(turn)
-                else:
-                    own.append({"conversation": index, "token_ids": until[: turn["end"]], "turns": [turn]})
-        both: list[TurnSequence] = [*own, {"conversation": index, "token_ids": whole, "turns": turns}]
-        for sequence in both:
-            # An empty message adds nothing.
-            sequence["turns"] = [turn for turn in sequence["turns"] if turn["first"] < turn["end"]]
-        return [sequence for sequence in both if sequence["turns"]]
+    def sequences(self, index: int) -> Iterator[TurnSequence]:
+        """The sequences with turns to score, and with the conversation's index."""
+        self._parsed = self._parse()
+        tokenizer, has_marks = self.shared.tokenizer, self.roles == {"assistant"} and self._has_marks()
+        marked = MarkedRendering(tokenizer)
+        text = self._render(len(self.messages), marked if has_marks else tokenizer)
+        self._encoder = TextEncoder(tokenizer, text, self.shared.metrics.encoded_characters.inc)
+        whole = self._encoder.token_ids
+        self.shared.limits.check_length(len(whole), self.name)
+        turns = [self._marked_turn(span) for span in marked.spans]
+        for place, message in enumerate(() if has_marks else self.messages):
+            # Nothing prompts for a first message, so it is context if it is the assistant's.
+            if message["role"] not in self.roles or (place == 0 and message["role"] == "assistant"):
+                continue
+            until = self._tokens(place + 1) if place + 1 < len(self.messages) else whole
+            turn = self._turn(place, until)
+            if whole[: turn["end"]] == until[: turn["end"]]:
+                turns.append(turn)
+            elif turn["first"] < turn["end"]:
+                yield {"conversation": index, "token_ids": until[: turn["end"]], "turns": [turn]}
+        # An empty message adds nothing.
+        turns = [turn for turn in turns if turn["first"] < turn["end"]]
+        if turns:
+            yield {"conversation": index, "token_ids": whole, "turns": turns}
 
-    async def _turn(self, messages: Messages, place: int, until: list[int]) -> Turn:
+    def _marked_turn(self, span: Span) -> Turn:
+        first, end = self._encoder.tokens_of(span)
+        # The first token of a sequence has no logprob.
+        return {"role": "assistant", "first": max(1, first), "end": end}
+
+    def _turn(self, place: int, until: list[int]) -> Turn:
         """The tokens that a message adds, given the conversation up to it."""
-        role, before = messages[place]["role"], messages[:place]
-        prompt = await self._render(before, add_generation_prompt=role == "assistant") if before else []
+        role = self.messages[place]["role"]
+        prompt = self._tokens(place, add_generation_prompt=role == "assistant") if place else []
         first = _num_shared(prompt, until)
         if first < len(prompt):
             # The generation prompt, or a part of it, is not kept; the conversation must be.
-            plain = await self._render(before)
+            plain = self._tokens(place)
             if _num_shared(plain, until) < len(plain) - MAX_MERGED:
                 raise self._refused(place, "changes messages before it")
             first += self._num_redivided(prompt[first:], until[first:])
-        # The first token of a sequence has no logprob.
         first = max(1, first)
         end = len(until)
         if role == "assistant":
             # What the template adds after the token that ends a turn is not generated, not even another such token.
             end = next((at + 1 for at in range(first, end) if until[at] in self.shared.ends), end)
-            generated = self.shared.tokenizer.decode(until[first:end])
-            if not all(thought.strip() in generated for thought in _thoughts(messages[place])):
+            if not _has_thoughts(self.shared.tokenizer.decode(until[first:end]), self.messages[place]):
                 raise self._refused(place, "drops its reasoning, so it is not as it was generated")
         return {"role": role, "first": first, "end": end}
 
@@ -157,68 +186,107 @@ class _Conversation:
             num += 1
         return num
 
-    async def _marked(self, messages: Messages) -> tuple[list[int] | None, list[Turn]]:
-        """The tokens of a conversation and its turns, of a template that marks them; else None."""
-        params, tokenizer = self.params, self.shared.tokenizer
-        template = resolve_chat_template(
-            tokenizer, params.chat_template, params.chat_template_kwargs.get("tools"), model_config=self.shared.model
+    def _has_marks(self) -> bool:
+        tokenizer, tools = self.shared.tokenizer, self.params.chat_template_kwargs.get("tools")
+        template = resolve_chat_template(tokenizer, self.params.chat_template, tools, model_config=self.shared.model)
+        return bool(tokenizer.is_fast and _MARKS.search(template or ""))
+
+    def _parse(self) -> list[Any]:
+        params, model = self.params, self.shared.model
+        content_format = resolve_chat_template_content_format(
+            params.chat_template,
+            params.chat_template_kwargs.get("tools"),
+            params.chat_template_content_format,
+            self.shared.tokenizer,
+            model_config=model,
         )
-        if template is None or not _MARKS.search(template) or not tokenizer.is_fast:
-            return None, []
-        token_ids, conversation = await self._rendered(messages, params)
-        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        options = {**params.get_apply_chat_template_kwargs(), **options}
-        marked: Any = safe_apply_chat_template(self.shared.model, tokenizer, conversation, **options)
-        if list(marked["input_ids"]) != token_ids:
-            raise RequestError(f"{self.name}: vLLM and the template's marks disagree on its tokens", "messages")
-        turns: list[Turn] = []
-        for is_generated, run in groupby(range(len(token_ids)), lambda at: bool(marked["assistant_masks"][at])):
-            if is_generated:
-                places = list(run)
-                turns.append({"role": "assistant", "first": max(1, places[0]), "end": places[-1] + 1})
-        return token_ids, turns
-
-    async def _render(self, messages: Messages, *, add_generation_prompt: bool = False) -> list[int]:
-        kwargs = self.params.chat_template_kwargs | {"add_generation_prompt": add_generation_prompt}
-        return (await self._rendered(messages, replace(self.params, chat_template_kwargs=kwargs)))[0]
-
-    async def _rendered(self, messages: Messages, params: ChatParams) -> tuple[list[int], Any]:
-        """Token ids, and the messages as the template gets them."""
-        renderer = self.shared.online.renderer
         try:
-            # A deep copy: vLLM decodes the arguments of tool calls in place.
-            conversation, prompt = await renderer.render_messages_async(deepcopy(messages), params)
-            (tokens,) = await renderer.tokenize_prompts_async(
-                [prompt], TokenizeParams(max_total_tokens=None, add_special_tokens=False)
-            )
-        except (VLLMClientError, ValueError, TypeError, KeyError, TemplateError, TimeoutError) as error:
-            beginning = f"{self.name}: its first {len(messages)} messages cannot be rendered"
+            parsed: list[Any] = parse_chat_messages(self.messages, model, content_format)[0]
+        except (VLLMClientError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise RequestError(f"{self.name} cannot be read: {error}", "messages") from None
+        return parsed
+
+    def _tokens(self, num_messages: int, *, add_generation_prompt: bool = False) -> list[int]:
+        """The tokens of a beginning of the conversation."""
+        text = self._render(num_messages, self.shared.tokenizer, add_generation_prompt=add_generation_prompt)
+        token_ids = self._encoder.encode(text)
+        self.shared.limits.check_length(len(token_ids), self.name)
+        return token_ids
+
+    def _render(self, num_messages: int, tokenizer: Any, *, add_generation_prompt: bool = False) -> str:
+        """The text of a beginning of the conversation."""
+        if self.is_over.is_set():
+            raise TimeoutError("the request has ended")
+        self.shared.metrics.renderings.inc()
+        kwargs = self.params.get_apply_chat_template_kwargs() | {"add_generation_prompt": add_generation_prompt}
+        try:
+            text = safe_apply_chat_template(self.shared.model, tokenizer, self._parsed[:num_messages], **kwargs)
+        except (VLLMClientError, ValueError, TypeError, KeyError, TemplateError) as error:
+            beginning = f"{self.name}: its first {num_messages} messages cannot be rendered"
             raise RequestError(f"{beginning}: {error}", "messages") from None
-        return list(tokens["prompt_token_ids"]), conversation
+        most = self.shared.limits.max_model_len * self.shared.tokenizer.max_chars_per_token
+        if len(text) > most:
+            # Too long in any tokens, so it need not be encoded.
+            raise RequestError(
+                f"{self.name} has {len(text)} characters, and the model takes at most {most} of them", "messages"
+            )
+        return str(text)
 
     def _refused(self, place: int, reason: str) -> RequestError:
         return RequestError(f"{self.name}[{place}] cannot be scored: the chat template {reason}", "messages")
 
 
-def _check(name: str, messages: Messages) -> None:
+def _read(name: str, messages: Messages) -> Messages:
+    """The messages of a conversation in vLLM's form: all of their content is text."""
     if not messages:
         raise RequestError(f"{name} is empty: there is no message to score", "messages")
     for place, each in enumerate(messages):
         if not isinstance(each.get("role"), str):
             raise RequestError(f"{name}[{place}] must have a role", "messages")
         parts = each.get("content")
-        for part in parts if isinstance(parts, list) else []:
-            if isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS:
-                raise RequestError(
-                    f"{name}[{place}] has a part of type {part.get('type')!r}: only text is scored", "messages"
-                )
+        for at, part in enumerate(parts if isinstance(parts, list) else ()):
+            _check_part(f"{name}[{place}]", at, part)
+    # vLLM's model renames fields in the messages themselves.
+    _checked(name, messages=messages)
+    return messages
 
 
-def _thoughts(message: dict[str, Any]) -> list[str]:
-    """The reasoning of a message, in a field of its own or between tags."""
-    field, content = message.get("reasoning") or message.get("reasoning_content"), message.get("content")
-    between_tags = _THOUGHTS.findall(content) if isinstance(content, str) else []
-    return [field, *between_tags] if isinstance(field, str) else between_tags
+def _check_part(message: str, at: int, part: Any) -> None:
+    """Refuse a part of a message's content that vLLM would not render as its text alone."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    key = _TEXT_KEYS.get(kind) if isinstance(kind, str) else None
+    is_text = key is not None and part.keys() == {"type", key} and isinstance(part[key], str)
+    if not is_text and not isinstance(part, str):
+        raise RequestError(
+            f"{message} has a part of type {str(kind)[:MAX_NAME]!r} that is not a text, content[{at}]: give a string, "
+            'or an object with nothing but its type and text, such as {"type": "text", "text": "Hello"}',
+            "messages",
+        )
+
+
+def _checked(name: str, **fields: Any) -> ChatCompletionRequest:
+    """vLLM's request with these fields."""
+    try:
+        return ChatCompletionRequest(**fields)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        field = "tools" if detail["loc"][:1] == ("tools",) else "messages"
+        raise RequestError(f"{name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}", field) from None
+    except VLLMClientError as error:
+        raise RequestError(f"{name}: {error}", "messages") from None
+
+
+def _has_thoughts(text: str, message: dict[str, Any]) -> bool:
+    """Whether a text has a message's reasoning: in a field of its own or between tags, in this order."""
+    reasoning, content = message.get("reasoning"), message.get("content")
+    parts = content.split("</think>")[:-1] if isinstance(content, str) else []
+    thoughts = [thought for _, tag, thought in (part.partition("<think>") for part in parts) if tag]
+    at = 0
+    for thought in (reasoning if isinstance(reasoning, str) else "", *thoughts):
+        at = text.find(thought.strip(), at)
+        if at < 0:
+            return False
+    return True
 
 
 def _num_shared(one: list[int], other: list[int]) -> int:

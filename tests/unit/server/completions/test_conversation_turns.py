@@ -1,8 +1,6 @@
 """`/v1/turns` next to transformers: chat templates of many families, their marks, and what is refused."""
 
 import json
-import re
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.server.api.light_app import app_with_completions, client_of, error_of
-
-FOLDER = Path(__file__).parents[3] / "data" / "chat_templates"
-TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
-"""Each begins with a comment: what it needs of a tokenizer, which conversation it takes, and the text of each turn."""
+from tests.unit.server.completions.chat_templates import TEMPLATES, Served, described
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 COUNT = {"role": "user", "content": "How many are there?"}
@@ -39,36 +34,6 @@ CONVERSATIONS = {
     "thinking": THINKING,
 }
 PLAIN = CONVERSATIONS["plain"]
-Served = Callable[[str], Path]
-
-
-@pytest.fixture
-def served(random_model: Path, byte_fallback_model: Path, tmp_path_factory) -> Served:
-    """Makes a folder with a chat template, a tokenizer that has its special tokens, and a configuration."""
-
-    def make(template: str) -> Path:
-        about, folder = described(template), tmp_path_factory.mktemp("served")
-        source = byte_fallback_model if about.get("tokenizer") else random_model
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        tokenizer.add_special_tokens(
-            {"additional_special_tokens": about.get("special_tokens", [])}
-            | {name: about[name] for name in ("bos_token", "eos_token") if name in about}
-        )
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(folder)
-        (folder / "config.json").write_bytes((source / "config.json").read_bytes())
-        ends = tokenizer.convert_tokens_to_ids([about.get("end", "<|im_end|>"), tokenizer.eos_token])
-        (folder / "generation_config.json").write_text(
-            json.dumps({"eos_token_id": [end for end in ends if end is not None]})
-        )
-        return folder
-
-    return make
-
-
-def described(template: str) -> dict[str, Any]:
-    comment = re.match(r"\{#- (.*) -#\}", template)
-    return json.loads(comment[1]) if comment else {}
 
 
 def rendered(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], **options: Any) -> Any:

@@ -1,0 +1,127 @@
+"""What conversations are rendered with: threads, and an encoder of texts that begin alike."""
+
+import asyncio
+import inspect
+import threading
+from bisect import bisect_left
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from scoremode_server.errors import BusyError
+
+T = TypeVar("T")
+
+THREADS = 2
+"""Requests whose conversations are rendered at once. Templates run in Python, so more threads would not be faster."""
+
+MAX_REQUESTS = 32
+"""Requests whose conversations are rendered or wait for it."""
+
+Span = tuple[int, int]
+"""Where characters or tokens begin and end."""
+
+_FOR_TEMPLATES = {"tools", "documents", "chat_template", "add_generation_prompt"}
+"""Arguments of `apply_chat_template` that a template can read, or that are the template."""
+
+_FINDING_SPANS = threading.Lock()
+
+
+class RenderingThreads:
+    """Runs work on conversations. No thread can be cancelled, so one whose request has ended counts until it has ended
+    too."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="rendering")
+        self._here: set[Future[Any]] = set()
+
+    async def run(self, work: Callable[[threading.Event], T]) -> T:
+        """The result of a request's work, which gets an event that is set once nobody waits for the result. BusyError
+        if too many requests are here already."""
+        self._here = {future for future in self._here if not future.done()}
+        if len(self._here) >= MAX_REQUESTS:
+            raise BusyError(f"the conversations of {MAX_REQUESTS} requests are being rendered: try again later", None)
+        is_over = threading.Event()
+        future = self._pool.submit(work, is_over)
+        self._here.add(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            is_over.set()
+
+
+class MarkedRendering:
+    """A tokenizer for vLLM's `safe_apply_chat_template`, which keeps the spans between a template's `{% generation %}`
+    marks. transformers' own method only makes a mask of tokens from them, in which a span that ends within the first
+    token marks all tokens.
+
+    Attributes:
+        spans: of the text that was rendered last.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.spans: list[Span] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def apply_chat_template(self, conversation: list[Any], **options: Any) -> str:
+        """The text of a conversation."""
+        own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - _FOR_TEMPLATES
+        variables = {name: value for name, value in options.items() if name not in own}
+        # transformers finds the spans with an object that all renderings of a template share.
+        with _FINDING_SPANS:
+            (text,), (self.spans,) = render_jinja_template(
+                [conversation], return_assistant_tokens_mask=True, **self._tokenizer.special_tokens_map | variables
+            )
+        return str(text)
+
+
+class TextEncoder:
+    """Encodes a text, and then others that begin like it, of which it encodes only the rest.
+
+    A text can be cut before a special token: the tokenizer finds these first, and encodes what is between them apart.
+
+    Args:
+        count: Called with the number of characters that are encoded.
+
+    Attributes:
+        token_ids: those of the first text.
+    """
+
+    def __init__(self, tokenizer: Any, text: str, count: Callable[[int], None]) -> None:
+        self._tokenizer, self._text, self._count = tokenizer, text, count
+        self._encoding = self._encoded(text)
+        self.token_ids: list[int] = self._encoding["input_ids"]
+        special = {
+            token_id
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            # White space before such a token would belong to it.
+            if not (token.lstrip or token.single_word or token.normalized)
+        }
+        tokens = zip(self.token_ids, self._encoding.get("offset_mapping") or (), strict=False)
+        self._cuts = [(*span, index) for index, (token_id, span) in enumerate(tokens) if token_id in special]
+        """Where special tokens start and end in the first text, and how many tokens come before each."""
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of another text."""
+        at = bisect_left(self._cuts, True, key=lambda cut: not text.startswith(self._text[: cut[1]]))
+        start, _, num_tokens = self._cuts[at - 1] if at else (0, 0, 0)
+        rest: list[int] = self._encoded(text[start:])["input_ids"]
+        return self.token_ids[:num_tokens] + rest
+
+    def tokens_of(self, span: Span) -> Span:
+        """The tokens with the characters of a span of the first text, which may be none."""
+        # Tokenizers leave white space out of what they say of a token.
+        tokens = [token for at in range(*span) if (token := self._encoding.char_to_token(at)) is not None]
+        return (tokens[0], tokens[-1] + 1) if tokens else (0, 0)
+
+    def _encoded(self, text: str) -> BatchEncoding:
+        self._count(len(text))
+        options = {"add_special_tokens": False, "return_offsets_mapping": self._tokenizer.is_fast}
+        encoding: BatchEncoding = self._tokenizer(text, **options)
+        return encoding
