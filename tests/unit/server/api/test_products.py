@@ -1,15 +1,13 @@
 """Requests whose size is a product: what a short body asks for is refused, or not made before it is admitted."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from vllm.renderers.base import BaseRenderer
 
-from scoremode_server.scoring import limits
 from scoremode_server.scoring.sequences import ScoringPass
-from tests.bad_inputs import COMPLETIONS, JSON, SCORE
+from tests.bad_inputs import SCORE
 from tests.unit.server.api.light_app import app_with_completions, client_of, error_of, light_app
 from tests.unit.server.prefix_cache.cache_setup import LARGE
 
@@ -107,39 +105,3 @@ async def test_one_wrong_prompt_ends_the_encoding_of_the_others(encoded, random_
         num_encoded = len(encoded)
         assert (await client.post(SCORE, json={"prompt": "the end"})).status_code == 200
     assert len(encoded) == num_encoded + 1
-
-
-async def test_every_route_bounds_the_logprobs_of_an_answer(monkeypatch, random_model):
-    monkeypatch.setitem(limits.MAX_VALUES, "base64", 1000)
-    monkeypatch.setitem(limits.MAX_VALUES, "float", 1000)
-    prompt, app = [[5] * 60] * 3, app_with_completions(random_model)[0]
-    scoring = {"prompt": prompt, "max_tokens": 1}
-    generation = {"token_ids": [5] * 180, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 5}}
-    bodies = [
-        (SCORE, {"prompt": prompt, "top_logprobs": 5}, "prompt"),
-        (COMPLETIONS, scoring | {"echo": True, "logprobs": 5}, "prompt"),
-        (COMPLETIONS, scoring | {"prompt_logprobs": 5}, "prompt"),
-        ("/inference/v1/generate", generation, "token_ids"),
-    ]
-    async with client_of(app) as client:
-        for route, body, field in bodies:
-            status, param, message = error_of(await client.post(route, json=body))
-            assert (status, param) == (413, field)
-            assert message.startswith("the answer would have 1080 logprobs")
-        assert (await client.post(COMPLETIONS, json=scoring | {"prompt_logprobs": 4})).status_code == 200
-
-
-async def test_an_error_of_the_whole_body_has_no_field(random_model):
-    """vLLM's models check some fields together."""
-    features = {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {}}
-    body = {"token_ids": [5], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
-    app, _ = app_with_completions(random_model)
-    async with client_of(app) as client:
-        for more, message in (
-            ({"features": features}, "must use the same modalities"),
-            ({"features": {"mm_hashes": {}, "mm_placeholders": {}}, "content_parts": [{"a": 1}]}, "mutually exclusive"),
-        ):
-            content = json.dumps(body | more).encode()
-            answer = await client.post("/inference/v1/generate", content=content, headers=JSON)
-            assert error_of(answer)[0] == 400
-            assert message in error_of(answer)[2]

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 
 from scoremode_server.api.requests import CLIENT_CLOSED_REQUEST
 from scoremode_server.completions import conversations, rendering
-from scoremode_server.completions.conversations import MAX_MESSAGES
 from scoremode_server.completions.rendering import TextEncoder
 from tests.unit.server.api.light_app import app_with_completions, client_of, error_of, leaving
 from tests.unit.server.completions.chat_templates import TEMPLATES, Served
@@ -80,28 +79,6 @@ async def test_work_grows_with_the_length_of_a_conversation(served: Served, fami
     else:
         assert found[200][0] <= 1 + 3 * 100
     assert found[200][1] < 11 * found[20][1]
-
-
-async def test_long_conversations_are_refused_before_they_are_rendered(served: Served):
-    app, _ = app_with_completions(served(TEMPLATES["chatml"]))
-    app.state.scoremode.conversations.limits = replace(app.state.scoremode.limits, max_sequences=2000)
-    many = {"messages": chat(MAX_MESSAGES + 1)}
-    together = {"messages": [chat(MAX_MESSAGES)] * 2}
-    async with client_of(app) as client:
-        for body, message in (
-            (many, f"messages: a conversation has {MAX_MESSAGES + 1} messages, and can have at most {MAX_MESSAGES}"),
-            (together, f"the request has {2 * MAX_MESSAGES} sequences to score, more than 2000"),
-        ):
-            status, field, found = error_of(await client.post(TURNS, json=body))
-            assert (status, field, found[: len(message)]) == (400, "messages", message)
-        assert counted(app)[0] == 0
-        # Longer than the context: the first rendering shows it, and more characters than it can have are not encoded.
-        for words, num_encoded in (("word " * 2, True), ("word " * 200, False)):
-            before = counted(app)
-            status, _, found = error_of(await client.post(TURNS, json={"messages": chat(200, words)}))
-            renderings, characters = (after - earlier for after, earlier in zip(counted(app), before, strict=True))
-            assert (status, "the model takes at most" in found) == (400, True)
-            assert (renderings, characters > 0) == (1, num_encoded)
 
 
 class Held:
@@ -179,27 +156,3 @@ async def test_thousands_of_tags_are_read_once(served: Served):
             messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]
             answer = await asyncio.wait_for(client.post(TURNS, json={"messages": messages}), 20)
             assert answer.status_code == 200, answer.text
-
-
-TEXT = {"type": "text", "text": "Hello"}
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        *(None, 1, [TEXT], {}, {"text": "Hello"}, {"type": "text"}, {"type": "image"}, {"image_url": {"url": "x"}}),
-        *(TEXT | more for more in ({"image_url": "x"}, {"text": None}, {"type": ["text"]})),
-        {"type": "refusal", "text": "No"},
-    ],
-    ids=str,
-)
-async def test_a_part_that_is_not_a_text_is_refused_by_its_place(served: Served, part: Any):
-    app, _ = app_with_completions(served(TEMPLATES["chatml"]))
-    messages = [{"role": "user", "content": ["A text", TEXT, part]}, {"role": "assistant", "content": "Yes."}]
-    async with client_of(app) as client:
-        status, field, found = error_of(await client.post(TURNS, json={"messages": messages}))
-        assert (status, field) == (400, "messages")
-        assert found.startswith("messages[0][0] has a part of type ")
-        assert "that is not a text, content[2]: give a string" in found
-        messages[0]["content"] = ["A text", TEXT, {"type": "refusal", "refusal": "No"}]
-        assert (await client.post(TURNS, json={"messages": messages})).status_code == 200
