@@ -100,6 +100,14 @@ def byte_fallback_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def llama_2_model(tmp_path_factory) -> Path:
+    """A random Llama with a tokenizer as Llama 2's, and a chat template that marks the assistant's text and EOS."""
+    from tests import models
+
+    return models.llama_2_like(tmp_path_factory.mktemp("models") / "llama-2")
+
+
+@pytest.fixture(scope="session")
 def int8_random_model(random_model: Path, tmp_path_factory) -> Path:
     """`random_model` with its last block as INT8 W8A8, on which an oracle agrees with vLLM token by token."""
     from tests import models

@@ -9,7 +9,7 @@ import torch
 from compressed_tensors.compressors.naive_quantized import IntQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, QuantizationStatus
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from rounded_model import copy_all_but_weights
@@ -17,6 +17,12 @@ from tests.texts import WIKITEXT
 
 BOS, EOS = "<s>", "</s>"
 LARGEST_INT8 = 127
+MARKED_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}[{{ message['role'] }}]{{ message['content'] }}[/]{% endif %}{% endfor %}"
+)
+"""A chat template that marks what an assistant writes, its EOS included."""
 
 
 def random_llama(
@@ -51,6 +57,17 @@ def random_llama(
         eos_token_id=1,
     )
     return _random_weights(config, path, seed)
+
+
+def llama_2_like(path: Path) -> Path:
+    """Writes a random Llama whose tokenizer normalizes as Llama 2's: it puts BOS and a space before any text, so that
+    most words are two tokens of one text. The model has 24 tokens more than its tokenizer, and a marked template."""
+    random_llama(path)
+    tokenizer = _sentencepiece_like(1000)
+    tokenizer.pre_tokenizer = None
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    _for_transformers(tokenizer, True, MARKED_TEMPLATE).save_pretrained(path)
+    return path
 
 
 def random_model_of(config: PretrainedConfig, path: Path) -> Path:
@@ -139,10 +156,14 @@ def _changed(source: Path, path: Path, change: Callable[[dict[str, torch.Tensor]
 
 
 def _tokenizer(vocab_size: int, add_bos: bool, byte_fallback: bool) -> PreTrainedTokenizerFast:
+    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     tokenizer = _sentencepiece_like(vocab_size) if byte_fallback else _byte_level(vocab_size)
+    return _for_transformers(tokenizer, add_bos, template)
+
+
+def _for_transformers(tokenizer: Tokenizer, add_bos: bool, template: str) -> PreTrainedTokenizerFast:
     if add_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
-    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, chat_template=template)
 
 

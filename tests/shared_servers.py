@@ -86,6 +86,16 @@ SERVERS = {
         (*_WITH_STOCK_ROUTES, "scoremode"),
         references="shared",
     ),
+    "llama_2_server": Server(
+        "tiny",
+        "llama_2_model",
+        (
+            *("--served-model-name", "llama-2", *_FOR_TRAINERS, *_COMMON, "--enforce-eager"),
+            *("--num-gpu-blocks-override", "2048"),
+        ),
+        (*_WITH_STOCK_ROUTES, "scoremode"),
+        references="shared",
+    ),
     # Real weights, and so slow that what is at work can be seen and left.
     "smollm2_server": Server(
         "real",

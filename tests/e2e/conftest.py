@@ -36,6 +36,13 @@ def int8_server(servers: Servers) -> str:
 
 
 @pytest.fixture(scope="session")
+def llama_2_server(servers: Servers) -> str:
+    """`scoremode serve` on a random model with a tokenizer as Llama 2's, context 2,048, top 256, with vLLM's own routes
+    under /stock."""
+    return servers.url("llama_2_server")
+
+
+@pytest.fixture(scope="session")
 def client(server: str) -> Iterator[ScoreClient]:
     with ScoreClient(server, timeout=300) as client:
         yield client
