@@ -103,8 +103,15 @@ class Conversations:
 
     def _params(self, name: str, tools: Tools | None, chat_template_kwargs: dict[str, Any] | None) -> ChatParams:
         """What vLLM's `preprocess_chat` makes of a request, without a generation prompt."""
+        variables = dict(chat_template_kwargs or {})
         request = _checked(
-            name, messages=[], tools=tools, chat_template_kwargs=chat_template_kwargs, add_generation_prompt=False
+            name,
+            messages=[],
+            tools=tools,
+            # A template among the variables would come after the server's.
+            chat_template=variables.pop("chat_template", None),
+            chat_template_kwargs=variables,
+            add_generation_prompt=False,
         )
         own = None if request.tools is None else [tool.model_dump() for tool in request.tools]
         params = request.build_chat_params(self.online.chat_template, self.online.chat_template_content_format)
@@ -136,7 +143,7 @@ class _Conversation:
         self._encoder = TextEncoder(tokenizer, text, self.shared.metrics.encoded_characters.inc)
         whole = self._encoder.token_ids
         self.shared.limits.check_length(len(whole), self.name)
-        turns = [self._marked_turn(span) for span in marked.spans]
+        turns = self._marked_turns(text, marked.spans)
         for place, message in enumerate(() if has_marks else self.messages):
             # Nothing prompts for a first message, so it is context if it is the assistant's.
             if message["role"] not in self.roles or (place == 0 and message["role"] == "assistant"):
@@ -152,10 +159,17 @@ class _Conversation:
         if turns:
             yield {"conversation": index, "token_ids": whole, "turns": turns}
 
-    def _marked_turn(self, span: Span) -> Turn:
-        first, end = self._encoder.tokens_of(span)
+    def _marked_turns(self, text: str, spans: list[Span]) -> list[Turn]:
+        """A turn for each span, if the assistant says what is in it."""
+        said = [_said(message) for message in self.messages if message["role"] == "assistant"]
+        for start, end in spans:
+            if not any(each in text[start:end] for of_message in said for each in of_message):
+                message = f"{self.name} cannot be scored: the chat template marks {text[start:end][:MAX_NAME]!r}"
+                raise RequestError(f"{message} as generated, which the assistant does not say", "messages")
+        # Parts of one message follow each other.
+        places = map(self._encoder.tokens_of, _joined(spans) if len(spans) > len(said) else spans)
         # The first token of a sequence has no logprob.
-        return {"role": "assistant", "first": max(1, first), "end": end}
+        return [{"role": "assistant", "first": max(1, first), "end": end} for first, end in places]
 
     def _turn(self, place: int, until: list[int]) -> Turn:
         """The tokens that a message adds, given the conversation up to it."""
@@ -270,10 +284,27 @@ def _checked(name: str, **fields: Any) -> ChatCompletionRequest:
         return ChatCompletionRequest(**fields)
     except ValidationError as error:
         detail = error.errors()[0]
-        field = "tools" if detail["loc"][:1] == ("tools",) else "messages"
+        field = str(detail["loc"][0]) if detail["loc"] else "messages"
+        field = "chat_template_kwargs" if field == "chat_template" else field
         raise RequestError(f"{name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}", field) from None
     except VLLMClientError as error:
         raise RequestError(f"{name}: {error}", "messages") from None
+
+
+def _said(message: dict[str, Any]) -> list[str]:
+    """The texts that a template may render of a message: reasoning, thoughts between tags, and the answer."""
+    texts = [message[name] for name in ("reasoning", "content") if isinstance(message.get(name), str)]
+    return [part.rpartition("<think>")[2].strip() for text in texts for part in text.split("</think>")] or [""]
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Spans, of which those that touch are one."""
+    joined: list[Span] = []
+    for start, end in spans:
+        if joined and joined[-1][1] == start:
+            start, _ = joined.pop()
+        joined.append((start, end))
+    return joined
 
 
 def _has_thoughts(text: str, message: dict[str, Any]) -> bool:

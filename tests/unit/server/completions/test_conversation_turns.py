@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.models import MARKED_TEMPLATE
 from tests.unit.server.api.light_app import app_with_completions, client_of, error_of
 from tests.unit.server.completions.chat_templates import TEMPLATES, Served, described
 
@@ -130,6 +131,15 @@ async def test_turns_that_are_sequences_of_their_own_are_scored_alike_by_all_rou
     assert perplexity["nll_sum"] == pytest.approx(-sum(each["sum_logprob"] for each in score["data"]))
 
 
+SAYS_OK = [
+    {"role": "assistant", "content": ""},
+    {"role": "user", "content": "hi there"},
+    {"role": "assistant", "content": "ok"},
+]
+TWO_ANSWERS = [COUNT, ELEVEN, GREEN]
+PARTS = "{% generation %}<think>{{ message['reasoning'] }}</think>{% endgeneration %}"
+MARKED = MARKED_TEMPLATE.replace("%}{% generation %}", "%}PARTS{% generation %}")
+ALL_MARKED = "{% for message in messages %}{% generation %}{{ message['content'] }}{% endgeneration %}{% endfor %}"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 REWRITES = "{{ messages[-1]['content'] }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 BY_TEMPLATE = {"chat_template_kwargs": {"chat_template": "{{ messages }}"}}
@@ -158,11 +168,53 @@ BY_TEMPLATE = {"chat_template_kwargs": {"chat_template": "{{ messages }}"}}
             {"messages": THINKING},
             "messages[0][1] cannot be scored: the chat template drops",
         ),
+        ("all_marked", {"messages": PLAIN}, "messages[0] cannot be scored: the chat template marks 'Be brief.' as"),
         ("rewrites", {"messages": PLAIN}, "messages[0][2] cannot be scored: the chat template changes messages before"),
     ],
 )
 async def test_what_cannot_be_scored_is_refused(served: Served, family: str, body: dict[str, Any], message: str):
-    app, _ = app_with_completions(served(REWRITES if family == "rewrites" else TEMPLATES[family]))
+    app, _ = app_with_completions(served((TEMPLATES | {"rewrites": REWRITES, "all_marked": ALL_MARKED})[family]))
     async with client_of(app) as client:
         status, _, found = error_of(await client.post("/v1/turns", json=body))
     assert (status, found[: len(message)]) == (400, message)
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "texts"),
+    [
+        # The first span ends within the first token, for which transformers marks all others.
+        (SAYS_OK, MARKED_TEMPLATE, ["ok</s>"]),
+        # Spans that touch are two turns if they are of two messages, and one if they are of one.
+        (TWO_ANSWERS, MARKED_TEMPLATE, ["Eleven, and a bit.</s>", "It is green.</s>"]),
+        ([COUNT, GREEN | {"reasoning": "So."}], MARKED.replace("PARTS", PARTS), ["<think>So.</think>It is green.</s>"]),
+    ],
+    ids=["the first token", "two messages", "parts of a message"],
+)
+async def test_each_marked_message_is_a_turn(llama_2_model: Path, messages, template: str, texts: list[str], tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(llama_2_model)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes((llama_2_model / "config.json").read_bytes())
+    (sequence,) = await turns_of(tmp_path, {"messages": messages})
+    assert sequence["token_ids"] == rendered(tokenizer, messages)["input_ids"]
+    assert texts_of(tokenizer, sequence) == texts
+
+
+async def test_a_trusted_template_of_a_request_is_the_one_that_renders(served: Served):
+    """In the place of the model's and of the server's, and its marks are found."""
+    model = served(TEMPLATES["chatml"])
+    app, _ = app_with_completions(model)
+    online = app.state.scoremode.conversations.online
+    online.trust_request_chat_template, online.chat_template = True, TEMPLATES["smollm3"]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    async with client_of(app) as client:
+        for template in (MARKED_TEMPLATE, "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"):
+            body = {"messages": [COUNT, ELEVEN], "chat_template_kwargs": {"chat_template": template}}
+            (sequence,) = (await client.post("/v1/turns", json=body)).json()["data"]
+            expected = tokenizer.apply_chat_template([COUNT, ELEVEN], chat_template=template, tokenize=True)
+            assert sequence["token_ids"] == expected["input_ids"]
+            assert texts_of(tokenizer, sequence)[0].strip() == (
+                "Eleven, and a bit.</s>" if "gener" in template else "Eleven, and a bit."
+            )
+        body["chat_template_kwargs"] = {"chat_template": 5}
+        assert error_of(await client.post("/v1/turns", json=body))[:2] == (400, "chat_template_kwargs")
