@@ -167,21 +167,29 @@ class _Conversation:
                 message = f"{self.name} cannot be scored: the chat template marks {text[start:end][:MAX_NAME]!r}"
                 raise RequestError(f"{message} as generated, which the assistant does not say", "messages")
         # Parts of one message follow each other.
-        places = map(self._encoder.tokens_of, _joined(spans) if len(spans) > len(said) else spans)
-        # The first token of a sequence has no logprob.
-        return [{"role": "assistant", "first": max(1, first), "end": end} for first, end in places]
+        turns: list[Turn] = []
+        for start, end in _joined(spans) if len(spans) > len(said) else spans:
+            first, last, is_merged = self._encoder.tokens_of((start, end))
+            # The first token of a sequence has no logprob.
+            turns.append({"role": "assistant", "first": max(1, first), "end": last, "is_merged": is_merged})
+        return turns
 
     def _turn(self, place: int, until: list[int]) -> Turn:
         """The tokens that a message adds, given the conversation up to it."""
         role = self.messages[place]["role"]
         prompt = self._tokens(place, add_generation_prompt=role == "assistant") if place else []
-        first = _num_shared(prompt, until)
+        first, is_merged = _num_shared(prompt, until), False
         if first < len(prompt):
             # The generation prompt, or a part of it, is not kept; the conversation must be.
             plain = self._tokens(place)
             if _num_shared(plain, until) < len(plain) - MAX_MERGED:
                 raise self._refused(place, "changes messages before it")
-            first += self._num_redivided(prompt[first:], until[first:])
+            prompt_end, added = prompt[first:], until[first:]
+            num_redivided = self._num_redivided(prompt_end, added)
+            first += num_redivided
+            decode = self.shared.tokenizer.decode
+            rest = decode(prompt_end).removeprefix(decode(added[:num_redivided]))
+            is_merged = bool(rest) and decode(until[first : first + 1]).startswith(rest)
         first = max(1, first)
         end = len(until)
         if role == "assistant":
@@ -189,7 +197,7 @@ class _Conversation:
             end = next((at + 1 for at in range(first, end) if until[at] in self.shared.ends), end)
             if not _has_thoughts(self.shared.tokenizer.decode(until[first:end]), self.messages[place]):
                 raise self._refused(place, "drops its reasoning, so it is not as it was generated")
-        return {"role": role, "first": first, "end": end}
+        return {"role": role, "first": first, "end": end, "is_merged": is_merged}
 
     def _num_redivided(self, prompt_end: list[int], added: list[int]) -> int:
         """Leading tokens of what a message adds whose text ends the prompt: a tokenizer may divide line breaks one way

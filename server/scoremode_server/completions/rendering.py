@@ -22,7 +22,7 @@ MAX_REQUESTS = 32
 """Requests whose conversations are rendered or wait for it."""
 
 Span = tuple[int, int]
-"""Where characters or tokens begin and end."""
+"""Where characters begin and end in a text."""
 
 _FOR_TEMPLATES = {"tools", "documents", "chat_template", "add_generation_prompt"}
 """Arguments of `apply_chat_template` that a template can read, or that are the template."""
@@ -114,11 +114,14 @@ class TextEncoder:
         rest: list[int] = self._encoded(text[start:])["input_ids"]
         return self.token_ids[:num_tokens] + rest
 
-    def tokens_of(self, span: Span) -> Span:
-        """The tokens with the characters of a span of the first text, which may be none."""
+    def tokens_of(self, span: Span) -> tuple[int, int, bool]:
+        """(first, end) of the tokens with the characters of a span of the first text, which may be none, and whether
+        the first has characters before the span as well."""
         # Tokenizers leave white space out of what they say of a token.
         tokens = [token for at in range(*span) if (token := self._encoding.char_to_token(at)) is not None]
-        return (tokens[0], tokens[-1] + 1) if tokens else (0, 0)
+        if not tokens:
+            return 0, 0, False
+        return tokens[0], tokens[-1] + 1, self._encoding.token_to_chars(tokens[0]).start < span[0]
 
     def _encoded(self, text: str) -> BatchEncoding:
         self._count(len(text))

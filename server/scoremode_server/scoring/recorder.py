@@ -65,6 +65,8 @@ class Recorder:
         is_same_model = model.may_continue(of_disk.model)
         if not is_same_model or of_disk.text.fingerprint != plan.fingerprint:
             what = "text or other windows" if is_same_model else "model"
+            if is_same_model and plan.method == "conversation":
+                what += " (a chat template that writes the date renders another text each day)"
             raise ConflictError(f"there is a reference {name!r} already, of another {what}", "name")
         before, now = of_disk.model.computed_by, model.computed_by
         if None not in (before, now) and before != now:

@@ -218,3 +218,29 @@ async def test_a_trusted_template_of_a_request_is_the_one_that_renders(served: S
             )
         body["chat_template_kwargs"] = {"chat_template": 5}
         assert error_of(await client.post("/v1/turns", json=body))[:2] == (400, "chat_template_kwargs")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{{ message['content'] }}",
+        "{% if loop.last %}{% generation %}{{ message['content'] }}{% endgeneration %}{% endif %}",
+    ],
+)
+@pytest.mark.parametrize(
+    ("header", "content", "is_merged"), [(": ", "Hello", True), (":", " Hello", False), ("\n", "\n\nHello", True)]
+)
+async def test_a_first_token_that_began_in_the_prompt_is_told(
+    random_model: Path, tmp_path, body, header, content, is_merged
+):
+    """Its tokenizer joins a space with the word after it, and line breaks."""
+    prompt = f"{{% if add_generation_prompt %}}assistant{header}{{% endif %}}"
+    template = f"{{% for message in messages %}}{{{{ message['role'] }}}}{header}{body}</s>{{% endfor %}}{prompt}"
+    tokenizer = AutoTokenizer.from_pretrained(random_model)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes((random_model / "config.json").read_bytes())
+    (sequence,) = await turns_of(tmp_path, {"messages": [COUNT, ELEVEN | {"content": content}]})
+    turn = sequence["turns"][-1]
+    begins = tokenizer.decode(sequence["token_ids"][turn["first"] :])
+    assert (turn["is_merged"], begins.startswith(content)) == (is_merged, not is_merged)
