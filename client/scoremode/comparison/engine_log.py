@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from scoremode._printable import printable
+from scoremode._texts import encoding_of
 from scoremode.comparison.compare import check_labels
 from scoremode.comparison.figures import EngineLog, Figure, RunComparison, RunFigures
 from scoremode.errors import RunError
@@ -56,7 +57,7 @@ def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
     RunError if it cannot be read, or has no final figures."""
     path = Path(path)
     try:
-        text = path.read_text(errors="replace")
+        text = path.read_text(encoding_of(path), errors="replace")
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
     windows, final = _WINDOWS.search(text), _FINAL.search(text)
@@ -92,7 +93,7 @@ def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:
     the noise floor. RunError if it cannot be read, or has no reference."""
     path = Path(path)
     try:
-        models = _QBENCH.validate_json(path.read_bytes())
+        models = _QBENCH.validate_json(path.read_text(encoding_of(path), errors="replace"))
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
     except ValidationError as error:

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,13 @@ def test_a_log_with_kl_divergence_gives_every_figure_that_it_prints():
     assert (figures.delta_p_rms.value, figures.delta_p_rms.stderr) == pytest.approx((0.05537, 0.00350))
 
 
+def test_a_log_that_powershell_wrote_is_read(tmp_path: Path):
+    log = tmp_path / "log.txt"
+    log.write_text(KLD.read_text(), encoding="utf-16", newline="\r\n")
+    expected, found = load_log(KLD, "q4_k_m"), load_log(log, "q4_k_m")
+    assert replace(found, run=replace(found.run, path=KLD)) == expected
+
+
 def test_tables_have_a_row_for_it_and_leave_empty_what_it_lacks(comparison):
     both = with_logs(comparison, [("q4_k_m", str(KLD))])
     [row] = [line for line in as_markdown(both).splitlines() if line.startswith("| q4\\_k\\_m")]
@@ -61,7 +69,7 @@ def test_each_model_of_qbench_is_a_row_with_its_own_floor(comparison, tmp_path: 
         {"label": "3.00 bpw", "group": "EXL3", "ppl": 25.1, **kld, "bpw_layer": 3.0, "bpw_head": 6.0, "vram_gb": 0.1},
     ]
     path = tmp_path / "results.json"
-    path.write_text(json.dumps(models))
+    path.write_text(json.dumps(models), encoding="utf-16")
     _, floor, exl3 = with_logs(comparison, [], [str(path)]).rows
     assert (floor.run.label, exl3.run.label, exl3.run.weights) == ("Noise floor", "3.00 bpw", "qbench, EXL3")
     assert (exl3.perplexity.value, exl3.kld.value, exl3.kld_median, exl3.run.bits_per_weight) == (25.1, 0.02, 0.011, 3)
