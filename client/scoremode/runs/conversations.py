@@ -9,10 +9,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scoremode._texts import valid_text
 from scoremode.errors import CorpusError
 from scoremode.windows import TOKEN_CLASSES
 
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns whose place in the messages a placeholder marks."""
+OPTIONAL_COLUMNS = ("tools", "system", *MEDIA)
+"""What a row may have next to its messages."""
+_PLACEHOLDER = re.compile("<(?:image|video|audio)>")
+
+_NAMES = {
+    "system": ("system",),
+    "developer": ("developer",),
+    "user": ("user", "human", "input", "prompter"),
+    "assistant": (
+        *("assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model", "output"),
+        # A call of a tool, as text.
+        *("function_call", "tool_call"),
+    ),
+    "tool": ("tool", "function", "observation", "function_response", "tool_response", "ipython"),
+}
+_ROLES = {name: role for role, names in _NAMES.items() for name in names}
+"""Roles of OpenAI's API by the names that sets for LLaMA-Factory, axolotl, FastChat, Unsloth and ms-swift have."""
+RENDERED = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "task", "tools"}
+"""The fields of a message that vLLM hands to the chat template."""
 
 _KINDS = {
     # The generation prompt may hold the opening tag.
@@ -29,22 +50,53 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
 
 
-def read_conversation(messages: Any, tools: Any, where: str) -> Conversation:
-    """One row: lists, or JSON of lists."""
+def read_conversation(row: Mapping[str, Any], column: str, where: str) -> Conversation:
+    """Read a row of a dataset, whose messages and tools are lists, or JSON of lists.
+
+    CorpusError with `where` if they are not, or the assistant says nothing, or images belong to the messages.
+    """
     try:
-        messages, tools = (json.loads(each) if isinstance(each, str) and each else each for each in (messages, tools))
-        return Conversation([_message(each) for each in messages], list(tools) if tools else None)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise CorpusError(f"{where} is not a list of messages with role and content, or with from and value") from None
+        cells: list[Any] = [row.get(column), row.get("tools")]
+        messages, tools = (json.loads(each) if isinstance(each, str) and each else each for each in cells)
+        messages = [_message(each, f"{where}, message {number}") for number, each in enumerate(messages, 1)]
+        tools = [_tool(each) for each in ([tools] if isinstance(tools, dict) else tools or ())]
+        content = json.dumps([messages, tools], ensure_ascii=False)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise CorpusError(
+            f"{where} is not a list of messages with role and content, or with from and value, or has other tools "
+            "than a list of functions"
+        ) from None
+    valid_text(content, where)
+    if not any(each["role"] == "assistant" and _says_something(each) for each in messages):
+        raise CorpusError(f"{where} has no answer of the assistant to score")
+    if any(row.get(name) for name in MEDIA) and (found := _PLACEHOLDER.search(content)):
+        raise CorpusError(f"{where} has {found[0]} in its messages: only text is scored")
+    if row.get("system") and messages[0]["role"] not in ("system", "developer"):
+        messages.insert(0, {"role": "system", "content": valid_text(row["system"], f"{where}: column 'system'")})
+    return Conversation(messages, tools or None)
 
 
-def _message(fields: dict[str, Any]) -> dict[str, Any]:
-    """Without the fields that other rows of a table have."""
-    if "from" in fields:
-        role = fields["from"]
-        return {"role": _SHAREGPT_ROLES.get(role, role), "content": fields["value"]}
-    known = {name: value for name, value in fields.items() if value is not None or name == "content"}
-    return known | {"role": fields["role"]}
+def _message(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """Bring a message into OpenAI's shape, without fields that are null because other rows of a table have them."""
+    message = {name: value for name, value in fields.items() if value is not None}
+    name = message.pop("from") if "from" in message else message["role"]
+    role = _ROLES.get(str(name).lower().replace("-", "_"))
+    if role is None:
+        raise CorpusError(f"{where} is of role {name!r}, which is not one of {', '.join(_ROLES)}")
+    content = message.pop("value") if "value" in message else message.get("content")
+    message |= {"role": role, "content": content}
+    if not isinstance(content, str | list) and (content is not None or not _says_something(message)):
+        raise CorpusError(f"{where} has no text: its content is {json.dumps(content, default=str)}")
+    return message
+
+
+def _says_something(message: Mapping[str, Any]) -> bool:
+    return any(message.get(name) for name in ("content", "tool_calls", "reasoning", "reasoning_content"))
+
+
+def _tool(fields: dict[str, Any]) -> dict[str, Any]:
+    """Bring a tool into OpenAI's shape; other sets have the function alone."""
+    return {"type": "function", "function": fields} if fields.get("name") else fields
 
 
 def token_classes(

@@ -5,16 +5,19 @@ The rows of a dataset are joined with a blank line, as the field does for WikiTe
 
 import hashlib
 import json
+import logging
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from scoremode._texts import encoding_of, valid_text
 from scoremode.errors import CorpusError, extra
 from scoremode.metrics import count_words
 from scoremode.runs import presets
-from scoremode.runs.conversations import Conversation, read_conversation
+from scoremode.runs.conversations import MEDIA, OPTIONAL_COLUMNS, RENDERED, Conversation, read_conversation
 from scoremode.runs.presets import Preset
 from scoremode.wire.references import CorpusInfo
 
@@ -26,10 +29,14 @@ PYDOC = "pydoc"
 HUB_ALIASES = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
 """Short names of hub datasets: the repository and its default config."""
 
-_Rows = list[tuple[Any, ...]]
-"""Of a dataset: the values of its columns."""
-_TOOLS = "tools"
+NO_LABEL = "(no label)"
+"""The label of rows whose `by` column is empty."""
+
+_Row = tuple[str, Mapping[str, Any]]
+"""Where a row is, in words, and its values by column."""
 _SUFFIXES = (".parquet", ".jsonl", ".txt")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,14 @@ class Corpus:
         """sha256 of the text in UTF-8, in hexadecimal."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
+    def warn_of_unscored(self, of_windows: Iterable[int]) -> None:
+        """Log which conversations or documents have no window, given the index of each window's."""
+        num_rows = len(self.conversations or self.documents)
+        if unscored := sorted({*range(num_rows)} - {*of_windows}):
+            numbers = ", ".join(str(index + 1) for index in unscored[:10]) + (", ..." if len(unscored) > 10 else "")
+            text = "%d of %d rows of %s have nothing to score and are left out: %s"
+            _log.warning(text, len(unscored), num_rows, self.source, numbers)
+
 
 def load_corpus(
     dataset: str | None = None,
@@ -107,10 +122,10 @@ def load_corpus(
             to a parquet, jsonl or txt file, or to a folder of them laid out like the hub's; or a name on the hub.
             A folder called `wikitext` is `./wikitext`.
         config: Configuration of the dataset; a subfolder of a local one. It has a `split`, and the text in a `column`.
-        num_samples: Take the first rows only.
+        num_samples: Read the first rows only.
         preset: Join it as this tool does.
         messages: Column of the dataset that holds conversations, in the place of `column`; their tools are in the
-            column `tools`, if there is one.
+            column `tools`, if there is one, and a system message may be in a column `system`.
         by: Column of the dataset that holds a label of each row. Rows are then not joined.
 
     Raises:
@@ -121,31 +136,32 @@ def load_corpus(
         raise ValueError("exactly one of dataset, text and text_file is needed")
     if dataset in (None, PYDOC) and (messages or by):
         raise CorpusError(f"{messages or by!r} is a column, and {dataset or 'a text'} has none")
-    values: _Rows
+    rows: list[_Row]
     if text is not None:
-        corpus, values = Corpus("text", "", f"the text {text!r}", 1), [(text,)]
+        corpus, rows = Corpus("text", "", f"the text {text!r}", 1), [("the text", {column: text})]
     elif text_file is not None:
         path = Path(text_file)
-        corpus, values = Corpus(path.name, "", f"file {path.resolve()}", 1), [(_read_text(path),)]
+        corpus, rows = Corpus(path.name, "", f"file {path.resolve()}", 1), [(str(path), {column: _read_text(path)})]
     else:
         assert dataset is not None
-        columns = [messages or column, *([by] if by else []), *([_TOOLS] if messages else [])]
-        corpus, values = _load_dataset(dataset, config, split, columns)
-        values = values[:num_samples]
+        columns = [messages or column, *([by] if by else [])]
+        optional = OPTIONAL_COLUMNS if messages else ()
+        corpus, rows = _load_dataset(dataset, config, split, columns, optional, num_samples)
     # Only datasets have rows of several columns.
-    corpus = replace(corpus, num_rows=len(values), labels=tuple(str(row[1]) for row in values if by))
+    labels = tuple(_label(values[by]) for _, values in rows) if by else ()
+    corpus = replace(corpus, num_rows=len(rows), labels=labels)
     if messages is not None:
-        return _with_conversations(corpus, values, chat_template_kwargs)
-    rows = [row[0] for row in values]
-    if not any(rows):
+        return _with_conversations(corpus, rows, messages, chat_template_kwargs)
+    texts = [valid_text(values[column], f"{where}: column {column!r}") for where, values in rows]
+    if not any(texts):
         raise CorpusError(f"no text in {corpus.source}")
     if num_samples is not None and dataset is not None:
-        corpus = replace(corpus, source=f"{corpus.source}, first {len(rows)} rows")
+        corpus = replace(corpus, source=f"{corpus.source}, first {len(texts)} rows")
     is_raw = preset in ("llama.cpp", "lm-eval")
-    joined = presets.as_lines(rows) if is_raw else ROW_SEPARATOR.join(rows)
+    joined = presets.as_lines(texts) if is_raw else ROW_SEPARATOR.join(texts)
     corpus = replace(corpus, text=joined, preset=preset)
     if by is not None:
-        return replace(corpus, documents=tuple(rows))
+        return replace(corpus, documents=tuple(texts))
     if preset == "llama.cpp":
         # It reads a file without the newline at its end.
         return replace(corpus, documents=(joined.removesuffix("\n"),))
@@ -160,12 +176,20 @@ def load_corpus(
     return corpus
 
 
-def _with_conversations(corpus: Corpus, rows: _Rows, chat_template_kwargs: Mapping[str, Any] | None) -> Corpus:
-    conversations = tuple(
-        read_conversation(row[0], row[-1], f"row {number} of {corpus.source}") for number, row in enumerate(rows, 1)
-    )
+def _label(value: Any) -> str:
+    return NO_LABEL if value in (None, "") else str(value)
+
+
+def _with_conversations(
+    corpus: Corpus, rows: list[_Row], column: str, chat_template_kwargs: Mapping[str, Any] | None
+) -> Corpus:
+    conversations = tuple(read_conversation(values, column, where) for where, values in rows)
     if not conversations:
         raise CorpusError(f"no conversation in {corpus.source}")
+    fields = {name for each in conversations for message in each.messages for name in message}
+    if unused := sorted(fields - RENDERED):
+        text = "fields of messages in %s are not used, and every turn of the assistant is scored: %s"
+        _log.warning(text, corpus.source, ", ".join(unused))
     # What tells it from others.
     lines = [json.dumps([each.messages, each.tools, chat_template_kwargs], default=str) for each in conversations]
     return replace(
@@ -183,21 +207,36 @@ def local_path(dataset: str, folder: Path = Path()) -> Path | None:
     return path if dataset not in (PYDOC, *HUB_ALIASES) and path.exists() else None
 
 
-def _load_dataset(dataset: str, config: str | None, split: str, columns: list[str]) -> tuple[Corpus, _Rows]:
-    """Its rows, and a corpus that has none of their text yet."""
+def _load_dataset(
+    dataset: str,
+    config: str | None,
+    split: str,
+    columns: list[str],
+    optional: Collection[str],
+    num_samples: int | None,
+) -> tuple[Corpus, list[_Row]]:
+    """Its first rows, and a corpus that has none of their text yet."""
     if dataset == PYDOC:
         from pydoc_data.topics import topics
 
         source = f"pydoc_data.topics of Python {platform.python_version()}"
-        return Corpus(PYDOC, "", source, len(topics)), [(topics[name],) for name in sorted(topics)]
+        rows: list[_Row] = [(name, {columns[0]: topics[name]}) for name in sorted(topics)]
+        return Corpus(PYDOC, "", source, len(topics)), rows[:num_samples]
     if (path := local_path(dataset)) is not None:
-        return _load_local(path, config, split, columns)
+        return _load_local(path, config, split, columns, optional, num_samples)
     if Path(dataset).suffix in _SUFFIXES or dataset.startswith((".", "/", "~")):
         raise CorpusError(f"no such file or folder: {dataset}")
-    return _load_from_hub(dataset, config, split, columns)
+    return _load_from_hub(dataset, config, split, columns, num_samples)
 
 
-def _load_local(path: Path, config: str | None, split: str, columns: list[str]) -> tuple[Corpus, _Rows]:
+def _load_local(
+    path: Path,
+    config: str | None,
+    split: str,
+    columns: list[str],
+    optional: Collection[str],
+    num_samples: int | None,
+) -> tuple[Corpus, list[_Row]]:
     folder = None if path.is_file() else _config_folder(path, config)
     files = [path]
     if folder is not None:
@@ -205,7 +244,7 @@ def _load_local(path: Path, config: str | None, split: str, columns: list[str]) 
         files = [file for file in _data_files(folder) if file.stem == split or file.stem.startswith(f"{split}-")]
         if not files:
             raise CorpusError(f"no split {split!r} in {folder}; its files are: {_names(_data_files(folder))}")
-    rows = [row for file in files for row in _read_columns(file, columns)]
+    rows = list(islice((row for file in files for row in _read_file(file, columns, optional)), num_samples))
     source = f"{', '.join(str(file.resolve()) for file in files)}, column {columns[0]}"
     if folder is None:
         return Corpus(path.name, "", source, len(rows)), rows
@@ -236,35 +275,59 @@ def _names(paths: Iterable[Path]) -> str:
 
 def read_rows(file: Path, column: str) -> list[str]:
     """The texts in a column of a parquet or jsonl file, or the text of a txt file."""
-    return [text for (text,) in _read_columns(file, [column])]
+    rows = _read_file(file, [column])
+    return [valid_text(values[column], f"{where}: column {column!r}") for where, values in rows]
 
 
-def _read_columns(file: Path, columns: list[str]) -> _Rows:
-    """The values of columns, of which `tools` may be missing."""
-    if file.suffix not in _SUFFIXES:
-        raise CorpusError(f"cannot read {file}: its name should end in one of {', '.join(_SUFFIXES)}")
+def _read_file(file: Path, columns: list[str], optional: Collection[str] = ()) -> Iterator[_Row]:
+    """The rows of a file one by one, which have all of the columns, and of the optional ones those that it has."""
     if file.suffix == ".parquet":
-        with extra("datasets"):
-            import pyarrow.parquet as pq
-        try:
-            names = pq.read_schema(file).names
-            _check_columns(columns, names, str(file))
-            table = pq.read_table(file, columns=[name for name in dict.fromkeys(columns) if name in names])
-        except (OSError, ValueError) as error:
-            raise CorpusError(f"cannot read {file}: {error}") from error
-        return _checked_rows(table.to_pylist(), columns, str(file))
-    text = _read_text(file)
-    if file.suffix == ".txt":
-        if len(columns) > 1:
-            raise CorpusError(f"{file} is a text, without columns")
-        return [(text,)]
-    rows = []
-    # Not str.splitlines: a row may hold U+2028 and its like.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            rows.append(json_row(line, f"cannot read {file}: line {number}"))
-            _check_columns(columns, rows[-1], f"{file}, line {number}")
-    return _checked_rows(rows, columns, str(file))
+        rows = _parquet_rows(file, columns, optional)
+    elif file.suffix == ".jsonl":
+        rows = _json_rows(file)
+    elif file.suffix != ".txt":
+        raise CorpusError(f"cannot read {file}: its name should end in one of {', '.join(_SUFFIXES)}")
+    elif len(columns) > 1 or optional:
+        raise CorpusError(f"{file} is a text, without columns")
+    else:
+        rows = iter([{columns[0]: _read_text(file)}])
+    number = 0
+    try:
+        for number, values in enumerate(rows, 1):
+            _check_columns(columns, values, f"row {number} of {file}")
+            yield f"row {number} of {file}", values
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CorpusError(f"cannot read {file} at row {number + 1}: {error}") from error
+
+
+def _parquet_rows(file: Path, columns: list[str], optional: Collection[str]) -> Iterator[dict[str, Any]]:
+    with extra("datasets"):
+        import pyarrow.parquet as pq
+    with pq.ParquetFile(file) as table:
+        names = table.schema_arrow.names
+        _check_columns(columns, names, str(file))
+        present = {*optional} & {*names}
+        # Images are not read: it is enough to know that there are some.
+        media = dict.fromkeys(present & {*MEDIA}, True)
+        for batch in table.iter_batches(256, columns=[*dict.fromkeys([*columns, *present - {*MEDIA}])]):
+            for index in range(batch.num_rows):
+                yield media | {name: _without_nulls(batch.column(name)[index].as_py()) for name in batch.schema.names}
+
+
+def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
+    # Lines end at line feeds alone: a row may hold U+2028 and its like. Bytes that are not text become surrogates, for
+    # which the row is refused if they are in a column that is read.
+    with file.open(encoding=encoding_of(file), errors="surrogateescape", newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield json_row(line, f"cannot read {file}: line {number}")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Remove null fields from a value of a table, whose objects all have the fields of each other."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def json_row(line: str | bytes, where: str) -> dict[str, Any]:
@@ -280,39 +343,44 @@ def json_row(line: str | bytes, where: str) -> dict[str, Any]:
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_bytes().decode()
+        return file.read_bytes().decode(encoding_of(file))
     except OSError as error:
         raise CorpusError(f"cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise CorpusError(f"cannot read {file}: byte {error.start} is not UTF-8") from error
+        raise CorpusError(f"cannot read {file}: byte {error.start} is not {error.encoding.upper()}") from error
 
 
-def _load_from_hub(dataset: str, config: str | None, split: str, columns: list[str]) -> tuple[Corpus, _Rows]:
+def _load_from_hub(
+    dataset: str, config: str | None, split: str, columns: list[str], num_samples: int | None
+) -> tuple[Corpus, list[_Row]]:
     repository, default_config = HUB_ALIASES.get(dataset, (dataset, None))
     config = config or default_config
     with extra("datasets"):
         import datasets
+    # What is streamed is not downloaded as a whole.
+    streaming = {} if num_samples is None else {"streaming": True}
     try:
-        table = datasets.load_dataset(repository, config, split=split)
+        table = datasets.load_dataset(repository, config, split=split, **streaming)
+        # A stream may not know them.
+        _check_columns(columns, table.column_names or next(iter(table), {}), repository)
+        found = list(islice(table, num_samples))
+    except CorpusError:
+        raise
     # What can go wrong comes from half a dozen libraries below `datasets`, each with its own exceptions.
     except Exception as error:
         raise CorpusError(
             f"cannot load {repository} from the Hugging Face hub: {error}. Without the hub, pass a copy: "
             "`--dataset PATH`, a folder laid out like the hub's or a parquet, jsonl or txt file"
         ) from error
-    _check_columns(columns, table.column_names, repository)
-    rows = _checked_rows(list(table), columns, repository)
+    rows: list[_Row] = [
+        (f"row {number} of {repository}", {name: _without_nulls(value) for name, value in row.items()})
+        for number, row in enumerate(found, 1)
+    ]
     source = f"hub dataset {repository}, config {config or 'default'}, split {split}, column {columns[0]}"
     return Corpus(dataset, "", source, len(rows), config, split), rows
 
 
 def _check_columns(columns: list[str], names: Iterable[str], where: str) -> None:
     for column in columns:
-        if column not in names and column != _TOOLS:
+        if column not in names:
             raise CorpusError(f"no column {column!r} in {where}; there are: {', '.join(names)}")
-
-
-def _checked_rows(rows: list[dict[str, Any]], columns: list[str], where: str) -> _Rows:
-    if columns[-1] != _TOOLS and not all(isinstance(row[columns[0]], str) for row in rows):
-        raise CorpusError(f"column {columns[0]!r} of {where} has rows that are not text")
-    return [tuple(row.get(column) for column in columns) for row in rows]

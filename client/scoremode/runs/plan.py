@@ -218,6 +218,7 @@ async def _with_text(plan: Plan, client: AsyncScoreClient) -> Plan:
             f"{plan.method!r}; give a smaller context_length (--context-length) or a longer text",
             "context_length",
         )
+    corpus.warn_of_unscored(of_windows)
     return replace(
         plan,
         tokens=tokens,
@@ -247,6 +248,7 @@ async def _with_turns(plan: Plan, client: AsyncScoreClient) -> Plan:
         _log.warning("%d of %d turns exceed %d tokens: cut there, or left out", num_cut, num_turns, context_length)
     if not windows:
         raise WindowError(f"no turn begins within the first {context_length} tokens", "context_length")
+    corpus.warn_of_unscored(documents)
     return replace(plan, tokens=tokens, windows=windows, documents=documents, roles=roles)
 
 

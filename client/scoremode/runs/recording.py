@@ -89,4 +89,6 @@ async def record_reference(
             if num_new == num_before:
                 raise
         else:
+            if corpus.conversations or len(corpus.documents) > 1:
+                corpus.warn_of_unscored((await client.reference_windows(name)).documents)
             return Recording(corpus, reference, num_resumed, time.perf_counter() - started)

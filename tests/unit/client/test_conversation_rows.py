@@ -3,11 +3,16 @@
 import json
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+from fake_server import FakeServer, changed, client_of, ok
 
 from scoremode.errors import CorpusError
 from scoremode.runs.conversations import token_classes
 from scoremode.runs.corpora import load_corpus
+from scoremode.runs.plan import make_plan
+from scoremode.runs.recording import record_reference
 from scoremode.windows import TOKEN_CLASSES
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -38,11 +43,101 @@ def test_conversations_of_each_shape_are_the_same(tmp_path, messages):
     assert corpus.fingerprint != load_corpus(path, messages="chat").fingerprint
 
 
-@pytest.mark.parametrize("chat", ["Hi", [1], [{"content": "Hi"}], {"role": "user"}, None])
-def test_a_row_that_is_no_conversation_is_named(tmp_path, chat):
-    path = written(tmp_path / "chats.jsonl", [{"chat": MESSAGES}, {"chat": chat}])
-    with pytest.raises(CorpusError, match=r"row 2 of .* is not a list of messages"):
+# What the tags of LLaMA-Factory's sets, axolotl's `roles`, FastChat's, Unsloth's and ms-swift's sets mean.
+NAMES = {
+    "system": ["system", "System"],
+    "user": ["human", "user", "input", "prompter"],
+    "assistant": [
+        "gpt",
+        "assistant",
+        "chatgpt",
+        "bing",
+        "bard",
+        "bot",
+        "model",
+        "output",
+        "function_call",
+        "tool_call",
+    ],
+    "tool": ["observation", "tool", "function", "function_response", "function-response", "tool_response", "ipython"],
+}
+
+
+@pytest.mark.parametrize(("role", "name"), [(role, name) for role, names in NAMES.items() for name in names])
+@pytest.mark.parametrize(("role_key", "text_key"), [("from", "value"), ("role", "content")])
+def test_roles_have_the_names_of_other_tools(tmp_path, role, name, role_key, text_key):
+    chat = [*SHAREGPT, {role_key: name, text_key: '{"name": "f"}'}]
+    corpus = load_corpus(written(tmp_path / "chats.jsonl", [{"chat": chat}]), messages="chat")
+    assert corpus.conversations[0].messages == [*MESSAGES, {"role": role, "content": '{"name": "f"}'}]
+
+
+def test_a_row_has_its_system_message_and_its_tools_next_to_the_messages(tmp_path):
+    function = {"name": "f", "description": "", "parameters": {"default": None}}
+    row = {"chat": SHAREGPT, "system": "Be brief.", "tools": json.dumps([function])}
+    own = [{"from": "system", "value": "Be kind."}, *SHAREGPT]
+    path = written(tmp_path / "chats.jsonl", [row, {**row, "chat": own, "tools": function}, {"chat": own}])
+    found = load_corpus(path, messages="chat").conversations
+    texts = [[message["content"] for message in each.messages] for each in found]
+    assert texts == [["Be brief.", "Hi", "Hello"], *[["Be kind.", "Hi", "Hello"]] * 2]
+    assert [each.tools for each in found] == [*[[{"type": "function", "function": function}]] * 2, None]
+
+
+def test_fields_that_only_other_rows_of_a_table_have_are_left_out(tmp_path):
+    tools = [[{**TOOLS[0], "function": {"name": "f", "parameters": {name: {"type": "string"}}}}] for name in "ab"]
+    table = pyarrow.Table.from_pylist([{"chat": MESSAGES, "tools": each} for each in tools])
+    pyarrow.parquet.write_table(table, tmp_path / "chats.parquet")
+    found = load_corpus(str(tmp_path / "chats.parquet"), messages="chat").conversations
+    assert [each.tools for each in found] == tools
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        *[
+            ({"chat": chat}, "is not a list of messages")
+            for chat in ("Hi", [1], [{"content": "Hi"}], {"role": "user"}, None)
+        ],
+        ({"chat": MESSAGES, "tools": "none"}, "other tools than a list of functions"),
+        ({"chat": [*SHAREGPT, {"from": "narrator", "value": "x"}]}, "message 3 is of role 'narrator', .*chatgpt"),
+        ({"chat": [*SHAREGPT, {"from": "gpt", "value": None}]}, "message 3 has no text: its content is null"),
+        ({"chat": [*SHAREGPT, {"from": "gpt", "value": 5}]}, "message 3 has no text: its content is 5"),
+        ({"chat": [MESSAGES[0], {"role": "assistant", "content": "\ud800"}]}, "is not valid Unicode at character"),
+        ({"chat": []}, "has no answer of the assistant"),
+        ({"chat": [SHAREGPT[0]]}, "has no answer of the assistant"),
+        ({"chat": [{"from": "human", "value": "<image> Who?"}, SHAREGPT[1]], "image": "a.png"}, "has <image> in its"),
+        ({"chat": MESSAGES, "system": 5}, "column 'system' is not text but int"),
+    ],
+)
+def test_a_row_that_cannot_be_scored_is_named(tmp_path, row, message):
+    path = written(tmp_path / "chats.jsonl", [{"chat": MESSAGES}, row])
+    with pytest.raises(CorpusError, match=f"row 2 of .*chats.jsonl.*{message}"):
         load_corpus(path, messages="chat")
+
+
+def test_fields_without_use_are_a_warning(tmp_path, caplog):
+    chat = [{"from": "human", "value": "Is <image> a tag?", "weight": 0}, {**SHAREGPT[1], "train": False}]
+    load_corpus(written(tmp_path / "chats.jsonl", [{"chat": chat}]), messages="chat")
+    assert caplog.messages[0].endswith("are not used, and every turn of the assistant is scored: train, weight")
+
+
+async def test_rows_that_have_nothing_to_score_are_a_warning(tmp_path, caplog):
+    texts = written(tmp_path / "texts.jsonl", [{"text": text, "kind": "a"} for text in ("one two", "", "three")])
+    chats = written(tmp_path / "chats.jsonl", [{"chat": MESSAGES}] * 3)
+    turns = {"token_ids": [1, 2, 3], "turns": [{"role": "assistant", "first": 1, "end": 3}]}
+    server = FakeServer()
+
+    def handler(request):
+        # The template renders nothing of the second.
+        data = [{**turns, "conversation": index} for index in (0, 2)]
+        return ok({"object": "turns", "data": data}) if request.url.path == "/v1/turns" else server(request)
+
+    async with client_of(handler) as client:
+        for corpus in (load_corpus(texts, by="kind"), load_corpus(chats, messages="chat")):
+            await make_plan(client, await client.info(), corpus)
+    kept = changed(server, "/v1/references/texts/windows", lambda answer: answer.update(documents=[0, 2]))
+    async with client_of(kept) as client:
+        await record_reference(client, load_corpus(texts, by="kind"), "texts", method="disjoint", context_length=4)
+    assert [(each[:11], each.split(" are ")[-1]) for each in caplog.messages] == [("1 of 3 rows", "left out: 2")] * 3
 
 
 def test_rows_with_a_label_are_documents(tmp_path):
@@ -51,6 +146,12 @@ def test_rows_with_a_label_are_documents(tmp_path):
     assert (corpus.documents, corpus.labels) == (("a", "b"), ("code", "prose"))
     with pytest.raises(CorpusError, match="no column 'language'"):
         load_corpus(path, by="language")
+
+
+def test_a_row_without_a_label_is_not_in_a_group_called_none(tmp_path):
+    labels = ["de", None, "", 0, False]
+    path = written(tmp_path / "texts.jsonl", [{"text": "a", "kind": label} for label in labels])
+    assert load_corpus(path, by="kind").labels == ("de", "(no label)", "(no label)", "0", "False")
 
 
 TURNS = {

@@ -1,5 +1,6 @@
 """Corpora from every kind of source."""
 
+import codecs
 import hashlib
 import json
 import sys
@@ -61,6 +62,18 @@ def test_a_single_file_is_read_by_its_suffix(tmp_path):
     assert load_corpus(text_file=tmp_path / "text").text == "one\r\ntwo\n"
 
 
+LINES = '{"text": "one"}\n{"text": "zwei ü"}\n'
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
+def test_files_may_be_in_the_encodings_of_windows(tmp_path, encoding):
+    # PowerShell's `>` writes UTF-16 with a mark, and ends lines with both characters.
+    for name, content in {"a.jsonl": LINES.replace("\n", "\r\n"), "a.txt": "one\n\nzwei ü"}.items():
+        mark = codecs.BOM_UTF16_BE if encoding == "utf-16-be" else b""
+        (tmp_path / name).write_bytes(mark + content.encode(encoding))
+        assert load_corpus(str(tmp_path / name)).text == "one\n\nzwei ü"
+
+
 @pytest.mark.parametrize("source", [{"dataset": "pydoc"}, {"text": "x"}])
 def test_a_text_without_columns_has_no_labels(source: dict[str, str]):
     with pytest.raises(CorpusError, match=r"'topic' is a column, and .* has none"):
@@ -71,7 +84,13 @@ def test_a_text_without_columns_has_no_labels(source: dict[str, str]):
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\nnonsense\n', "line 2 is not JSON"),
-        ("a.jsonl", b'{"text": 5}\n', "not text"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', r"row 2 of .*a\.jsonl: column 'text' is not text but int"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": null}\n', "row 2 of .*not text but null"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "a\\ud800"}\n', "row 2 of .*not valid Unicode at character 1"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "a\xff"}\n', "row 2 of .*not valid Unicode at character 1"),
+        ("a.jsonl", b'{"text": "x"}\n{"texts": "y"}\n', "no column 'text' in row 2 of "),
+        ("a.jsonl", LINES.encode("utf-16")[:-1], r"a\.jsonl at row 2: 'utf-16-le' codec"),
+        ("text.parquet", b"no parquet", "cannot read .*magic bytes"),
         ("labels.parquet", None, "no column 'text'.*content, label"),
         ("a.txt", b"ab\xff", "byte 2 is not UTF-8"),
         ("a.docx", b"x", r"\.parquet, \.jsonl, \.txt"),
@@ -84,6 +103,33 @@ def test_files_that_cannot_be_read_are_an_error(tmp_path, name, content, message
         (tmp_path / name).write_bytes(content)
     with pytest.raises(CorpusError, match=message):
         load_corpus(str(tmp_path / name))
+
+
+def test_a_row_of_a_parquet_file_that_is_not_text_is_named(tmp_path):
+    values = pyarrow.array([b"fine", b"\xff\xfe"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": values, "other": values}), tmp_path / "a.parquet")
+    with pytest.raises(CorpusError, match=r"a\.parquet at row 2: 'utf-8' codec"):
+        load_corpus(str(tmp_path / "a.parquet"))
+    with pytest.raises(CorpusError, match="not valid Unicode"):
+        load_corpus(text="of a terminal: \udcff")
+
+
+def test_of_a_sample_no_more_rows_are_read(tmp_path, monkeypatch):
+    folder = tmp_path / "texts"
+    write_parquet(folder / "test-00000-of-00002.parquet", ["one", "two", None])
+    (folder / "test-00001-of-00002.parquet").write_bytes(b"broken")
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "one"}\n{"text": "two"}\n{"text": \xff\n')
+    read: list[int] = []
+    table = MagicMock(
+        column_names=["text"], __iter__=lambda self: ({"text": read.append(i) or "row"} for i in range(99))
+    )
+    monkeypatch.setitem(
+        sys.modules, "datasets", SimpleNamespace(load_dataset=(load_dataset := Mock(return_value=table)))
+    )
+    for path in (folder, tmp_path / "rows.jsonl"):
+        assert load_corpus(str(path), num_samples=2).text == "one\n\ntwo"
+    assert load_corpus("some/dataset", num_samples=2).num_rows == len(read) == 2
+    assert load_dataset.call_args.kwargs == {"split": "test", "streaming": True}
 
 
 def test_wikitext_is_wikitext_2_on_the_hub(monkeypatch):
