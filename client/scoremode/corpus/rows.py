@@ -6,8 +6,8 @@ then with these. That costs little compared with scoring.
 """
 
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ _BATCH_ROWS = 256
 """Few, because each may be a long document."""
 LONGEST_LINE_BYTES = 64 << 20
 """A line is held whole, and a compressed file may unpack to one of any length. No server takes a text as long."""
+
+_Block = list[tuple[str, dict[str, Any]]]
+"""Some rows of JSON lines, and where each is, in words."""
 
 FIGURES = {"num_tokens": pa.int64(), "nll": pa.float64(), "perplexity": pa.float64(), "bits_per_byte": pa.float64()}
 PER_TOKEN = {"token_ids": pa.list_(pa.int32()), "token_logprobs": pa.list_(pa.float32())}
@@ -51,33 +54,38 @@ def _parquet_batches(file: pq.ParquetFile, path: Path) -> Iterator[pa.RecordBatc
 
 def _json_schema(path: Path) -> pa.Schema:
     schema = pa.schema([])
-    for rows, where in _json_blocks(path):
-        for name in dict.fromkeys(name for row in rows for name in row):
-            with _refusing(name, where):
-                found = pa.schema([(name, pa.array([row.get(name) for row in rows]).type)])
-                schema = pa.unify_schemas([schema, found], promote_options="permissive")
+    for block in _json_blocks(path):
+        for name in dict.fromkeys(name for _, row in block for name in row):
+            schema = _converted(block, partial(_with_column, schema, name), name)
     return schema
 
 
 def _json_batches(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    for rows, where in _json_blocks(path):
-        with _refusing("", where):
-            batch = pa.RecordBatch.from_pylist(rows, schema)
-        yield batch
+    for block in _json_blocks(path):
+        yield _converted(block, partial(pa.RecordBatch.from_pylist, schema=schema))
 
 
-@contextmanager
-def _refusing(name: str, where: str) -> Iterator[None]:
+def _with_column(schema: pa.Schema, name: str, rows: Sequence[dict[str, Any]]) -> pa.Schema:
+    """Give a column of the schema a type that fits these rows too."""
+    found = pa.schema([(name, pa.array([row.get(name) for row in rows]).type)])
+    return pa.unify_schemas([schema, found], promote_options="permissive")
+
+
+def _converted(block: _Block, convert: Callable[[list[dict[str, Any]]], Any], name: str = "") -> Any:
+    """Convert some rows; a CorpusError names the first that pyarrow fails at."""
     try:
-        yield
+        return convert([row for _, row in block])
     except (pa.ArrowException, OverflowError, UnicodeError) as error:
+        if len(block) > 1:
+            # Fails if a row before the last is at fault.
+            _converted(block[:-1], convert, name)
         message = " ".join(str(error).split())
-        raise CorpusError(f"{where}: column {name!r} cannot be read with one type: {message}") from error
+        raise CorpusError(f"{block[-1][0]}: column {name!r} cannot be read with one type: {message}") from error
 
 
-def _json_blocks(path: Path) -> Iterator[tuple[list[dict[str, Any]], str]]:
-    """Some rows, and where they are, in words. The file is decompressed if its name says so."""
-    rows, first = list[dict[str, Any]](), 1
+def _json_blocks(path: Path) -> Iterator[_Block]:
+    """The rows, some at a time. The file is decompressed if its name says so."""
+    block: _Block = []
     try:
         with io.BufferedReader(pa.input_stream(str(path), compression="detect")) as lines:
             for number in count(1):
@@ -85,14 +93,22 @@ def _json_blocks(path: Path) -> Iterator[tuple[list[dict[str, Any]], str]]:
                 if len(line) > LONGEST_LINE_BYTES:
                     raise CorpusError(f"{path}: line {number} has more than {LONGEST_LINE_BYTES >> 20} MiB")
                 if line.strip():
-                    rows.append(json_row(line, f"{path}: line {number}"))
-                if len(rows) == _BATCH_ROWS or (rows and not line):
-                    yield rows, f"{path}, lines {first} to {number}"
-                    rows, first = [], number + 1
+                    where = f"{path}: line {number}"
+                    block.append((where, _storable(json_row(line, where)) or {}))
+                if len(block) == _BATCH_ROWS or (block and not line):
+                    yield block
+                    block = []
                 if not line:
                     return
     except (OSError, pa.ArrowException) as error:
         raise CorpusError(f"cannot read {path}: {error}") from error
+
+
+def _storable(value: Any) -> Any:
+    """Replace empty objects in a JSON value by null, because parquet has no type for them."""
+    if isinstance(value, dict):
+        return {name: _storable(part) for name, part in value.items()} or None
+    return [_storable(part) for part in value] if isinstance(value, list) else value
 
 
 def added_schema(prefix: str, *, per_token: bool) -> pa.Schema:

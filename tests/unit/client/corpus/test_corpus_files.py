@@ -1,5 +1,6 @@
 """Files in, files out: the same rows with their figures, in order, and no file that is half done."""
 
+import json
 import math
 
 import pyarrow as pa
@@ -96,6 +97,15 @@ async def test_other_columns_keep_their_types(tmp_path, output):
     await run([tmp_path / "rows.parquet"], output)
     written = pq.read_table(output / "rows.parquet")
     assert written.select(table.column_names).equals(table)
+
+
+async def test_an_empty_object_is_null_in_parquet(tmp_path, output):
+    rows = [{"text": "a", "meta": {}, "all": [{"of": {}}]}, {"text": "b", "meta": {}, "all": [{"of": {"n": 1}}]}, {}]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    done = await run([tmp_path / "rows.jsonl"], output)
+    assert column(output / "rows.parquet", "meta") == [None] * 3
+    assert column(output / "rows.parquet", "all") == [[{"of": None}], [{"of": {"n": 1}}], None]
+    assert done.num_tokens == 2
 
 
 async def test_a_folder_is_read_at_any_depth_and_files_may_be_empty(tmp_path, output):

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 
 import pyarrow as pa
 import pytest
@@ -62,6 +61,7 @@ def test_lines_may_be_long_or_empty_and_the_last_without_an_end(tmp_path):
         ("[1, 2]", "is not a JSON object"),
         ('{"text": "\\ud800"}', "surrogate"),
         ('{"text": "x", "id": 12345678901234567890}', "too large"),
+        ('{"text": "x", "id": 0, "n": [1, "a"]}', "n"),
     ],
 )
 @pytest.mark.parametrize("place", [1, 21])
@@ -71,9 +71,7 @@ def test_a_line_of_another_type_is_refused_with_file_and_line(tmp_path, line, na
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
     with pytest.raises(CorpusError, match=named) as failure:
         read(tmp_path / "rows.jsonl")
-    _, message = str(failure.value).split("rows.jsonl")
-    first, last = re.search(r"lines? (\d+)(?: to (\d+))?", message).groups()
-    assert int(first) <= place + 1 <= int(last or first) <= int(first) + 1
+    assert f"rows.jsonl: line {place + 1}" in str(failure.value)
 
 
 def test_a_damaged_archive_and_a_line_without_an_end_are_named(tmp_path, monkeypatch):
