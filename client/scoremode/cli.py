@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar, cast
 
@@ -50,33 +50,12 @@ _HOW_TO_RESUME = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ppl-client` and return its exit status: 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C."""
     options = parse_options(arguments)
-    measured: list[_Measured] = []
-    if getattr(options, "lane", None) != "both":
-        return _run(options, measured)
-    # One after the other, and what they differ in. The outputs are named after the lanes.
-    for lane in ("prefill", "decode"):
-        of_lane = {"lane": lane, "decode_batch": options.decode_batch if lane == "decode" else None}
-        if options.output is not None:
-            of_lane["output"] = options.output.with_name(f"{options.output.stem}-{lane}{options.output.suffix}")
-        if status := _run(argparse.Namespace(**{**vars(options), **of_lane}), measured):
-            return status
-    (prefill, positions), (decode, _) = measured
-    print(lane_difference(prefill, decode, positions).verdict())
-    return 0
-
-
-def _run(options: argparse.Namespace, measured: list[_Measured]) -> int:
-    """Run a command, and add to `measured` what a lane is compared by. Returns the exit status."""
-    output: Output | None = None
+    outputs: list[Output] = []
     try:
         with lines_on_stderr():
-            if options.command in ("perplexity", "kld") and options.output is not None:
-                output = Output(options.output, resume=options.resume, force=options.force)
             match options.command:
-                case "perplexity":
-                    measured.append(asyncio.run(_measure_perplexity(options, output)))
-                case "kld":
-                    measured.append(asyncio.run(_measure_kld(options, output)))
+                case "perplexity" | "kld":
+                    _measure(options, outputs)
                 case "compare":
                     with extra("report"):
                         from scoremode.comparison.command import run_compare
@@ -89,19 +68,45 @@ def _run(options: argparse.Namespace, measured: list[_Measured]) -> int:
                 case command:
                     asyncio.run({"record": _record, "export": _export, "corpus": _score_corpus}[command](options))
     except (KeyboardInterrupt, asyncio.CancelledError):  # The second is SIGTERM's, in a sweep.
-        print(f"ppl-client: interrupted{_HOW_TO_RESUME.get(options.command) or _resume_hint(output)}", file=sys.stderr)
+        print(f"ppl-client: interrupted{_HOW_TO_RESUME.get(options.command) or _resume_hint(outputs)}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (ScoremodeError, WindowError, OSError) as error:
         # YAML's complaint about a plan has a mark below the line that it is about.
         lines = str(error).split("\n") if options.command == "sweep" else [" ".join(str(error).split())]
         message = "\n".join(map(printable, lines))
-        print(f"ppl-client: error: {message}{_resume_hint(output)}", file=sys.stderr)
+        print(f"ppl-client: error: {message}{_resume_hint(outputs)}", file=sys.stderr)
         return EXIT_FAILURE
     return 0
 
 
-def _resume_hint(output: Output | None) -> str:
-    return "" if output is None else printable(output.abort())
+def _resume_hint(outputs: Sequence[Output]) -> str:
+    hints = [output.abort() for output in outputs]
+    return printable(next(filter(None, reversed(hints)), ""))
+
+
+def _measure(options: argparse.Namespace, outputs: list[Output]) -> None:
+    """Measure in one lane, or in both one after the other and print what they differ in. `outputs` gets their files."""
+    measure = _measure_perplexity if options.command == "perplexity" else _measure_kld
+    lanes = [*_each_lane(options)] if options.lane == "both" else [options]
+    if options.output is not None:
+        outputs += [Output(lane.output, resume=options.resume, force=options.force) for lane in lanes]
+    files: list[Output | None] = [*outputs] or [None] * len(lanes)
+    measured = [asyncio.run(measure(lane, file)) for lane, file in zip(lanes, files, strict=True)]
+    # Not before all lanes are finished: a command that resumes them has the windows of the first from its journal.
+    for output in outputs:
+        output.remove_journal()
+    if len(measured) > 1:
+        (prefill, positions), (decode, _) = measured
+        print(lane_difference(prefill, decode, positions).verdict())
+
+
+def _each_lane(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """The options of a run in each lane, whose output is named after the lane."""
+    for lane in ("prefill", "decode"):
+        of_lane = {"lane": lane, "decode_batch": options.decode_batch if lane == "decode" else None}
+        if options.output is not None:
+            of_lane["output"] = options.output.with_name(f"{options.output.stem}-{lane}{options.output.suffix}")
+        yield argparse.Namespace(**{**vars(options), **of_lane})
 
 
 async def _measure_perplexity(options: argparse.Namespace, output: Output | None) -> _Measured:

@@ -54,7 +54,7 @@ class Output:
         return journal
 
     def write(self, record: dict[str, object], arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Put the result and its arrays in their places, and delete the journal.
+        """Put the result and its arrays in their places.
 
         The result says which file has its arrays, and the file's checksum, for a process may be killed between the two.
         """
@@ -62,6 +62,9 @@ class Output:
         described = {"file": self._arrays_path.name, "sha256": hashlib.sha256(content).hexdigest()}
         text = json.dumps({**record, "arrays": described}, indent=2, allow_nan=False) + "\n"
         _write_together({self._arrays_path: content, self.path: text.encode()})
+
+    def remove_journal(self) -> None:
+        """Delete the journal of a run whose result is written."""
         if self._journal is not None:
             self._journal.remove()
             self._journal = None

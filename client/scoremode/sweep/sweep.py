@@ -211,6 +211,7 @@ class _Sweep:
             else:
                 record, arrays, figure = await self._kld(client, entry, output, reference)
             output.write({**record, kept.FIELD: all_marks}, arrays)
+            output.remove_journal()
             kept.finish(path)
         finally:
             output.abort()

@@ -281,7 +281,7 @@ class FakeServer:
             if self.num_scored + len(sequences) > self.allowed:
                 return None
             self.num_scored += len(sequences)
-        num_context = 0 if texts is None else len(body["prompt"][0])
+        num_context = body.get("logprobs_from") or 0 if texts is None else len(body["prompt"][0])
         return ok(score_response(sequences, body.get("return_ranks", False), num_context))
 
     def record(self, body: dict) -> httpx.Response:

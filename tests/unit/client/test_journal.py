@@ -233,6 +233,29 @@ def test_an_interrupted_run_scores_each_missing_window_once(output, journal_file
     assert not journal_file.exists(), "the output has all"
 
 
+@pytest.mark.parametrize("allowed", [NUM_WINDOWS + 5, NUM_WINDOWS])
+def test_both_lanes_are_resumed_where_the_second_ended(output, allowed, capsys):
+    lanes = ["--lane", "both", "--retry-for", "0", "--concurrency", "1"]
+    assert run(output, *lanes, server=FakeServer(allowed=allowed)) == 1
+    assert "the same command with --resume resumes it" in capsys.readouterr().err
+    first, second = (output.with_name(f"result-{lane}.json") for lane in ("prefill", "decode"))
+    finished = figures(first)
+    assert not second.exists()
+    server = FakeServer()
+    assert run(output, *lanes, "--resume", server=server) == 0
+    assert "decode agrees with prefill" in capsys.readouterr().out
+    assert server.num_scored == 2 * NUM_WINDOWS - allowed, "nothing twice"
+    assert figures(first) == finished
+    assert not [*output.parent.glob("*.journal")]
+
+
+def test_both_outputs_are_refused_before_the_first_lane_is_measured(output, capsys):
+    output.with_name("result-decode.json").write_text("finished")
+    assert run(output, "--lane", "both", server=(server := FakeServer())) == 1
+    assert "result-decode.json is there already" in capsys.readouterr().err
+    assert server.num_scored == 0
+
+
 @pytest.mark.parametrize("more", ["--force", "--resume"])
 def test_a_journal_that_outlived_its_output_is_removed(output, journal_file, unbroken, more, monkeypatch):
     with monkeypatch.context() as patch:
