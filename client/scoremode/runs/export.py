@@ -7,12 +7,14 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from io import BufferedWriter
 from pathlib import Path
 from typing import BinaryIO
 
 from scoremode._tasks import in_thread
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import OutputError, RateLimitError, ServerError, TransportError
+from scoremode.runs.journal import open_locked
 from scoremode.wire.base_file import BaseFile
 
 _log = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ async def export_llama_cpp(
     an unfinished file stays next to it, and the same call resumes it. `force` replaces an earlier file.
 
     Raises:
-        OutputError: the file is there already, cannot be written, or needs more than the disk has.
+        OutputError: the file is there already, cannot be written, is being written, or needs more than the disk has.
         ScoremodeError: the server fails, or refuses the reference.
     """
     if not force and await in_thread(path.exists):
@@ -41,11 +43,12 @@ async def export_llama_cpp(
     identity = hashlib.sha256(f"{reference.fingerprint} {reference.text_fingerprint}".encode()).hexdigest()
     partial = path.with_name(f"{path.name}.{identity[:12]}.partial")
     try:
-        with partial.open("ab") as file:
+        with BufferedWriter(open_locked(partial)) as file:
             await _fill(client, name, layout, file, path, on_bytes)
+            file.flush()
+            partial.replace(path)
     except OSError as error:
         raise OutputError(f"cannot write {partial}: {error.strerror}") from error
-    partial.replace(path)
     return layout.size
 
 

@@ -1,6 +1,8 @@
 """A reference written for llama.cpp, from a server that loses connections."""
 
+import asyncio
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -8,7 +10,7 @@ import httpx
 import pytest
 
 from scoremode.errors import OutputError, TransportError
-from scoremode.runs.export import export_llama_cpp
+from scoremode.runs.export import OnBytes, export_llama_cpp
 from tests.unit.client.fake_server import CutShort, FakeServer, StoredReference, client_of
 
 CONTEXT, NUM_WINDOWS = 16, 3
@@ -65,6 +67,24 @@ async def test_what_is_unfinished_is_kept_and_resumed(server: Server, tmp_path: 
         await export_llama_cpp(client, "base", path)
     assert path.read_bytes() == HEADER + b"".join(WINDOWS)
     assert server.firsts == [0, 1, 1]
+
+
+async def test_a_second_export_of_the_same_leaves_the_first_alone(server: Server, tmp_path: Path) -> None:
+    path, failures = tmp_path / "base.kld", []
+
+    async def export(on_bytes: OnBytes) -> int:
+        async with client_of(server) as client:
+            return await export_llama_cpp(client, "base", path, on_bytes=on_bytes)
+
+    def export_again(*_: int) -> None:
+        with ThreadPoolExecutor() as pool:
+            failures.append(pool.submit(asyncio.run, export(print)).exception())
+
+    size = await export(export_again)
+    assert [type(each) for each in failures] == [OutputError] * len(failures) != []
+    assert "is in use: another ppl-client" in str(failures[0])
+    assert path.read_bytes() == HEADER + b"".join(WINDOWS)
+    assert (size, os.listdir(tmp_path)) == (path.stat().st_size, [path.name])
 
 
 async def test_a_disk_without_room_is_refused_before_a_byte_is_sent(
