@@ -4,13 +4,12 @@ where the figures are from."""
 import math
 import os
 import re
-from typing import Any
 
-import yaml
+from huggingface_hub import EvalResult, ModelCardData
 
 from scoremode._printable import printable
 from scoremode.comparison.figures import Figure, RunComparison, RunFigures
-from scoremode.comparison.run_file import compare_command, model_name
+from scoremode.comparison.run_file import RunFile, compare_command, model_name
 from scoremode.comparison.summary import computed_differently
 from scoremode.comparison.tables import escaped, measured_by
 from scoremode.runs.corpora import HUB_ALIASES
@@ -37,9 +36,12 @@ def card(comparison: RunComparison) -> str:
         rows.append((_name(base.name), "", "", perplexity, *[""] * (len(_HEADER) - 4)))
     rows += [_row(comparison, figures) for figures in comparison.runs]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-    metadata = yaml.safe_dump(_metadata(comparison), sort_keys=False, allow_unicode=True, width=1000)
     warnings = [escaped(printable(each)) for each in computed_differently([each.run for each in comparison.runs])]
-    return f"---\n{metadata}---\n\n" + "\n\n".join([table, _provenance(comparison), *warnings]) + "\n"
+    return (
+        f"---\n{_metadata(comparison).to_yaml()}\n---\n\n"
+        + "\n\n".join([table, _provenance(comparison), *warnings])
+        + "\n"
+    )
 
 
 def _row(comparison: RunComparison, figures: RunFigures) -> tuple[str, ...]:
@@ -118,28 +120,38 @@ def _provenance(comparison: RunComparison) -> str:
     return f"{escaped(printable('; '.join(filter(None, parts))))}; {code}"
 
 
-def _metadata(comparison: RunComparison) -> dict[str, Any]:
-    """What huggingface.co reads from the head of a model card: the base if it is on the hub, and every other run."""
-    is_base = comparison.base_reference is None and len(comparison.runs) > 1
-    base = (comparison.base_reference or comparison.base).model
-    known = {"base_model": base, "base_model_relation": "quantized"} if _HUB_NAME.fullmatch(base) else {}
-    corpus = comparison.corpus
-    dataset = {"name": f"text {comparison.base.text_identity[:12]}", "type": "text"}
-    if corpus is not None:
-        details = corpus.model_dump(include={"config", "split"}, exclude_none=True)
-        dataset = {"name": corpus.name, "type": HUB_ALIASES.get(corpus.name, (corpus.name,))[0], **details}
-    models = []
-    for figures in comparison.runs[is_base:]:
-        # A copy of each part: YAML has a name for what it finds twice.
-        result = {"task": {"type": "text-generation"}, "dataset": {**dataset}}
-        models.append({"name": figures.run.label, "results": [{**result, "metrics": _metrics(comparison, figures)}]})
-    return {**known, "model-index": models}
+def _metadata(comparison: RunComparison) -> ModelCardData:
+    """Build what huggingface.co reads from the head of a model card: the base if it is on the hub, and the figures of
+    one model, that of the first run that is not of the base, in all of its lanes."""
+    base, is_base = comparison.base, comparison.base_reference is None and len(comparison.runs) > 1
+    shown = [each for each in comparison.runs if not (is_base and (each.run is base or _in_other_lane(each.run, base)))]
+    first = (shown or comparison.runs)[0]
+    lanes = [first, *(each for each in shown if _in_other_lane(each.run, first.run))]
+    name = (comparison.base_reference or base).model
+    is_on_hub = _HUB_NAME.fullmatch(name) is not None
+    return ModelCardData(
+        base_model=name if is_on_hub else None,
+        model_name=first.run.label,
+        eval_results=[result for each in lanes for result in _results(comparison, each)],
+        base_model_relation="quantized" if is_on_hub else None,
+    )
 
 
-def _metrics(comparison: RunComparison, figures: RunFigures) -> list[dict[str, Any]]:
-    run = figures.run
+def _in_other_lane(one: RunFile, other: RunFile) -> bool:
+    """Whether two runs are of one model in two lanes."""
+    return one.lane != other.lane and one.server.fingerprint == other.server.fingerprint is not None
+
+
+def _results(comparison: RunComparison, figures: RunFigures) -> list[EvalResult]:
+    """List the figures of a run. What else decides them is in the config and split of the dataset, by which the hub
+    tells results apart."""
+    run, corpus = figures.run, comparison.corpus
+    name = f"text {run.text_identity[:12]}" if corpus is None else corpus.name
+    config, split = (None, None) if corpus is None else (corpus.config, corpus.split)
+    stride = f"stride {run.stride}" if run.method in STRIDED_METHODS else None
+    windows = (config, run.method, f"context length {run.context_length}", stride)
     values: dict[str, tuple[str, Figure | float | None, float]] = {
-        f"perplexity ({run.method}, {run.context_length}, {run.stride})": ("perplexity", figures.perplexity, 1),
+        "perplexity": ("perplexity", figures.perplexity, 1),
         "change of perplexity, %": ("perplexity_change", comparison.ppl_change(run), 100),
         "mean KL divergence, nats": ("kl_divergence", figures.kld, 1),
         "99.9 % KL divergence, nats": ("kl_divergence_p999", figures.kld_p999, 1),
@@ -147,8 +159,19 @@ def _metrics(comparison: RunComparison, figures: RunFigures) -> list[dict[str, A
         "same top token, %": ("same_top", figures.same_top_p, 100),
     }
     found = []
-    for name, (type_, figure, scale) in values.items():
+    for metric, (type_, figure, scale) in values.items():
         value = figure.value if isinstance(figure, Figure) else figure
         if value is not None and math.isfinite(value):
-            found.append({"name": name, "type": type_, "value": float(f"{scale * value:.6g}")})
+            found.append(
+                EvalResult(
+                    task_type="text-generation",
+                    dataset_type="text" if corpus is None else HUB_ALIASES.get(name, (name,))[0],
+                    dataset_name=name,
+                    dataset_config=", ".join(filter(None, windows)),
+                    dataset_split=", ".join(filter(None, (split, f"{run.num_windows} windows", f"{run.lane} lane"))),
+                    metric_type=type_,
+                    metric_name=metric,
+                    metric_value=float(f"{scale * value:.6g}"),
+                )
+            )
     return found

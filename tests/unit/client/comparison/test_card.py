@@ -1,11 +1,13 @@
 """The card: what is published of a comparison, read back from its Markdown and YAML."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from markdown_it import MarkdownIt
 from run_files import kld_run, made_up_nlls, made_up_reference, perplexity_run
@@ -71,11 +73,22 @@ def test_without_a_run_of_the_base_it_is_the_reference(made):
     assert line.endswith("; ppl-client compare runs/int4.json runs/int3.json --labels int4,int3 --card")
 
 
-def test_the_hub_reads_the_yaml(made):
-    index = yaml.safe_load(card(compare(made, num_resamples=100)).split("---\n")[1])
-    assert [model["name"] for model in index["model-index"]] == ["int4", "int3"]
-    found = {result.metric_type: result for result in model_index_to_eval_results(index["model-index"][:1])[1]}
-    kld = found["kl_divergence"]
-    assert (kld.task_type, kld.dataset_type) == ("text-generation", "Salesforce/wikitext")
-    assert kld.dataset_config == "wikitext-2-raw-v1"
-    assert kld.metric_value == pytest.approx(made[1].kld.mean(), rel=1e-5)
+def test_the_hub_reads_the_yaml_back_whole(made, tmp_path):
+    """The second run's figures in both of its lanes, and no other model's."""
+    base, int4, int3 = made
+    decode = kld_run(tmp_path, "int4-decode", int4.nlls + 0.01, 2 * int4.kld, reference=int4.reference, server=SIZE)
+    served = int4.server.model_copy(update={"fingerprint": "of int4"})
+    lanes = [replace(int4, server=served), replace(decode, server=served, lane="decode")]
+    base = replace(base, model="org/base")
+    index = ModelCard(card(compare([base, *lanes, int3], num_resamples=100))).data
+    assert (index.model_name, index.base_model, index["base_model_relation"]) == ("int4", "org/base", "quantized")
+    klds = [each for each in index.eval_results if each.metric_type == "kl_divergence"]
+    for kld, run in zip(klds, lanes, strict=True):
+        assert (kld.task_type, kld.dataset_type) == ("text-generation", "Salesforce/wikitext")
+        assert kld.dataset_config == "wikitext-2-raw-v1, sliding, context length 128, stride 100"
+        assert kld.dataset_split == f"test, 30 windows, {run.lane} lane"
+        assert kld.metric_value == pytest.approx(run.kld.mean(), rel=1e-5)
+    # huggingface_hub writes again what it read, and loses nothing.
+    written = yaml.safe_load(index.to_yaml())["model-index"]
+    assert model_index_to_eval_results(written) == ("int4", index.eval_results)
+    assert len(index.eval_results) == 12
