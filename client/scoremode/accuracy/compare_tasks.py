@@ -70,14 +70,18 @@ def compare_tasks(
         smallest_difference: Of accuracies, 0 to 1. Where no difference is shown, the verdict is "too few questions" if
             so many could not have shown this one.
     """
-    (base, base_tasks), *others = models.items()
-    warnings: list[str] = []
+    unjudged = sorted({task for tasks in models.values() for task, each in tasks.items() if not each.metric})
+    warnings = [f"Left out, as no metric is yes or no: {', '.join(unjudged)}."] if unjudged else []
+    judged = {label: {task: tasks[task] for task in tasks if task not in unjudged} for label, tasks in models.items()}
+    (base, base_tasks), *others = judged.items()
     compared = []
     for label, tasks in others:
         shared = [task for task in base_tasks if task in tasks]
         if not shared:
             named, named_base = (", ".join(each) or "none" for each in (tasks, base_tasks))
-            raise RunError(f"{label} and {base} have no task in common: {named}, and {named_base}")
+            raise RunError(
+                ". ".join([f"{label} and {base} have no task in common: {named}, and {named_base}", *warnings])
+            )
         if missing := sorted(set(base_tasks) ^ set(tasks)):
             warnings.append(f"Left out, as {label} or {base} does not have it: {', '.join(missing)}.")
         pairs = [(base_tasks[task], tasks[task]) for task in shared]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scoremode._printable import printable
+from scoremode._texts import encoding_of
 from scoremode.errors import RunError
 
 _FILE_NAME = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
@@ -43,6 +44,7 @@ class TaskSamples:
 
     task: str
     metric: str
+    """Empty for a task without one that is yes or no, which has no samples then."""
     filter: str
     path: Path
     samples: dict[int, Sample]
@@ -76,6 +78,8 @@ def _load_task(task: str, path: Path, metrics: Sequence[str], filters: Sequence[
     named = records[0].get("metrics")
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     yes_or_no = [name for name in names if all(str(record.get(name)) in _RIGHT for record in records)]
+    if not yes_or_no:
+        return TaskSamples(task, "", chosen, path, {})
     metric = _choice(path, task, "metric", yes_or_no, metrics)
     samples: dict[int, Sample] = {}
     for record in records:
@@ -89,7 +93,7 @@ def _load_task(task: str, path: Path, metrics: Sequence[str], filters: Sequence[
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding=encoding_of(path)) as lines:
             for number, line in enumerate(lines, 1):
                 record = json.loads(line)
                 if not isinstance(record, dict):
@@ -104,8 +108,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 def _choice(path: Path, task: str, kind: str, offered: Sequence[str], wanted: Sequence[str]) -> str:
     chosen = [name for name in wanted if name in offered] if wanted else offered
     if not chosen or (not wanted and len(chosen) > 1):
-        has = ", ".join(offered) or f"no {kind} that is yes or no"
-        raise RunError(f"{path}: task {task} has {has}: choose with --task-{kind}")
+        raise RunError(f"{path}: task {task} has {', '.join(offered)}: choose with --task-{kind}")
     return chosen[0]
 
 

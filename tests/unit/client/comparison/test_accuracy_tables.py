@@ -106,6 +106,21 @@ def test_other_questions_are_refused_and_other_prompts_are_a_warning(tmp_path):
     ]
 
 
+def test_a_task_that_is_not_right_or_wrong_is_left_out(folders, capsys):
+    """truthfulqa_mc2 has the share of its right options."""
+    for folder in folders:
+        write(Path(folder), "truthfulqa_mc2", [line(at, 0.25, metrics=["acc"]) for at in range(3)])
+    assert main(["compare", "--tasks", f"base={folders[0]}", f"q={folders[1]}", "--task-metric", "acc"]) == 0
+    printed = capsys.readouterr().out
+    assert "Left out, as no metric is yes or no: truthfulqa_mc2." in printed
+    assert "\nall tasks " in printed
+    for path in Path(folders[1]).rglob("*"):
+        if path.is_file() and "truthfulqa" not in path.name:
+            path.unlink()
+    assert main(["compare", "--tasks", f"base={folders[0]}", f"q={folders[1]}", "--task-metric", "acc"]) == 1
+    assert "no task in common: none, and arc, a|task. Left out, as no metric is yes or no" in capsys.readouterr().err
+
+
 @pytest.fixture
 def folders(tmp_path):
     """Two tasks of 100 questions: of one, the second model loses 20 answers."""
