@@ -95,10 +95,15 @@ class Corpus:
     def warn_of_unscored(self, of_windows: Iterable[int]) -> None:
         """Log which conversations or documents have no window, given the index of each window's."""
         num_rows = len(self.conversations or self.documents)
-        if unscored := sorted({*range(num_rows)} - {*of_windows}):
-            numbers = ", ".join(str(index + 1) for index in unscored[:10]) + (", ..." if len(unscored) > 10 else "")
-            text = "%d of %d rows of %s have nothing to score and are left out: %s"
-            _log.warning(text, len(unscored), num_rows, self.source, numbers)
+        self.warn_of_rows({*range(num_rows)} - {*of_windows}, "have nothing to score and are left out")
+
+    def warn_of_rows(self, indices: Collection[int], reason: str) -> None:
+        """Log that something is so for some conversations or documents, if there are any."""
+        if indices:
+            numbers = ", ".join(str(index + 1) for index in sorted(indices)[:10])
+            numbers += ", ..." if len(indices) > 10 else ""
+            num_rows = len(self.conversations or self.documents)
+            _log.warning("%d of %d rows of %s %s: %s", len(indices), num_rows, self.source, reason, numbers)
 
 
 def load_corpus(

@@ -233,7 +233,7 @@ async def _with_turns(plan: Plan, client: AsyncScoreClient) -> Plan:
     """A window for each turn, as far as the context reaches."""
     corpus, context_length = plan.corpus, plan.context_length
     tokens, windows, documents, roles = list[int](), list[Window](), list[int](), list[str]()
-    num_turns = num_cut = 0
+    num_turns, num_cut, merged = 0, 0, set[int]()
     for start in range(0, len(corpus.conversations), CONVERSATIONS_AT_ONCE):
         for sequence in await client.turns(**corpus.messages(start, start + CONVERSATIONS_AT_ONCE)):
             turns = sequence["turns"]
@@ -244,11 +244,14 @@ async def _with_turns(plan: Plan, client: AsyncScoreClient) -> Plan:
             documents += [start + sequence["conversation"]] * len(cut)
             roles += [turn["role"] for turn in turns[: len(cut)]]
             tokens += sequence["token_ids"]
+            if any(turn.get("is_merged") for turn in turns):
+                merged.add(start + sequence["conversation"])
     if num_cut:
         _log.warning("%d of %d turns exceed %d tokens: cut there, or left out", num_cut, num_turns, context_length)
     if not windows:
         raise WindowError(f"no turn begins within the first {context_length} tokens", "context_length")
     corpus.warn_of_unscored(documents)
+    corpus.warn_of_rows(merged, "have a turn whose first token begins before it, and is scored whole")
     return replace(plan, tokens=tokens, windows=windows, documents=documents, roles=roles)
 
 

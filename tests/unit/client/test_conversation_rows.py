@@ -123,12 +123,13 @@ def test_fields_without_use_are_a_warning(tmp_path, caplog):
 async def test_rows_that_have_nothing_to_score_are_a_warning(tmp_path, caplog):
     texts = written(tmp_path / "texts.jsonl", [{"text": text, "kind": "a"} for text in ("one two", "", "three")])
     chats = written(tmp_path / "chats.jsonl", [{"chat": MESSAGES}] * 3)
-    turns = {"token_ids": [1, 2, 3], "turns": [{"role": "assistant", "first": 1, "end": 3}]}
+    turn = {"role": "assistant", "first": 1, "end": 3, "is_merged": False}
+    turns = {"token_ids": [1, 2, 3], "turns": [turn]}
     server = FakeServer()
 
     def handler(request):
-        # The template renders nothing of the second.
-        data = [{**turns, "conversation": index} for index in (0, 2)]
+        # The template renders nothing of the second, and the third's turn begins within a token.
+        data = [{**turns, "conversation": 0}, {**turns, "turns": [turn | {"is_merged": True}], "conversation": 2}]
         return ok({"object": "turns", "data": data}) if request.url.path == "/v1/turns" else server(request)
 
     async with client_of(handler) as client:
@@ -137,7 +138,9 @@ async def test_rows_that_have_nothing_to_score_are_a_warning(tmp_path, caplog):
     kept = changed(server, "/v1/references/texts/windows", lambda answer: answer.update(documents=[0, 2]))
     async with client_of(kept) as client:
         await record_reference(client, load_corpus(texts, by="kind"), "texts", method="disjoint", context_length=4)
-    assert [(each[:11], each.split(" are ")[-1]) for each in caplog.messages] == [("1 of 3 rows", "left out: 2")] * 3
+    unscored, merged = ("1 of 3 rows", "left out: 2"), ("1 of 3 rows", "scored whole: 3")
+    assert [(each[:11], each[-len(unscored[1]) :]) for each in caplog.messages if "whole" not in each] == [unscored] * 3
+    assert [(each[:11], each[-len(merged[1]) :]) for each in caplog.messages if "whole" in each] == [merged]
 
 
 def test_rows_with_a_label_are_documents(tmp_path):
