@@ -2,7 +2,7 @@
 that score them."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -15,7 +15,7 @@ from scoremode_server.scoring.scorer import ScoredSequence
 from scoremode_server.scoring.tokenizer import Tokenizer, as_prompts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestedSequence:
     """Tokens whose logprobs are wanted, after others that several sequences share, and their place in the request."""
 
@@ -89,7 +89,8 @@ async def read_sequences(
         sequences = await _prompts(as_prompts(request.prompt), request, tokenizer, limits)
     else:
         sequences = await _continued(as_prompts(request.prompt), request, tokenizer, limits)
-    return _in_passes(request, _with_candidates(request, sequences, limits))
+    _set_candidates(request, sequences, limits)
+    return sequences, _in_passes(request, sequences)
 
 
 def _turns(request: ScoreRequest, conversations: list[TurnSequence], limits: Limits) -> list[RequestedSequence]:
@@ -118,18 +119,18 @@ def _turns(request: ScoreRequest, conversations: list[TurnSequence], limits: Lim
     return sequences
 
 
-def _in_passes(
-    request: ScoreRequest, sequences: list[RequestedSequence]
-) -> tuple[list[RequestedSequence], list[ScoringPass]]:
-    """The sequences with their places, and the passes. Continuations that differ in their last token alone share a
-    pass, as candidates of its last row. A row has one token's rank, so with ranks each has a pass of its own."""
-    if request.continuations is None or request.return_ranks:
-        passes = [ScoringPass(sequence, {sequence.targets[-1]: 0}) for sequence in sequences]
-        return [replace(sequence, pass_index=index) for index, sequence in enumerate(sequences)], passes
-    placed, passes = [], []
+def _in_passes(request: ScoreRequest, sequences: list[RequestedSequence]) -> list[ScoringPass]:
+    """The passes of sequences, which get their places in them. Continuations that differ in their last token alone
+    share a pass, as candidates of its last row. A row has one token's rank, so with ranks each has a pass of its
+    own."""
+    passes: list[ScoringPass] = []
     passes_by_beginning: dict[tuple[int, tuple[int, ...]], int] = {}
     for sequence in sequences:
         last = sequence.targets[-1]
+        if request.continuations is None or request.return_ranks:
+            sequence.pass_index = len(passes)
+            passes.append(ScoringPass(sequence, {last: 0}))
+            continue
         # Equal contexts are one list.
         key = id(sequence.context), tuple(sequence.targets[:-1])
         index = passes_by_beginning.get(key, len(passes))
@@ -140,9 +141,9 @@ def _in_passes(
         if index == len(passes):
             passes_by_beginning[key] = index
             passes.append(ScoringPass(sequence, {last: 0}))
-        column = passes[index].columns.setdefault(last, passes[index].num_candidates + 1)
-        placed.append(replace(sequence, pass_index=index, column=column))
-    return placed, passes
+        sequence.pass_index = index
+        sequence.column = passes[index].columns.setdefault(last, passes[index].num_candidates + 1)
+    return passes
 
 
 async def _prompts(
@@ -254,16 +255,16 @@ async def _encode_apart(
     ]
 
 
-def _with_candidates(
-    request: ScoreRequest, sequences: list[RequestedSequence], limits: Limits
-) -> list[RequestedSequence]:
-    """The sequences with the candidates of their positions."""
+def _set_candidates(request: ScoreRequest, sequences: list[RequestedSequence], limits: Limits) -> None:
+    """Give sequences the candidates of their positions."""
     given: Any = request.candidate_token_ids
     if given is None:
-        return sequences
+        return
     if not given or isinstance(given[0], int):
         shared = _table(given, 1, limits)
-        return [replace(sequence, candidates=shared) for sequence in sequences]
+        for sequence in sequences:
+            sequence.candidates = shared
+        return
     if request.continuations is not None:
         message = "candidate_token_ids: with continuations, give one list for all positions"
         raise RequestError(message, "candidate_token_ids")
@@ -271,7 +272,6 @@ def _with_candidates(
     if len(own) != len(sequences):
         message = f"candidate_token_ids has candidates for {len(own)} prompts, and there are {len(sequences)}"
         raise RequestError(message, "candidate_token_ids")
-    with_own = []
     for sequence, lists in zip(sequences, own, strict=True):
         num_positions = len(sequence.targets)
         if len(lists) != num_positions:
@@ -279,8 +279,7 @@ def _with_candidates(
                 f"candidate_token_ids has {len(lists)} lists for the {num_positions} positions of {sequence.name}",
                 "candidate_token_ids",
             )
-        with_own.append(replace(sequence, candidates=_table(lists, 2, limits)))
-    return with_own
+        sequence.candidates = _table(lists, 2, limits)
 
 
 def _table(lists: Any, num_dimensions: int, limits: Limits) -> np.ndarray:
