@@ -3,6 +3,7 @@
 docker/compose.yaml and docker/kubernetes.yaml mount them that way.
 """
 
+import json
 import re
 from pathlib import Path, PurePosixPath
 
@@ -11,7 +12,8 @@ import yaml
 
 from tests.neighbours import CACHES
 
-DOCKER = Path(__file__).parents[2] / "docker"
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
@@ -54,3 +56,22 @@ def test_compose_and_kubernetes_mount_what_the_image_writes_to():
     assert any(f"--uid {pod['securityContext']['runAsUser']} " in rest for word, rest in image if word == "RUN")
     drain = int(container["args"][container["args"].index("--shutdown-timeout") + 1])
     assert pod["terminationGracePeriodSeconds"] > drain
+
+
+def test_compose_does_not_start_without_a_key():
+    service = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["scoremode"]
+    assert service["environment"]["VLLM_API_KEY"].startswith("${VLLM_API_KEY:?")
+
+
+def test_the_proxy_passes_every_route_but_those_of_references():
+    (passed,) = re.findall(r"^    location ~ (\S+) \{$", (DOCKER / "nginx.conf").read_text(), re.MULTILINE)
+    routes = json.loads((ROOT / "openapi" / "openapi.json").read_text())["paths"]
+    refused = {route for route in routes if not re.search(passed, route)}
+    assert refused == {route for route in routes if re.match("/v1/(references|kld)", route)}
+
+
+def test_actions_of_other_repositories_are_pinned_by_hash():
+    workflows = (ROOT / ".github" / "workflows").glob("*.yml")
+    used = [name for path in workflows for name in re.findall(r"uses: (\S+)", path.read_text())]
+    assert used
+    assert [name for name in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", name)] == []
