@@ -6,6 +6,7 @@ again in `wire.retries`.
 
 import asyncio
 import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
@@ -20,12 +21,25 @@ from pydantic import BaseModel, TypeAdapter
 from scoremode._version import __version__
 from scoremode.errors import ResponseError
 from scoremode.results import KldResult, KldWindowValues, Score, kld_reader, parse_kld_result, parse_scores
-from scoremode.windows import WindowSettings
-from scoremode.wire.calls import Answer, BytesReader, Call, EventReader, call, stream
+from scoremode.windows import DEFAULT_CONTEXT_LENGTH, WindowSettings
+from scoremode.wire.calls import (
+    BYTES_PER_BYTE,
+    FIXED_BYTES,
+    LISTING_BYTES,
+    Answer,
+    BytesReader,
+    Call,
+    EventReader,
+    call,
+    stream,
+)
 from scoremode.wire.protocol import (
+    MAX_CANDIDATES,
     Candidates,
     Continuations,
+    Int32,
     Lane,
+    Many,
     Messages,
     PerplexityResponse,
     PerplexityWindow,
@@ -44,7 +58,11 @@ API_KEY_VARIABLE = "SCOREMODE_API_KEY"
 DEFAULT_TIMEOUT = 600.0
 """Seconds without a byte from the server. A request may wait long for others, so a healthy server can be silent."""
 DEFAULT_MAX_RETRIES = 4
+MAX_POSITIONS = 1 << 20
+"""Of the windows that one answer of `kld` has, where the caller does not know how many they have."""
 
+_VALUE_BYTES, _POSITION_BYTES = 32, 64
+"""That an answer may have for a top token or a candidate at a position, and for a position of `kld` without them."""
 _LONGEST_CONNECT = 10.0
 _LARGEST_PORT = 65535
 
@@ -68,7 +86,7 @@ def server_root(base_url: str) -> str:
 
 
 class _Tokens(BaseModel):
-    tokens: list[int]
+    tokens: Many[Int32]
 
 
 class _Prompt(BaseModel):
@@ -123,7 +141,8 @@ class _Client(ABC, Generic[Transport]):
         self.model = model
         self.retries = Retries(self.address, max_retries, retry_for)
         """May be changed while requests are under way."""
-        headers = {"User-Agent": f"scoremode/{__version__}"}
+        # An answer of a few bytes could unpack to any length.
+        headers = {"User-Agent": f"scoremode/{__version__}", "Accept-Encoding": "identity"}
         if key := os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key:
             headers["Authorization"] = f"Bearer {key}"
         # Requests queue for a connection as long as it takes: how many there are at once is the caller's choice.
@@ -180,10 +199,14 @@ class _Client(ABC, Generic[Transport]):
         Returns:
             One score per prompt; with continuations one for each, those of the first prompt first.
         """
+        sequences = _sequences(prompt, continuations)
+        num_values = top_logprobs if candidate_token_ids is None else top_logprobs + MAX_CANDIDATES
         return call(
             "POST",
             "/v1/score",
-            parse_scores,
+            lambda body: parse_scores(body, sequences, logprobs_from or 0),
+            # A continuation may be scored after many prompts.
+            fixed_bytes=FIXED_BYTES + (BYTES_PER_BYTE + _VALUE_BYTES * num_values) * sum(map(len, sequences)),
             model=model or self.model,
             prompt=prompt,
             continuations=continuations,
@@ -228,11 +251,12 @@ class _Client(ABC, Generic[Transport]):
         return stream(
             "/v1/perplexity",
             lambda: _window_reader("perplexity", PerplexityResponse.model_validate, on_window),
+            bytes_per_byte=_event_bytes(windows),
             model=model or self.model,
             prompt=prompt,
             texts=texts,
             **_lane_fields(lane, context),
-            **{"method": "sliding", **windows},
+            **dict[str, Any]({"method": "sliding", **windows}),
         )
 
     @_Method
@@ -274,6 +298,7 @@ class _Client(ABC, Generic[Transport]):
             "/v1/references",
             # Sent again, the server reports only the windows that were missing.
             lambda: _window_reader("reference", Reference.model_validate, on_window, repeatable=True),
+            bytes_per_byte=_event_bytes(windows),
             model=model or self.model,
             name=name,
             prompt=prompt,
@@ -290,7 +315,12 @@ class _Client(ABC, Generic[Transport]):
     @_Method
     def references(self) -> Call[list[Reference]]:
         """All references of the server."""
-        return call("GET", "/v1/references", lambda body: ReferenceList.model_validate_json(body).data)
+        return call(
+            "GET",
+            "/v1/references",
+            lambda body: ReferenceList.model_validate_json(body).data,
+            fixed_bytes=LISTING_BYTES,
+        )
 
     @_Method
     def reference(self, name: str) -> Call[Reference]:
@@ -300,7 +330,7 @@ class _Client(ABC, Generic[Transport]):
     @_Method
     def reference_windows(self, name: str) -> Call[ReferenceWindows]:
         """Where each window of a reference is from."""
-        return call("GET", f"{_path_of(name)}/windows", ReferenceWindows.model_validate_json)
+        return call("GET", f"{_path_of(name)}/windows", ReferenceWindows.model_validate_json, fixed_bytes=LISTING_BYTES)
 
     @_Method
     def llama_cpp_base(self, name: str, first: int, write: Callable[[bytes], object]) -> Call[None]:
@@ -309,9 +339,12 @@ class _Client(ABC, Generic[Transport]):
         Args:
             name: Of a complete reference that was recorded with method `llama.cpp`.
             first: Index of the first window.
-            write: Takes the file's bytes as they come. A connection lost after the first is an error, not tried again.
+            write: Takes the file's bytes as they come, and raises an exception if they are too many. A connection lost
+                after the first is an error, not tried again.
         """
-        return Call("GET", f"{_path_of(name)}/llama.cpp?first={first}", lambda: BytesReader(write))
+        return Call(
+            "GET", f"{_path_of(name)}/llama.cpp?first={first}", lambda: BytesReader(write), fixed_bytes=sys.maxsize
+        )
 
     @_Method
     def delete_reference(self, name: str) -> Call[None]:
@@ -329,6 +362,7 @@ class _Client(ABC, Generic[Transport]):
         windows: tuple[int, int] | None = None,
         *,
         top_logprobs: int = 0,
+        num_positions: int = MAX_POSITIONS,
         as_noise_floor: bool = False,
         on_window: OnKldWindow | None = None,
         lane: Lane = "prefill",
@@ -342,6 +376,7 @@ class _Client(ABC, Generic[Transport]):
             windows: The first window and the one after the last, from 0; all when left out.
             top_logprobs: Return the k most likely tokens of both models at every position, at most what the server's
                 `--max-logprobs` allows, and 256.
+            num_positions: The most that these windows have: an answer with many more is refused.
             as_noise_floor: Keep the result with the reference as its noise floor in this lane; all windows, and the
                 reference's own model.
             on_window: An ordinary function, called with each window as it is done.
@@ -352,6 +387,7 @@ class _Client(ABC, Generic[Transport]):
         error, not tried again.
         """
         fields: dict[str, Any] = {
+            "fixed_bytes": FIXED_BYTES + (_POSITION_BYTES + 2 * _VALUE_BYTES * top_logprobs) * num_positions,
             "model": model or self.model,
             "reference": reference,
             "windows": None if windows is None else list(windows),
@@ -361,13 +397,13 @@ class _Client(ABC, Generic[Transport]):
             **_lane_fields(lane, context),
         }
         if on_window is not None or as_noise_floor:
-            return stream("/v1/kld", lambda: kld_reader(on_window), **fields)
-        return call("POST", "/v1/kld", parse_kld_result, **fields, stream=False)
+            return stream("/v1/kld", lambda: kld_reader(on_window, windows), **fields)
+        return call("POST", "/v1/kld", lambda body: parse_kld_result(body, windows), **fields, stream=False)
 
     @_Method
     def tokenize(self, text: str, add_special_tokens: bool = True) -> Call[list[int]]:
         """Token ids of a text, by the server's tokenizer."""
-        fields = {"model": self.model, "prompt": text, "add_special_tokens": add_special_tokens}
+        fields: dict[str, Any] = {"model": self.model, "prompt": text, "add_special_tokens": add_special_tokens}
         return call("POST", "/tokenize", lambda body: _Tokens.model_validate_json(body).tokens, **fields)
 
     @_Method
@@ -386,10 +422,23 @@ class _Client(ABC, Generic[Transport]):
             chat_template_kwargs: Passed to the template.
             roles: Of the turns; the assistant's when left out.
         """
+        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+
+        def parse(body: bytes) -> list[TurnSequence]:
+            sequences = _TURNS.validate_json(body)["data"]
+            for sequence in sequences:
+                place, num_tokens = sequence["conversation"], len(sequence["token_ids"])
+                fits = all(0 < turn["first"] < turn["end"] <= num_tokens for turn in sequence["turns"])
+                if not fits or not 0 <= place < len(conversations):
+                    raise ResponseError(f"the server's turns of conversation {place}, {num_tokens} tokens, do not fit")
+            return sequences
+
         return call(
             "POST",
             "/v1/turns",
-            lambda body: _TURNS.validate_json(body)["data"],
+            parse,
+            # A conversation has at most a sequence for each of its messages.
+            bytes_per_byte=BYTES_PER_BYTE * max(map(len, conversations)),
             model=self.model,
             messages=messages,
             tools=tools,
@@ -400,7 +449,7 @@ class _Client(ABC, Generic[Transport]):
     @_Method
     def detokenize(self, token_ids: Sequence[int]) -> Call[str]:
         """The text of token ids, by the server's tokenizer."""
-        fields = {"model": self.model, "tokens": list(token_ids)}
+        fields: dict[str, Any] = {"model": self.model, "tokens": list(token_ids)}
         return call("POST", "/detokenize", lambda body: _Prompt.model_validate_json(body).prompt, **fields)
 
     @_Method
@@ -451,12 +500,12 @@ class ScoreClient(_Client[httpx.BaseTransport]):
                 reader = call.new_reader()
                 try:
                     with self._http.stream(call.method, self.base_url + call.path, json=call.body) as response:
+                        receiver = call.receiver(response, reader)
+                        for chunk in response.iter_bytes():
+                            receiver.receive(chunk)
                         if response.is_success:
-                            for chunk in response.iter_bytes():
-                                reader.feed(chunk)
                             return reader.finish()
-                        response.read()
-                    wait = attempts.wait_after_status(response)
+                    wait = attempts.wait_after_status(response, receiver.finish())
                 except httpx.RequestError as error:
                     wait = attempts.wait_after_failure(error, can_restart=reader.can_restart)
                 time.sleep(wait)
@@ -488,12 +537,12 @@ class AsyncScoreClient(_Client[httpx.AsyncBaseTransport]):
                 reader = call.new_reader()
                 try:
                     async with self._http.stream(call.method, self.base_url + call.path, json=call.body) as response:
+                        receiver = call.receiver(response, reader)
+                        async for chunk in response.aiter_bytes():
+                            receiver.receive(chunk)
                         if response.is_success:
-                            async for chunk in response.aiter_bytes():
-                                reader.feed(chunk)
                             return reader.finish()
-                        await response.aread()
-                    wait = attempts.wait_after_status(response)
+                    wait = attempts.wait_after_status(response, receiver.finish())
                 except httpx.RequestError as error:
                     wait = attempts.wait_after_failure(error, can_restart=reader.can_restart)
                 await asyncio.sleep(wait)
@@ -507,7 +556,37 @@ class AsyncScoreClient(_Client[httpx.AsyncBaseTransport]):
 def _window_reader(
     kind: str, result: Callable[[object], Answer], on_window: OnWindow | None, *, repeatable: bool = False
 ) -> EventReader[PerplexityWindow, Answer]:
-    return EventReader(("perplexity.window", kind), PerplexityWindow.model_validate, result, on_window, repeatable)
+    return EventReader(("perplexity.window", kind), _read_window, result, on_window, repeatable)
+
+
+def _read_window(event: object) -> PerplexityWindow:
+    window = PerplexityWindow.model_validate(event)
+    given = {len(values) for values in (window.logprobs, window.ranks) if values is not None}
+    if window.index >= window.num_windows or given - {window.num_scored}:
+        raise ResponseError(
+            f"the server's window {window.index} of {window.num_windows} with {window.num_scored} targets does not fit"
+        )
+    return window
+
+
+def _sequences(prompt: Prompt, continuations: Continuations | None) -> list[str | list[int]]:
+    """The texts or token ids that a request has scored, in the order of its results."""
+    is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+    prompts: list[Any] = [prompt] if is_one else list(prompt)
+    if not continuations:
+        return prompts
+    first: Any = continuations[0]
+    # A list for each prompt, or one for all.
+    is_for_each = isinstance(first, list) and bool(first) and not isinstance(first[0], int)
+    lists: list[Any] = list(continuations) if is_for_each else [continuations] * len(prompts)
+    return [each for some in lists for each in some]
+
+
+def _event_bytes(windows: WindowSettings) -> int:
+    """That the events of windows may have for each byte of a text, with the logprobs and ranks of all targets."""
+    context_length = windows.get("context_length") or DEFAULT_CONTEXT_LENGTH
+    stride = windows.get("stride") or max(1, context_length // 4)
+    return BYTES_PER_BYTE * max(1, -(-context_length // stride))
 
 
 def _lane_fields(lane: Lane, context: int | None) -> dict[str, Any]:

@@ -12,20 +12,31 @@ from pydantic import BaseModel, Field, PlainValidator, TypeAdapter
 
 from scoremode.errors import ResponseError
 from scoremode.kld import POSITION_DTYPES, KldPositions
-from scoremode.wire.arrays import TopLogprobs, decode_array, decode_arrays, decode_top_logprobs, encode_array
+from scoremode.wire.arrays import (
+    TopLogprobs,
+    check_logprobs,
+    decode_array,
+    decode_arrays,
+    decode_top_logprobs,
+    encode_array,
+    wrong_value,
+)
 from scoremode.wire.calls import EventReader
-from scoremode.wire.protocol import LOWEST_LOGPROB
+from scoremode.wire.protocol import LOWEST_LOGPROB, ROUNDING, Int32, Many, Rank
 from scoremode.wire.references import KldStatistics, KldWindow
 
 
 def _logprobs(sent: object) -> NDArray[np.float32]:
     """Of an answer, with minus infinity as in JSON and in `sum_logprob`."""
     logprobs: NDArray[np.float32] = np.maximum(decode_array("logprobs", sent, "<f4"), np.float32(LOWEST_LOGPROB))
+    check_logprobs("logprobs", logprobs)
     return logprobs
 
 
 def _candidate_logprobs(sent: object) -> NDArray[np.float32]:
-    return decode_arrays("candidate_logprobs", sent, logprobs="<f4")[0]
+    [logprobs] = decode_arrays("candidate_logprobs", sent, logprobs="<f4")
+    check_logprobs("candidate_logprobs", logprobs)
+    return logprobs
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,17 +48,17 @@ class Score:
     prompt_index: int
     continuation_index: int | None
     """None where the prompt itself was scored."""
-    token_ids: list[int]
+    token_ids: Many[Int32]
     logprob_array: Annotated[NDArray[np.float32], Field(alias="logprobs"), PlainValidator(_logprobs)]
     """[n], NaN at the first token of a text, which has no context."""
-    sum_logprob: float
+    sum_logprob: Annotated[float, Field(allow_inf_nan=False)]
     """Sum over the scored tokens, in float64."""
     num_scored: int
-    ranks: list[int | None] | None = None
+    ranks: Many[Rank | None] | None = None
     """Rank of each token in the vocabulary, 1 for the most likely; with `return_ranks`."""
     is_greedy: bool | None = None
     """Whether every scored token was the most likely one; with `return_ranks` or continuations."""
-    tokens: list[str] | None = None
+    tokens: Many[str] | None = None
     """With `return_tokens`."""
     top_logprobs: Annotated[TopLogprobs | None, PlainValidator(decode_top_logprobs)] = None
     """The most likely tokens at each position; when asked for."""
@@ -58,9 +69,14 @@ class Score:
     """Sequences of these lanes in the engine on average while the request ran; None in the prefill lane."""
 
     def __post_init__(self) -> None:
-        num_logprobs, num_tokens = len(self.logprob_array), len(self.token_ids)
-        if num_logprobs != num_tokens:
-            raise ResponseError(f"{num_logprobs} logprobs for {num_tokens} tokens in the server's answer")
+        num_tokens = len(self.token_ids)
+        for name in ("logprob_array", "ranks", "tokens", "top_logprobs", "candidate_logprobs"):
+            values = getattr(self, name)
+            if values is not None and len(values) != num_tokens:
+                what = name.removesuffix("_array")
+                raise ResponseError(f"{len(values)} {what} for {num_tokens} tokens in the server's answer")
+        if self.sum_logprob > ROUNDING * num_tokens:
+            raise ResponseError(f"sum_logprob of {self.sum_logprob} in the server's answer, which is above 0")
 
     @cached_property
     def logprobs(self) -> list[float | None]:
@@ -75,12 +91,30 @@ class Score:
 
 
 class _Scores(BaseModel):
-    data: list[Score]
+    data: Many[Score]
     mean_batch: float | None = None
 
 
-def parse_scores(body: bytes) -> list[Score]:
+def parse_scores(body: bytes, asked: Sequence[str | list[int]], first: int | Sequence[int] = 0) -> list[Score]:
+    """The scores of an answer.
+
+    Args:
+        body: Of the answer.
+        asked: The texts or token ids that were to be scored.
+        first: Their first positions that were to be returned: of all, or of each.
+
+    Raises:
+        ResponseError: the scores are not of what was asked for, or cannot be right.
+    """
     scores = _Scores.model_validate_json(body)
+    if len(scores.data) != len(asked):
+        raise ResponseError(
+            f"the server did not score what it was sent: {len(scores.data)} scores for {len(asked)} texts"
+        )
+    starts = [first] * len(asked) if isinstance(first, int) else first
+    for index, (score, sequence, start) in enumerate(zip(scores.data, asked, starts, strict=False)):
+        if score.index != index or not (isinstance(sequence, str) or score.token_ids == sequence[start:]):
+            raise ResponseError("the server did not score the tokens that it was sent")
     return [replace(score, mean_batch=scores.mean_batch) for score in scores.data]
 
 
@@ -107,6 +141,13 @@ class KldWindowValues:
     def num_scored(self) -> int:
         return len(self.positions)
 
+    def __post_init__(self) -> None:
+        for top in (self.top_logprobs, self.reference_top_logprobs):
+            if top is not None and len(top) != len(self.positions):
+                raise ResponseError(
+                    f"{len(top)} top_logprobs for the {len(self.positions)} positions of window {self.index}"
+                )
+
 
 _WINDOW = TypeAdapter(KldWindow)
 
@@ -130,7 +171,7 @@ class KldResult:
     reference: str
     fingerprint: str
     """Of the served model, as a reference has its own."""
-    windows: tuple[int, int]
+    windows: tuple[Int32, Int32]
     """The first window, and the one after the last."""
     num_scored: int
     statistics: KldStatistics
@@ -176,17 +217,27 @@ def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> Top
     return TopTokens(np.arange(len(kld)), ids, logprobs, len(kld)).at(largest)
 
 
-def parse_kld_result(body: bytes) -> KldResult:
+def parse_kld_result(body: bytes, asked: Sequence[int] | None = None) -> KldResult:
+    """The result of an answer, whose windows are those in the range `asked`, if that is given."""
     found = _RESULT.validate_json(body)
+    _check_windows(found, asked)
     return replace(found, data=[replace(window, mean_batch=found.mean_batch) for window in found.data])
+
+
+def _check_windows(result: KldResult, asked: Sequence[int] | None) -> None:
+    windows = range(*result.windows)
+    is_asked = asked is None or result.windows == tuple(asked)
+    indices = [window.index for window in result.data]
+    if not is_asked or len(indices) != len(windows) or indices != list(windows):
+        raise ResponseError("the server did not compare the windows that it was asked for")
 
 
 def decode_positions(fields: Mapping[str, Any]) -> KldPositions:
     """Arrays in base64, by the names of `KldPositions`, to arrays."""
     arrays = {name: decode_array(name, fields.get(name), dtype) for name, dtype in POSITION_DTYPES.items()}
     for name, array in arrays.items():
-        if np.isnan(array).any():
-            raise ResponseError(f"NaN in the server's {name}")
+        if wrong := wrong_value(name, array):
+            raise ResponseError(f"{wrong} in the server's {name}")
     try:
         return KldPositions(**arrays)
     except ValueError as error:
@@ -198,8 +249,10 @@ def encode_positions(positions: KldPositions) -> dict[str, str]:
     return {name: encode_array(getattr(positions, name), dtype) for name, dtype in POSITION_DTYPES.items()}
 
 
-def kld_reader(on_window: Callable[[KldWindowValues], object] | None) -> EventReader[KldWindowValues, KldResult]:
-    """Reads a stream of compared windows, and puts them into the result."""
+def kld_reader(
+    on_window: Callable[[KldWindowValues], object] | None, asked: Sequence[int] | None = None
+) -> EventReader[KldWindowValues, KldResult]:
+    """Reads a stream of compared windows, and puts them into the result, as `parse_kld_result`."""
     windows: list[KldWindowValues] = []
 
     def collect(window: KldWindowValues) -> None:
@@ -208,6 +261,8 @@ def kld_reader(on_window: Callable[[KldWindowValues], object] | None) -> EventRe
             on_window(window)
 
     def result(event: object) -> KldResult:
-        return replace(_RESULT.validate_python(event), data=sorted(windows, key=lambda window: window.index))
+        found = replace(_RESULT.validate_python(event), data=sorted(windows, key=lambda window: window.index))
+        _check_windows(found, asked)
+        return found
 
     return EventReader(("kld.window", "kld"), _window, result, collect)

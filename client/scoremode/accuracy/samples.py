@@ -63,7 +63,7 @@ def load_tasks(folder: Path, metrics: Sequence[str] = (), filters: Sequence[str]
     latest: dict[str, tuple[str, Path]] = {}
     for path in folder.rglob("samples_*.jsonl"):
         if found := _FILE_NAME.fullmatch(path.name):
-            task, date = found.groups()
+            task, date = printable(found[1]), found[2]
             latest[task] = max(latest.get(task, ("", path)), (date, path))
     if not latest:
         raise RunError(f"{folder}: no samples_TASK_DATE.jsonl below it; run lm-eval with --log_samples --output_path")
@@ -84,11 +84,11 @@ def _load_task(task: str, path: Path, metrics: Sequence[str], filters: Sequence[
     samples: dict[int, Sample] = {}
     for record in records:
         try:
-            if samples.setdefault(record["doc_id"], sample := _sample(record, metric)) is not sample:
+            if samples.setdefault(int(record["doc_id"]), sample := _sample(record, metric)) is not sample:
                 raise RunError(f"{path}: question {record['doc_id']} is there twice; repeats cannot be compared")
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise RunError(f"{path}: a line is not what lm-eval writes with --log_samples: {error!r}") from error
-    return TaskSamples(task, metric, chosen, path, samples)
+    return TaskSamples(task, printable(metric), printable(chosen), path, samples)
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

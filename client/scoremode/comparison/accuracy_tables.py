@@ -109,6 +109,6 @@ def _flipped(base: str, label: str, flipped: FlippedAnswer) -> tuple[str, list[t
         f"{flipped.task} {flipped.doc_id}: {right} is right, {wrong} is not (target {flipped.base.target}). {shown}"
     )
     pairs = zip(flipped.base.answers, flipped.other.answers, strict=False)
-    if all(answer.logprob is None for answer in flipped.base.answers):
+    if any(answer.logprob is None for answer in (*flipped.base.answers, *flipped.other.answers)):
         return heading, [("answer", first.text, second.text) for first, second in pairs]
     return heading, [(first.text, f"{first.logprob:.3f}", f"{second.logprob:.3f}") for first, second in pairs]

@@ -93,7 +93,7 @@ class _Sample:
             **{name: None if ordered is None else quantile(ordered, at) for name, at in names.items()},
             same_top_p=self._clipped_mean(run, "same_top", 1),
             delta_p_rms=square and square.mapped(math.sqrt, 0.5 / math.sqrt(square.value) if square.value else None),
-            kld_over_noise_floor=kld.value / noise_floor if kld is not None and noise_floor else None,
+            kld_over_noise_floor=kld.value / noise_floor if kld and noise_floor and noise_floor > 0 else None,
         )
 
     def group_figures(self, run: RunFile, base: RunFile, group: Group) -> GroupFigures:

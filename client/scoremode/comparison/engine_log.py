@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from scoremode._printable import printable
 from scoremode._texts import encoding_of
@@ -19,12 +19,12 @@ from scoremode.comparison.compare import check_labels
 from scoremode.comparison.figures import EngineLog, Figure, RunComparison, RunFigures
 from scoremode.errors import RunError
 
-_NUMBER = r"(-?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan))"
-_LINE = re.compile(rf"^(?P<name>[^:\n]+?) *: +{_NUMBER}(?: ± +{_NUMBER})? ?%?$", re.MULTILINE)
-_FINAL = re.compile(rf"Final estimate: PPL = {_NUMBER} \+/- {_NUMBER}")
-_WINDOWS = re.compile(r"over (\d+) chunks, n_ctx=(\d+)")
-_WEIGHTS = re.compile(r"file type +=? *(.+)")
-_SIZE = re.compile(r"file size +=? *([\d.]+) (MiB|GiB) \(([\d.]+) BPW\)")
+# None of these can take longer than a line is long, times a constant.
+_NUMBER = r"(-?(?:\d{1,20}(?:\.\d{0,20})?(?:e[+-]?\d{1,3})?|inf|nan))"
+_FIGURE = re.compile(rf"{_NUMBER}(?: *(?:±|\+/-) *{_NUMBER})? ?%?")
+_WINDOWS = re.compile(r"over (\d{1,9}) chunks, n_ctx=(\d{1,9})\b")
+_SIZE = re.compile(r"(\d{1,9}\.\d{1,9}) (MiB|GiB) \((\d{1,9}\.\d{1,9}) BPW\)")
+_FINAL, _OF_MODEL, _OF_BASE = "Final estimate: PPL", "Mean PPL(Q)", "Mean PPL(base)"
 _QUANTILES = {
     "kld_median": "Median KLD",
     "kld_p95": "95.0% KLD",
@@ -34,6 +34,13 @@ _QUANTILES = {
 }
 _PERCENTAGES = {"delta_p_rms": "RMS Δp", "same_top_p": "Same top p"}
 """What it prints, by the names of figures."""
+_LEAST_PERPLEXITY = 0.999
+"""1, but for rounding."""
+_RANGES = {
+    **dict.fromkeys((_FINAL, _OF_MODEL, _OF_BASE), (_LEAST_PERPLEXITY, math.inf)),
+    **dict.fromkeys(_PERCENTAGES.values(), (0, 100)),
+}
+"""The least and the largest value of what has a range."""
 
 _LARGEST_DIFFERENCE = 1e-2
 """Allowed difference in ln(perplexity) of one base: llama.cpp clips tokens to 16 nats below the top one, which lowers
@@ -43,7 +50,7 @@ its perplexity a little."""
 class _QbenchModel(BaseModel):
     label: str
     group: str
-    ppl: float | None = None
+    ppl: float | None = Field(None, ge=_LEAST_PERPLEXITY)
     kld: float | None = None
     kld_median: float | None = None
     bpw_layer: float | None = None
@@ -60,21 +67,22 @@ def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
         text = path.read_text(encoding_of(path), errors="replace")
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
-    windows, final = _WINDOWS.search(text), _FINAL.search(text)
-    printed = {" ".join(match["name"].split()): _figure(match[2], match[3]) for match in _LINE.finditer(text)}
-    perplexity = printed.get("Mean PPL(Q)") or (_figure(final[1], final[2]) if final else None)
+    lines = (line.partition(":") for line in text.split("\n"))
+    values = {" ".join(name.split()): value for name, _, value in lines} | {_FINAL: _rest_of_line(text, _FINAL)}
+    names = (_FINAL, _OF_MODEL, _OF_BASE, "Mean KLD", *_QUANTILES.values(), *_PERCENTAGES.values())
+    printed = {name: _read_figure(path, name, value) for name in names if (value := values.get(name))}
+    windows, perplexity = _WINDOWS.search(text), printed.get(_OF_MODEL) or printed.get(_FINAL)
     if windows is None or perplexity is None:
         raise RunError(
             f"{path} is not what llama-perplexity prints: it lacks the number of chunks or the final figures"
         )
-    weights, size = _WEIGHTS.search(text), _SIZE.search(text)
-    base = printed.get("Mean PPL(base)")
+    size, base = _SIZE.match(_rest_of_line(text, "file size ")), printed.get(_OF_BASE)
     log = EngineLog(
         "llama.cpp",
         path,
         printable(label),
         base_perplexity=None if base is None else base.value,
-        file_type=printable(weights[1].strip()) if weights else None,
+        file_type=printable(_rest_of_line(text, "file type ")) or None,
         bits_per_weight=float(size[3]) if size else None,
         gib=float(size[1]) / (1024 if size[2] == "MiB" else 1) if size else None,
         num_windows=int(windows[1]),
@@ -97,28 +105,41 @@ def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
     except ValidationError as error:
-        raise RunError(f"{path} is not what qbench writes as its results: {error.errors()[0]['msg']}") from error
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "the file"
+        raise RunError(f"{path} is not what qbench writes as its results: {field}: {first['msg']}") from error
     references = [model.ppl for model in models if model.group == "reference"]
-    if not references:
-        raise RunError(f"{path} has no model of qbench's group `reference`")
+    if not references or references[0] is None:
+        what = "ppl for the" if references else ""
+        raise RunError(f"{path} has no {what} model of qbench's group `reference`")
     floor = next((model.kld for model in models if model.group == "noise_floor"), None)
     return [
         RunFigures(
             EngineLog("qbench", path, printable(model.label), references[0], printable(model.group), model.bpw_layer),
-            nll=_figure(math.log(model.ppl)),
-            perplexity=_figure(model.ppl),
-            kld=None if model.kld is None else _figure(model.kld),
+            nll=Figure(math.log(model.ppl), None, None, None),
+            perplexity=Figure(model.ppl, None, None, None),
+            kld=None if model.kld is None else Figure(model.kld, None, None, None),
             kld_median=model.kld_median,
-            kld_over_noise_floor=model.kld / floor if model.kld is not None and floor else None,
+            kld_over_noise_floor=model.kld / floor if model.kld is not None and floor and floor > 0 else None,
         )
         for model in models
         # qbench leaves out the perplexity of a model whose logits are not finite.
-        if model.group != "reference" and model.ppl
+        if model.group != "reference" and model.ppl is not None
     ]
 
 
-def _figure(value: str | float, stderr: str | None = None) -> Figure:
-    return Figure(float(value), None if stderr is None else float(stderr), None, None)
+def _rest_of_line(text: str, words: str) -> str:
+    """What follows words and an equals sign in the first line that has these words; empty where none has."""
+    return text.partition(words)[2].partition("\n")[0].strip(" =")
+
+
+def _read_figure(path: Path, name: str, text: str) -> Figure:
+    least, largest = _RANGES.get(name, (-math.inf, math.inf))
+    found = _FIGURE.fullmatch(text.strip())
+    value, stderr = (float(found[1]), float(found[2] or 0)) if found else (math.inf, -1)
+    if value < least or value > largest or stderr < 0:
+        raise RunError(f"{path}: {name}: {text.strip()[:40]!r} is not a number from {least:g} to {largest:g}")
+    return Figure(value, stderr if found and found[2] else None, None, None)
 
 
 def with_logs(
@@ -143,9 +164,12 @@ def _check(comparison: RunComparison, log: EngineLog) -> None:
             f"{log.path} has {log.num_windows} chunks of {log.context_length} tokens, and {run.path} {run.num_windows} "
             f"windows of {run.context_length} by method {run.method}"
         )
-    if log.base_perplexity is None or reference is None or reference.perplexity is None:
+    if log.base_perplexity is None or reference is None:
         return
-    if abs(math.log(log.base_perplexity / reference.perplexity)) > _LARGEST_DIFFERENCE:
+    if reference.perplexity is None:
+        raise RunError(f"{run.path}: reference.perplexity: is null, and the base of {log.path} is compared by it")
+    # Nor is a base of NaN, or of infinity, the same.
+    if not abs(math.log(log.base_perplexity / reference.perplexity)) <= _LARGEST_DIFFERENCE:
         raise RunError(
             f"{log.path} was compared with another base than the reference {reference.name}: its perplexity is "
             f"{log.base_perplexity} instead of {reference.perplexity:.6f}"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
+from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
@@ -22,6 +22,7 @@ from scoremode.results import TOP_DTYPES, TopTokens
 from scoremode.runs.output import ARRAYS_SUFFIX
 from scoremode.runs.report import RECORD_VERSION, weights_in_words
 from scoremode.windows import Method
+from scoremode.wire.arrays import wrong_value
 from scoremode.wire.protocol import LOWEST_LOGPROB, Lane, ServerInfo
 from scoremode.wire.references import CorpusInfo, Reference
 
@@ -59,11 +60,11 @@ class _Record:
     corpus: CorpusInfo | None = None
     """None for kind `kld` where the reference does not say where its text is from."""
     method: Method
-    context_length: int
-    stride: int
-    num_tokens: int
+    context_length: PositiveInt
+    stride: PositiveInt
+    num_tokens: PositiveInt
     """Tokens of the text used."""
-    num_bytes: int | None = None
+    num_bytes: NonNegativeInt | None = None
     """UTF-8 bytes of the text used; None where a reference was recorded from token ids."""
 
 
@@ -182,7 +183,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
     path = Path(path)
     record = _read_record(path)
     arrays = _read_arrays(path, record)
-    _check_arrays(path, record.kind, arrays)
+    _check_arrays(path, record, arrays)
     tops = {name: arrays.get(f"top_tokens.{name}", np.empty(0)) for name in TOP_DTYPES}
     try:
         top_tokens = TopTokens(**tops, num_scored=len(arrays["token_ids"])) if tops["positions"].size else None
@@ -220,6 +221,8 @@ def _read_record(path: Path) -> _Record:
     # The windows and the text of a comparison are its reference's.
     parts = [part for part in (record.get("reference"), record.get("settings")) if isinstance(part, dict)]
     found = ChainMap({"token_texts": content.get("token_texts")}, record, *parts)
+    if record.get(needed := "reference" if kind == "kld" else "corpus") is None:
+        raise RunError(f"{path}: {needed}: is required")
     try:
         return _RECORD.validate_python({name: value for name, value in found.items() if value is not None})
     except ValidationError as error:
@@ -254,20 +257,26 @@ def _read_arrays(path: Path, record: _Record) -> dict[str, NDArray[Any]]:
     raise RunError(f"{path}: the values of its tokens, {described.file}, are missing next to it or of another run")
 
 
-def _check_arrays(path: Path, kind: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+def _check_arrays(path: Path, record: _Record, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Their checksum was right: what is left is a file of another version, or one that was made by hand."""
-    needed = POSITION_DTYPES if kind == "kld" else ("token_ids", "logprobs")
+    needed = POSITION_DTYPES if record.kind == "kld" else ("token_ids", "logprobs")
     if missing := [name for name in (*needed, "window_sizes") if name not in arrays]:
         raise RunError(f"{path}: its arrays lack {', '.join(missing)}")
-    num_windows, num_scored = len(arrays["window_sizes"]), int(arrays["window_sizes"].sum())
+    num_windows, num_scored = arrays["window_sizes"].size, int(arrays["window_sizes"].sum())
     for name, array in sorted(arrays.items()):
-        shape = (num_windows,) if name.startswith("window_") else (num_scored,)
-        if not name.startswith("top_tokens.") and array.shape != shape:
+        field, shape = name.removeprefix("top_tokens."), (num_windows,) if name.startswith("window_") else (num_scored,)
+        if field == name and array.shape != shape:
             raise RunError(f"{path}: {name} is of shape {array.shape} instead of {shape}")
-        if np.isnan(array).any():
-            raise RunError(f"{path}: {name} has NaN")
+        if (array.dtype.kind == "f") != (POSITION_DTYPES.get(field) == "<f4"):
+            raise RunError(f"{path}: {name} is of type {array.dtype}")
+        if wrong := wrong_value(field, array):
+            raise RunError(f"{path}: {name} has {wrong}")
     if not num_scored:
         raise RunError(f"{path} has no scored token")
+    if "window_labels" in arrays and arrays["window_labels"].max() >= len(record.labels):
+        raise RunError(
+            f"{path}: window_labels has {arrays['window_labels'].max()}, and there are {len(record.labels)} labels"
+        )
 
 
 def _nlls(logprobs: NDArray[Any]) -> NDArray[np.float64]:

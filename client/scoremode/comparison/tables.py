@@ -5,6 +5,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from scoremode._printable import printable
 from scoremode.comparison.bootstrap import MIN_UNITS
 from scoremode.comparison.figures import Figure, RunComparison
 from scoremode.comparison.report_tables import floors, plain, with_errors
@@ -94,7 +95,7 @@ def _csv_row(run: RunFile, name: str, value: Figure | float | None) -> CsvRow:
     return {
         **{"run": run.label, "quantization": run.server.quantization, "dtype": run.server.dtype},
         **_csv_figure(name, value),
-        "path": run.path,
+        "path": printable(str(run.path)),
         "corpus": None if corpus is None else corpus.in_words,
         "corpus_sha256": None if corpus is None else corpus.sha256,
         "figures": comparable_with(corpus, run.context_length),

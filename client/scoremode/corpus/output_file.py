@@ -56,13 +56,12 @@ class FiguresJournal(AppendedFile):
         batches: list[pa.RecordBatch] = []
         with pa.memory_map(str(self.path)) as source:
             try:
-                found = pa.ipc.read_schema(source)
-            except (OSError, pa.ArrowException):
+                of_file = json.loads((pa.ipc.read_schema(source).metadata or {}).get(HEADER_KEY, b"{}"))
+            except (OSError, ValueError, RecursionError, pa.ArrowException):
                 # Torn within the header, or no journal; one that is killed there has no more than that.
                 if source.size() <= len(schema.serialize()):
                     return 0, batches
                 raise OutputError(f"{self.path} is not a journal of this version of ppl-client; move it away") from None
-            of_file = json.loads((found.metadata or {}).get(HEADER_KEY, b"{}"))
             check_same_run(self.path, of_file, header, "delete it to start afresh")
             while True:
                 end = int(source.tell())
@@ -160,7 +159,7 @@ def check_finished(path: Path, header: Mapping[str, object]) -> None:
     try:
         metadata = pq.read_schema(path).metadata or {}
         found = json.loads(metadata[_header_key(header)])
-    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+    except (OSError, pa.ArrowException, KeyError, ValueError, RecursionError) as error:
         raise OutputError(f"{path} is there, and is not of ppl-client corpus: choose another folder") from error
     # The journal has the checksum of its input; a finished file is trusted by its name and size.
     check_same_run(path, found, {"input_sha256": found.get("input_sha256"), **header}, "choose another folder")

@@ -93,7 +93,7 @@ class ScoremodeLM(TemplateLM):
                 path, revision=revision, trust_remote_code=trust_remote_code, **bos
             )
             if self.tokenizer.encode(PROBE, add_special_tokens=False) != client.tokenize(PROBE, False):
-                raise ValueError(f"the tokenizer {path} is not that of {served} on {client.address}: set tokenizer=")
+                raise ValueError(f"the tokenizer {path!r} is not that of {served!r} on {client.address}: set tokenizer=")
         longest = self._info.max_model_len - 1
         self.max_length = longest if max_length is None else max_length
         if self.max_length > longest:

@@ -35,6 +35,7 @@ _ROLES = {name: role for role, names in _NAMES.items() for name in names}
 RENDERED = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "task", "tools"}
 """The fields of a message that vLLM hands to the chat template."""
 
+# No match begins again where another has looked: each takes as long as the text is, at most.
 _KINDS = {
     # The generation prompt may hold the opening tag.
     "reasoning": re.compile(r"(?:<think>|\A(?=(?:(?!<think>).)*?</think>)).*?(?:</think>|\Z)", re.DOTALL),
@@ -118,6 +119,7 @@ def token_classes(
         of_turn = np.full(size, TOKEN_CLASSES.index("text"), np.uint8)
         for name, kind in _KINDS.items():
             for found in kind.finditer("".join(parts)):
-                of_turn[(begins >= found.start()) & (begins < found.end())] = TOKEN_CLASSES.index(name)
+                first, last = np.searchsorted(begins, found.span())
+                of_turn[first:last] = TOKEN_CLASSES.index(name)
         classes[start:end] = of_turn
     return classes

@@ -57,9 +57,13 @@ class KldPlan:
 
     async def measure(self, client: AsyncScoreClient, index: int) -> KldWindowValues:
         window = (index, index + 1)
-        result = await client.kld(self.reference.name, window, top_logprobs=self.top_logprobs, lane=self.lane)
-        if [window.index for window in result.data] != [index]:
-            raise ResponseError("the server did not compare the window that it was asked for")
+        result = await client.kld(
+            self.reference.name,
+            window,
+            top_logprobs=self.top_logprobs,
+            num_positions=self.reference.context_length,
+            lane=self.lane,
+        )
         if self.server.fingerprint is not None and result.fingerprint != self.server.fingerprint:
             raise ServersDifferError(
                 f"{client.address} compared another model: its fingerprint is {result.fingerprint!r} "
@@ -233,7 +237,8 @@ async def measure_noise_floor(
     info = await client.info()
     plan = KldPlan(info, client.model or info.model, await client.reference(name), lane=lane)
     run = Run(plan, None, on_progress)
-    result = await client.kld(name, as_noise_floor=True, on_window=run.store, lane=lane)
+    num_positions = plan.reference.num_scored
+    result = await client.kld(name, num_positions=num_positions, as_noise_floor=True, on_window=run.store, lane=lane)
     if missing := list(run.missing()):
         raise ResponseError(f"the server's answer lacks {len(missing)} windows of the reference")
     measurement = await _measurement(client, plan, run, None, return_token_texts=return_token_texts)
@@ -264,6 +269,9 @@ async def _measurement(
     occurring = [positions.token_ids, positions.top_token_ids, positions.reference_top_token_ids]
     occurring += [] if top_tokens is None else [top_tokens.token_ids.ravel()]
     figures, origins = statistics(positions, window_sizes), await client.reference_windows(reference.name)
+    of_windows = (origins.num_context, origins.documents, origins.labels, origins.roles)
+    if any(each is not None and len(each) != len(windows) for each in of_windows):
+        raise ResponseError(f"the server's windows of the reference {reference.name} are not {len(windows)}")
     return KldMeasurement(
         server=plan.server,
         model=plan.model,

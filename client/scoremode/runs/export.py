@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from scoremode._tasks import in_thread
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import OutputError, RateLimitError, ServerError, TransportError
+from scoremode.errors import OutputError, RateLimitError, ResponseError, ServerError, TransportError
 from scoremode.runs.journal import open_locked
 from scoremode.wire.base_file import BaseFile
 
@@ -62,6 +62,8 @@ async def _fill(
         raise OutputError(f"{path} needs {missing:,} bytes more, and its disk has {free:,}")
 
     def write(chunk: bytes) -> None:
+        if file.tell() + len(chunk) > layout.size:
+            raise ResponseError(f"the server sends more than the {layout.size:,} bytes of the file")
         file.write(chunk)
         if on_bytes is not None:
             on_bytes(file.tell(), layout.size)
@@ -74,4 +76,7 @@ async def _fill(
             # As in a recording: a server that has sent a window since then is asked again.
             if layout.num_complete(file.tell()) == num_done:
                 raise
+        else:
+            if file.tell() < layout.size:
+                raise ResponseError(f"the server ended after {file.tell():,} of the {layout.size:,} bytes of the file")
         num_done = layout.num_complete(file.tell())

@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, NonNegativeFloat, TypeAdapter
 from typing_extensions import Buffer
 
 from scoremode.client import AsyncScoreClient
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _KIND: dict[str, object] = {"object": "ppl-client.journal", "format": 2}
 _BEGINNING = json.dumps(_KIND).removesuffix("}").encode()
 
-_SECONDS = TypeAdapter(float, config=ConfigDict(strict=True))
+_SECONDS = TypeAdapter(NonNegativeFloat, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 class WindowResult(Protocol):
@@ -137,7 +137,7 @@ class Journal(AppendedFile, Generic[Result]):
             window = self._plan.from_line(line)
             if window.index in self.windows:
                 raise ValueError("a window twice")
-        except (ValueError, TypeError, AttributeError, ResponseError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError, ResponseError) as error:
             raise OutputError(f"{self.path} is damaged at line {number}; delete it to start afresh") from error
         self.windows[window.index] = window
         self.seconds = max(self.seconds, seconds)
@@ -186,9 +186,9 @@ def _read_header(path: Path) -> dict[str, Any] | None:
         return None
     try:
         header = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
-    if not isinstance(header, dict) or not _KIND.items() <= header.items():
+    if not isinstance(header, dict) or not _KIND.items() <= header.items() or "num_windows" not in header:
         raise OutputError(f"{path} is not a journal of this version of ppl-client; move it away")
     return header
 

@@ -186,7 +186,7 @@ def _summary(measurement: KldMeasurement) -> list[str]:
 
 def _calibration_table(overlap: Overlap[KldStatistics]) -> list[str]:
     rest = overlap.without
-    lines = ["====== Text of the calibration ======", overlap.in_words]
+    lines = ["====== Text of the calibration ======", printable(overlap.in_words)]
     if rest is not None:
         lines += [
             "Without these windows:",

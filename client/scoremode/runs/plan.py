@@ -28,7 +28,7 @@ from scoremode.windows import (
     resolve_stride,
     turn_windows,
 )
-from scoremode.wire.protocol import Lane, ServerInfo
+from scoremode.wire.protocol import ROUNDING, Lane, Many, Nats, Rank, ServerInfo
 from scoremode.wire.references import WindowOrigins
 
 _log = logging.getLogger(__name__)
@@ -50,9 +50,9 @@ class WindowNlls:
     index: NonNegativeInt
     num_scored: int
     nll_sum: float
-    nlls: list[float]
+    nlls: Many[Nats]
     """NLL of each target, in order."""
-    ranks: list[int] | None = None
+    ranks: Many[Rank] | None = None
     """Rank of each target in the vocabulary, 1 for the most likely; None where they were not asked for."""
     mean_batch: float | None = None
     """As in `Score`."""
@@ -105,20 +105,18 @@ class Plan:
         sequence = window.token_ids(self.tokens)
         # In the other lanes, the tokens before the first target are prefilled, so ask for no logprobs there.
         left_out = 0 if self.lane == "prefill" else window.first_scored
-        scores = await client.score(
+        [score] = await client.score(
             [sequence], return_ranks=self.return_ranks, lane=self.lane, logprobs_from=left_out or None
         )
-        if len(scores) != 1 or scores[0].token_ids != sequence[left_out:]:
-            raise ResponseError("the server did not score the tokens that it was sent")
         first = window.first_scored - left_out
-        nlls = [-logprob for logprob in scores[0].logprobs[first:] if logprob is not None]
-        ranks = [rank for rank in (scores[0].ranks or [])[first:] if rank is not None]
+        nlls = [-logprob for logprob in score.logprobs[first:] if logprob is not None]
+        ranks = [rank for rank in (score.ranks or [])[first:] if rank is not None]
         asked = {"logprobs": len(nlls), **({"ranks": len(ranks)} if self.return_ranks else {})}
         for name, given in asked.items():
             if given != window.num_scored:
                 raise ResponseError(f"the server gave {given} {name} for the {window.num_scored} targets of a window")
         asked_ranks = ranks if self.return_ranks else None
-        return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, asked_ranks, scores[0].mean_batch)
+        return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, asked_ranks, score.mean_batch)
 
     def nats(self, window: WindowNlls) -> float:
         return window.nll_sum
@@ -141,8 +139,11 @@ class Plan:
         found = WindowNlls(**cast(dict[str, Any], line))
         expected = self.windows[found.index].num_scored if found.index < len(self.windows) else None
         num_ranks = None if found.ranks is None else len(found.ranks)
-        if not found.num_scored == len(found.nlls) == expected or num_ranks != (
-            expected if self.return_ranks else None
+        is_sum = abs(found.nll_sum - math.fsum(found.nlls)) <= ROUNDING * len(found.nlls)
+        if (
+            not found.num_scored == len(found.nlls) == expected
+            or not is_sum
+            or num_ranks != (expected if self.return_ranks else None)
         ):
             raise ValueError("not a window of this run")
         return found

@@ -84,22 +84,33 @@ def lm_eval_pages(text: str) -> list[str]:
 
 
 def detokenized(page: str) -> str:
-    for pattern, replacement in _DETOKENIZED:
+    for pattern, replacement in _BEFORE:
         page = re.sub(pattern, replacement, page)
+    for marks in ("()", "[]", "{}", '""', "''"):
+        page = _stripped(page, *marks)
+    for words, replacement in _AFTER:
+        page = page.replace(words, replacement)
     return page
 
 
-_DETOKENIZED = [
+def _stripped(page: str, first: str, last: str) -> str:
+    """Without white space at the ends of what is between two marks. A regular expression would take the cube of the
+    length of white space that has no mark at its end."""
+    parts, done = [], 0
+    while (start := page.find(first, done) + 1) and (end := page.find(last, start)) >= 0:
+        parts += [page[done:start], page[start:end].strip(), last]
+        done = end + 1
+    return "".join([*parts, page[done:]])
+
+
+_BEFORE = [
     ("s '", "s'"),
     # As lm-eval has it: it puts the pattern itself there.
     ("/' [0-9]/", "/'[0-9]/"),
     *[(f" @{mark}@ ", mark.replace("\\", "")) for mark in ("-", ",", r"\.")],
     *[(f" {re.escape(mark)} ", f"{mark} ") for mark in ":;.!?,"],
-    (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
-    (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
-    (r"{\s*([^}]*?)\s*}", r"{\1}"),
-    (r'"\s*([^"]*?)\s*"', r'"\1"'),
-    (r"'\s*([^']*?)\s*'", r"'\1'"),
+]
+_AFTER = [
     ("= = = =", "===="),
     ("= = =", "==="),
     ("= =", "=="),
@@ -109,4 +120,4 @@ _DETOKENIZED = [
     (" N ", " 1 "),
     (" 's", "'s"),
 ]
-"""Patterns and what goes in their place, one after another."""
+"""Patterns, and in the second list words, and what goes in their place, one after another."""

@@ -62,7 +62,7 @@ def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
     """
     try:
         kept = json.loads(run.read_text())[FIELD]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     if not isinstance(kept, dict) or not run.with_suffix(ARRAYS_SUFFIX).is_file():
         return None
@@ -75,7 +75,9 @@ def prepare_resume(run: Path, marks: Mapping[str, Any]) -> bool:
     The journal itself knows of the model only what a server says of it, which not all flags change.
     """
     journal, begun = run.with_name(run.name + JOURNAL_SUFFIX), _begun(run)
-    if journal.exists() and (marks["model"] is None or not begun.is_file() or json.loads(begun.read_text()) != marks):
+    if journal.exists() and (
+        marks["model"] is None or not begun.is_file() or begun.read_bytes() != json.dumps(marks).encode()
+    ):
         _log.info("%s is of another run, and is deleted", journal)
         journal.unlink()
     begun.write_text(json.dumps(marks))
@@ -91,7 +93,7 @@ def is_complete(reference: Path) -> bool:
     """Whether the folder of a reference has all of its windows, which its manifest says in the end."""
     try:
         return json.loads((reference / "manifest.json").read_text())["result"] is not None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

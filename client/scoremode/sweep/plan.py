@@ -143,7 +143,7 @@ class SweepPlan(_Part):
     """Flags for each model, before its own."""
     env: Environment = {}
     """For each server, in addition to its own."""
-    start_timeout: PositiveInt = 3600
+    start_timeout: Annotated[int, Field(ge=1, le=10**9)] = 3600
     """Seconds that a server has until it answers."""
     floor: bool = False
     """Whether the first model's noise floor is measured."""
@@ -181,7 +181,7 @@ def read_plan(path: Path) -> SweepPlan:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"cannot read {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise PlanError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise PlanError(f"{path} is not a plan: it should have output, text and models")

@@ -23,7 +23,8 @@ STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.5
 _TAIL_LINES = 200
 """Of a log, in which an error is looked for."""
-_ERROR = re.compile(r"\b[\w.]*(?:Error|Exception|Exit)\b: .+")
+# No part of a name is read twice, however long a line is.
+_ERROR = re.compile(r"(?<![\w.])[\w.]++(?:(?<=Error)|(?<=Exception)|(?<=Exit)): .+")
 _SUMMARY_OF_VLLM = "Engine core initialization failed"
 """Of an error that only says that there is another."""
 
@@ -135,8 +136,9 @@ async def _healthy(url: str) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=5, trust_env=False) as http:
         while True:
             with suppress(httpx.TransportError):
-                if (await http.get("/health")).is_success:
-                    return
+                async with http.stream("GET", "/health") as response:
+                    if response.is_success:
+                        return
             await asyncio.sleep(_POLL_SECONDS)
 
 

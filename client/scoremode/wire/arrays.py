@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scoremode.errors import ResponseError
-from scoremode.wire.protocol import TopLogprobArrays
+from scoremode.wire.protocol import ROUNDING, TopLogprobArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,16 +21,52 @@ class TopLogprobs:
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
 
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+
+_RANGES = {
+    **dict.fromkeys(("logprobs", "reference_logprobs"), (-np.inf, ROUNDING)),
+    **dict.fromkeys(("kld", "reverse_kld"), (-ROUNDING, np.inf)),
+    **dict.fromkeys(("acceptance", "reference_confidence"), (0, 1 + ROUNDING)),
+    **dict.fromkeys(("ranks", "reference_ranks"), (1, np.inf)),
+}
+"""The least and the largest value that a position can have, by the names of `KldPositions`; token ids, and the numbers
+of windows, are at least 0."""
+
+
+def wrong_value(name: str, values: NDArray[Any]) -> str | None:
+    """The first value of an array that is impossible, in words; None where there is none."""
+    least, largest = _RANGES.get(name, (0, np.inf))
+    wrong = values[~((values >= least) & (values <= largest))]
+    if not len(wrong):
+        return None
+    return "NaN" if np.isnan(wrong[0]) else f"{wrong[0]} (not from {least:g} to {largest:g})"
+
+
+def check_logprobs(name: str, logprobs: NDArray[np.float32]) -> None:
+    """Check the logprobs of positions, of which only the first may have no context, and NaN."""
+    later = logprobs[1:]
+    num_right = int((later <= ROUNDING).sum())
+    if num_right < later.size or (logprobs[:1] > ROUNDING).any():
+        raise ResponseError(
+            f"the server gave {num_right} {name} for the {later.size} after the first position; one is NaN or above 0"
+        )
+
 
 def decode_top_logprobs(sent: object) -> TopLogprobs | None:
     """The arrays of an answer, which are `TopLogprobArrays`; None where there are none."""
-    return None if sent is None else TopLogprobs(*decode_arrays("top_logprobs", sent, token_ids="<i4", logprobs="<f4"))
+    if sent is None:
+        return None
+    top = TopLogprobs(*decode_arrays("top_logprobs", sent, token_ids="<i4", logprobs="<f4"))
+    check_logprobs("top_logprobs", top.logprobs)
+    return top
 
 
 def decode_arrays(name: str, sent: object, **dtypes: str) -> list[NDArray[Any]]:
-    """Arrays of one shape, by their names in a field of an answer."""
+    """Arrays of one shape with two axes, by their names in a field of an answer."""
     match sent:
-        case {"shape": list(shape), **arrays}:
+        case {"shape": [_, _] as shape, **arrays}:
             return [decode_array(name, arrays.get(part), dtype, shape) for part, dtype in dtypes.items()]
     raise ResponseError(f"the server's {name} are not in base64")
 
@@ -57,5 +93,5 @@ def decode_array(name: str, encoded: object, dtype: str, shape: Sequence[int] | 
         return values
     try:
         return values.reshape(shape)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ResponseError(f"the server's {name} are not of shape {list(shape)}") from error

@@ -7,13 +7,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import httpx
 from pydantic import ValidationError
 
+from scoremode._printable import printable
 from scoremode.errors import ResponseError
 from scoremode.wire.failures import event_error, protocol_error
 
 Event = TypeVar("Event")
 Answer = TypeVar("Answer")
+
+FIXED_BYTES = 1 << 20
+"""That any answer may have: what describes a run or a server, or an error."""
+BYTES_PER_BYTE = 512
+"""That an answer may have for each byte of its request, in addition: a token has at least one. This is room for an id,
+a logprob, a rank, the text of a token, and its part of a window's event."""
+LISTING_BYTES = 1 << 25
+"""That an answer may have whose length does not follow from the request: a server's references, or a reference's
+windows."""
 
 # A carriage return at the end of a chunk may be half of a line end whose other half is still to come. Not
 # str.splitlines: it would cut at U+2028 and its like, which JSON may hold.
@@ -25,18 +36,23 @@ class EventParser:
     """Collects chunks of a server-sent event stream into the `data` of its events."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """The data of each event that `chunk` completes."""
-        *lines, self._rest = _LINE_END.split(self._rest + chunk)
-        for line in lines:
+        # What was searched before is not searched again, but for a carriage return.
+        searched = max(0, len(self._rest) - 1)
+        self._rest += chunk
+        done = 0
+        for found in [*_LINE_END.finditer(self._rest, searched)]:
+            line, done = bytes(self._rest[done : found.start()]), found.end()
             if line.startswith(b"data:"):
                 self._data.append(line.removeprefix(b"data:").removeprefix(b" "))
             elif not line and self._data:
                 yield b"\n".join(self._data)
                 self._data = []
+        del self._rest[:done]
 
 
 class Reader(Generic[Answer]):
@@ -44,10 +60,20 @@ class Reader(Generic[Answer]):
 
     can_restart = True
     """Whether the request may be sent again if the connection is lost now."""
+    max_bytes = FIXED_BYTES
+    """That the answer may have."""
+    _num_bytes = 0
 
     def __init__(self, parse: Callable[[bytes], Answer]) -> None:
         self._parse = parse
         self._chunks: list[bytes] = []
+
+    def receive(self, chunk: bytes) -> None:
+        """Take the next bytes. ResponseError if the answer is longer than it may be."""
+        self._num_bytes += len(chunk)
+        if self._num_bytes > self.max_bytes:
+            raise ResponseError(f"the server's answer is longer than the {self.max_bytes:,} bytes that it may have")
+        self.feed(chunk)
 
     def feed(self, chunk: bytes) -> None:
         self._chunks.append(chunk)
@@ -57,6 +83,8 @@ class Reader(Generic[Answer]):
             return self._parse(b"".join(self._chunks))
         except ValidationError as error:
             raise protocol_error(error) from error
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise ResponseError(f"the server's answer is not what the protocol says: {error!r}") from error
 
 
 class BytesReader(Reader[None]):
@@ -100,14 +128,15 @@ class EventReader(Reader[Answer], Generic[Event, Answer]):
     def _take(self, data: bytes) -> None:
         try:
             event = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             event = None
         fields = event if isinstance(event, dict) else {}
         if "error" in fields:
             raise event_error(fields["error"])
         kind = fields.get("object")
         if kind not in self.kinds:
-            raise ResponseError(f"unknown event in the server's stream: {data[:200].decode(errors='replace')}")
+            shown = data[:200].decode(errors="replace")
+            raise ResponseError(f"unknown event in the server's stream: {printable(shown)}")
         try:
             if kind == self.kinds[1]:
                 self._result = self.read_result(event)
@@ -129,16 +158,48 @@ class Call(Generic[Answer]):
     path: str
     new_reader: Callable[[], Reader[Answer]]
     body: dict[str, Any] | None = None
+    fixed_bytes: int = FIXED_BYTES
+    bytes_per_byte: int = BYTES_PER_BYTE
+
+    def receiver(self, response: httpx.Response, reader: Reader[Answer]) -> Reader[Any]:
+        """What takes the bytes of a response: `reader`, or a reader for the body of an error. ResponseError for a
+        compressed one, which could unpack to any length: the clients accept none."""
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise ResponseError(
+                f"the server's answer is compressed ({printable(encoding)}), which the request does not accept: turn "
+                "compression off in the server, or in the proxy before it"
+            )
+        if not response.is_success:
+            return Reader(bytes)
+        reader.max_bytes = self.fixed_bytes + self.bytes_per_byte * len(response.request.content)
+        return reader
 
 
-def call(method: str, path: str, parse: Callable[[bytes], Answer], **fields: object) -> Call[Answer]:
+def call(
+    method: str,
+    path: str,
+    parse: Callable[[bytes], Answer],
+    *,
+    fixed_bytes: int = FIXED_BYTES,
+    bytes_per_byte: int = BYTES_PER_BYTE,
+    **fields: object,
+) -> Call[Answer]:
     """A request whose answer is one JSON document. Fields that are None are left out."""
-    return Call(method, path, lambda: Reader(parse), _without_none(fields) if fields else None)
+    body = _without_none(fields) if fields else None
+    return Call(method, path, lambda: Reader(parse), body, fixed_bytes, bytes_per_byte)
 
 
-def stream(path: str, new_reader: Callable[[], Reader[Answer]], **fields: object) -> Call[Answer]:
+def stream(
+    path: str,
+    new_reader: Callable[[], Reader[Answer]],
+    *,
+    fixed_bytes: int = FIXED_BYTES,
+    bytes_per_byte: int = BYTES_PER_BYTE,
+    **fields: object,
+) -> Call[Answer]:
     """A POST that is answered by a stream of events. Fields that are None are left out."""
-    return Call("POST", path, new_reader, _without_none({**fields, "stream": True}))
+    return Call("POST", path, new_reader, _without_none({**fields, "stream": True}), fixed_bytes, bytes_per_byte)
 
 
 def _without_none(fields: dict[str, object]) -> dict[str, object]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import httpx
 from pydantic import ValidationError
 
+from scoremode._printable import printable
 from scoremode.errors import (
     APIStatusError,
     AuthenticationError,
@@ -70,16 +71,18 @@ def event_error(error: object) -> APIStatusError:
 
 def protocol_error(error: ValidationError) -> ResponseError:
     """The exception for an answer of the wrong shape, in one line: the first thing that is wrong with it."""
-    first = error.errors()[0]
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))
-    return ResponseError(f"the server's answer is not what the protocol says: {place or error.title}: {first['msg']}")
+    reason = f"{place or error.title}: {first['msg']}"
+    return ResponseError(f"the server's answer is not what the protocol says: {printable(reason)}")
 
 
 def _exception(status_code: int, failure: _Failure, hint: str = "") -> APIStatusError:
     if status_code == HTTPStatus.GATEWAY_TIMEOUT:
         hint = _TIMEOUT_HINT
     error_class = _CLASSES.get(status_code, ServerError if status_code >= 500 else APIStatusError)
-    message = f"{failure.message} (HTTP {int(status_code)}){hint}"
+    # On one line: a program that does not catch it shows it on a terminal.
+    message = printable(" ".join(f"{failure.message} (HTTP {int(status_code)}){hint}".split()))
     return error_class(message, status_code=int(status_code), param=failure.param, type=failure.type)
 
 
@@ -88,7 +91,7 @@ def _read_body(body: bytes) -> _Failure:
     text = body.decode(errors="replace").strip()
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     match content:
         case {"error": said}:

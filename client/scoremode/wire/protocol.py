@@ -9,7 +9,17 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NotRequired, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WrapValidator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    StringConstraints,
+    ValidationError,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -22,10 +32,22 @@ MAX_CANDIDATES = 256
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks; vLLM's OpenAI API does the same."""
 
+ROUNDING = 1e-3
+"""Nats that a logprob may be above 0, or a divergence below it: the difference of two float32 numbers below 8,192, as
+logits are, is off by at most 2**-11."""
+
 T = TypeVar("T")
 
 Many = Annotated[list[T], Field(fail_fast=True)]
-"""A list whose validation ends at the first wrong value: a request can have millions."""
+"""A list whose validation ends at the first wrong value: a request or an answer can have millions."""
+
+Int32 = Annotated[int, Field(ge=0, lt=2**31)]
+"""A token id, a position or the number of a window."""
+Rank = Annotated[int, Field(ge=1)]
+Logprob = Annotated[float, Field(le=ROUNDING, allow_inf_nan=False)]
+"""JSON has `LOWEST_LOGPROB` for minus infinity."""
+Nats = Annotated[float, Field(ge=-ROUNDING, allow_inf_nan=False)]
+"""An NLL or a divergence."""
 
 
 def one_message(message: str) -> WrapValidator:
@@ -284,15 +306,15 @@ class ServerInfo(BaseModel):
     scoremode_version: str
     vllm_version: str
     model: str
-    max_model_len: int
-    vocab_size: int
+    max_model_len: PositiveInt
+    vocab_size: PositiveInt
     max_top_logprobs: int
     bos_token_id: int | None
     eos_token_id: int | None
     adds_bos: bool = Field(description="Whether the tokenizer puts BOS before a text by itself.")
     dtype: str
     quantization: str | None
-    max_num_seqs: int | None = None
+    max_num_seqs: PositiveInt | None = None
     """Sequences that the engine runs at once (`--max-num-seqs`); None from a server older than this field."""
     fingerprint: str | None = None
     """Of the contents of config and weights, dtype and quantization, of an adapter too if `model` names one; begins
@@ -301,9 +323,9 @@ class ServerInfo(BaseModel):
     """The commit of a model from the hub; None of a folder, and from an older server."""
     computed_by: ComputedBy | None = None
     """Model runner, kernels, GPUs and parallelism; None from an older server."""
-    weight_bytes: int | None = None
+    weight_bytes: NonNegativeInt | None = None
     """Of the weight files that the server loads; None where it cannot know, or is older."""
-    num_parameters: int | None = None
+    num_parameters: NonNegativeInt | None = None
     """Weights of the model before any quantization; None where the server cannot know, or is older."""
 
     @property
@@ -348,23 +370,23 @@ class PerplexityRequest(MessagesFields, LaneFields):
         return adds_special_tokens(self.method, self.add_special_tokens)
 
 
-Figure = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]
-"""A float that may be infinite, for which JSON, lacking infinity, has null."""
+Figure = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value), Field(ge=0.999)]
+"""A perplexity: at least 1, but for `ROUNDING`. It may be infinite, for which JSON, lacking infinity, has null."""
 
 
 class PerplexityWindow(BaseModel):
     """A streamed event: one window's NLL in nats, and the perplexity of all windows so far."""
 
     object: Literal["perplexity.window"] = "perplexity.window"
-    index: int
-    num_windows: int
-    num_scored: int
-    nll_sum: float
-    total_scored: int
+    index: NonNegativeInt
+    num_windows: PositiveInt
+    num_scored: PositiveInt
+    nll_sum: Annotated[float, Field(allow_inf_nan=False)]
+    total_scored: PositiveInt
     perplexity: Figure
-    logprobs: list[float] | None = None
+    logprobs: Many[Logprob] | None = None
     """Of the targets, in order, as are their ranks; of a recording with `return_ranks`."""
-    ranks: list[int] | None = None
+    ranks: Many[Rank] | None = None
 
 
 class PerplexityResponse(BaseModel):

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, StringConstraints
 from typing_extensions import TypedDict
 
 from scoremode.windows import Method
@@ -10,9 +10,11 @@ from scoremode.wire.protocol import (
     MAX_TOP_LOGPROBS,
     ComputedBy,
     Figure,
+    Int32,
     Lane,
     LaneFields,
     Many,
+    Nats,
     PerplexityRequest,
     ServerInfo,
     TopLogprob,
@@ -65,9 +67,9 @@ class ReferenceRequest(PerplexityRequest):
 class NoiseFloor(BaseModel):
     """KL divergence of a model from itself, in nats: what other batches and other kernels make of the same weights."""
 
-    mean: float
-    p99: float
-    max: float
+    mean: Nats
+    p99: Nats
+    max: Nats
     num_scored: int
     created: int
 
@@ -77,7 +79,7 @@ class Reference(BaseModel):
 
     object: Literal["reference"] = "reference"
     name: str
-    created: int
+    created: Annotated[int, Field(ge=0, lt=2**36)]
     complete: bool
     """Whether every window is recorded."""
     model: str
@@ -86,7 +88,7 @@ class Reference(BaseModel):
     quantization: str | None
     scoremode_version: str
     vllm_version: str
-    vocab_size: int
+    vocab_size: PositiveInt
     fingerprint: str
     """Of the contents of the model's config and weights, dtype and quantization."""
     computed_by: ComputedBy | None = None
@@ -96,13 +98,13 @@ class Reference(BaseModel):
     corpus: CorpusInfo | None = None
     """Where the text is from; None where the client that recorded it did not say."""
     method: Method
-    context_length: int
-    stride: int
-    num_tokens: int
-    num_windows: int
-    num_recorded: int
+    context_length: PositiveInt
+    stride: PositiveInt
+    num_tokens: PositiveInt
+    num_windows: PositiveInt
+    num_recorded: NonNegativeInt
     """Windows that are on disk."""
-    num_scored: int
+    num_scored: PositiveInt
     """Targets of all windows."""
     num_bytes: int | None
     """UTF-8 bytes of the text; None where token ids were given."""
@@ -129,13 +131,13 @@ class Reference(BaseModel):
 class WindowOrigins(BaseModel):
     """Where each window's targets are from, by index."""
 
-    num_context: list[int]
+    num_context: Many[Int32]
     """Tokens before the first target."""
-    documents: list[int]
+    documents: Many[Int32]
     """The index of the text or conversation."""
-    labels: list[str] | None
+    labels: Many[str] | None
     """Of the text or conversation, where it was recorded with labels."""
-    roles: list[str] | None
+    roles: Many[str] | None
     """Of the turn, for conversations."""
 
 

@@ -100,10 +100,10 @@ class Attempts:
             if self._num_failures:
                 self._retries.end_waiting()
 
-    def wait_after_status(self, response: httpx.Response) -> float:
-        """Seconds to wait after an error answer, whose body has been read. APIStatusError if trying again would not
+    def wait_after_status(self, response: httpx.Response, body: bytes) -> float:
+        """Seconds to wait after an error answer. APIStatusError if trying again would not
         help, or was tried often or long enough."""
-        error = status_error(response.status_code, response.content, response.request.url.path)
+        error = status_error(response.status_code, body, response.request.url.path)
         if response.status_code < INTERNAL_ERROR:
             self._retries.first_contact = None
         if response.status_code == TIMED_OUT and self._raises_timeouts:
