@@ -273,10 +273,8 @@ def _check_arrays(path: Path, record: _Record, arrays: Mapping[str, NDArray[Any]
             raise RunError(f"{path}: {name} has {wrong}")
     if not num_scored:
         raise RunError(f"{path} has no scored token")
-    if "window_labels" in arrays and arrays["window_labels"].max() >= len(record.labels):
-        raise RunError(
-            f"{path}: window_labels has {arrays['window_labels'].max()}, and there are {len(record.labels)} labels"
-        )
+    if "window_labels" in arrays and (last := arrays["window_labels"].max()) >= len(record.labels):
+        raise RunError(f"{path}: window_labels has {last}, and labels has {len(record.labels)}")
 
 
 def _nlls(logprobs: NDArray[Any]) -> NDArray[np.float64]:

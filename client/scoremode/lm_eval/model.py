@@ -22,6 +22,7 @@ from more_itertools import chunked, constrained_batches
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from scoremode._printable import printable
 from scoremode.client import DEFAULT_TIMEOUT, AsyncScoreClient, ScoreClient
 from scoremode.runs.pool import Pool
 from scoremode.wire.calls import call
@@ -93,7 +94,9 @@ class ScoremodeLM(TemplateLM):
                 path, revision=revision, trust_remote_code=trust_remote_code, **bos
             )
             if self.tokenizer.encode(PROBE, add_special_tokens=False) != client.tokenize(PROBE, False):
-                raise ValueError(f"the tokenizer {path!r} is not that of {served!r} on {client.address}: set tokenizer=")
+                raise ValueError(
+                    f"the tokenizer {printable(path)} is not that of {printable(served)} on {client.address}: set tokenizer="
+                )
         longest = self._info.max_model_len - 1
         self.max_length = longest if max_length is None else max_length
         if self.max_length > longest:

@@ -155,7 +155,7 @@ class TurnSequence(TypedDict):
     """A rendered conversation with its turns, or one of its turns as it was generated."""
 
     conversation: int
-    token_ids: list[int]
+    token_ids: Many[Int32]
     turns: list[Turn]
 
 

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs
 import httpx
 import pytest
 
-from scoremode.errors import OutputError, TransportError
+from scoremode.errors import OutputError, ResponseError, TransportError
 from scoremode.runs.export import OnBytes, export_llama_cpp
 from tests.unit.client.fake_server import CutShort, FakeServer, StoredReference, client_of
 
@@ -85,6 +85,23 @@ async def test_a_second_export_of_the_same_leaves_the_first_alone(server: Server
     assert "is in use: another ppl-client" in str(failures[0])
     assert path.read_bytes() == HEADER + b"".join(WINDOWS)
     assert (size, os.listdir(tmp_path)) == (path.stat().st_size, [path.name])
+
+
+@pytest.mark.parametrize(
+    ("surplus", "message"), [(b".", "sends more than the 11,2"), (None, r"ended after \d+ of the 11,2")]
+)
+async def test_a_file_of_another_length_than_the_reference_has_is_refused(
+    server: Server, tmp_path: Path, surplus: bytes | None, message: str
+) -> None:
+    def handler(request: httpx.Request) -> httpx.Response | None:
+        if not request.url.path.endswith("/llama.cpp"):
+            return server(request)
+        return httpx.Response(200, content=HEADER if surplus is None else HEADER + b"".join(WINDOWS) + surplus)
+
+    async with client_of(handler) as client:
+        with pytest.raises(ResponseError, match=message):
+            await export_llama_cpp(client, "base", tmp_path / "base.kld")
+    assert not (tmp_path / "base.kld").exists()
 
 
 async def test_a_disk_without_room_is_refused_before_a_byte_is_sent(

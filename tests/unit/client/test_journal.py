@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from contextlib import closing
 from io import FileIO
 
@@ -109,7 +110,12 @@ def test_a_journal_of_another_run_is_refused_with_the_differences(path, plan, me
 
 @pytest.mark.parametrize(
     "line",
-    [b"{", b"[1]", {"index": 9}, {"nlls": [1.0, 0.0]}, {"index": 1}, {"ranks": [1, 2, 3]}, {"seconds": None}],
+    [
+        *(b"{", b"[1]", b"[" * 100_000),
+        *({"index": 9}, {"nlls": [1.0, 0.0]}, {"index": 1}, {"ranks": [1, 2, 3]}, {"seconds": None}),
+        *({"nlls": [1.0, value, 0.0], "nll_sum": 1.0 + value} for value in (-0.5, math.nan, math.inf)),
+        *({"nll_sum": 2.0}, {"nll_sum": math.nan}, {"seconds": math.nan}, {"seconds": -1.0}),
+    ],
 )
 def test_a_damaged_line_is_named_and_nothing_is_changed(path, line):
     if isinstance(line, dict):
@@ -122,7 +128,17 @@ def test_a_damaged_line_is_named_and_nothing_is_changed(path, line):
     assert path.read_bytes() == damaged
 
 
-@pytest.mark.parametrize("content", [b"my notes", b'{"object": "score"}\n', b'["a"]\n', b"\xff\xfe\n"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000,
+        b'{"object": "ppl-client.journal", "format": 2}\n',
+        b"my notes",
+        b'{"object": "score"}\n',
+        b'["a"]\n',
+        b"\xff\xfe\n",
+    ],
+)
 def test_another_file_of_that_name_is_left_alone(path, content):
     path.write_bytes(content)
     for attempt in (lambda: open_journal(path, PLAN), lambda: count_windows(path)):

@@ -11,6 +11,7 @@ from run_files import made_up_nlls, perplexity_run
 from scoremode.accuracy.compare_tasks import compare_tasks
 from scoremode.accuracy.samples import Answer, load_tasks
 from scoremode.cli import main
+from scoremode.comparison.accuracy_tables import report_sections
 from scoremode.errors import RunError
 
 
@@ -141,6 +142,27 @@ def test_tables_have_each_task_and_all(folders, capsys):
     rows = {(row["task"], row["figure"]): row for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
     assert float(rows["a|task", "accuracy_difference"]["value"]) == -0.2
     assert (rows["arc", "num_questions_needed"]["value"], rows["a|task", "lost"]["value"]) == ("790", "20")
+
+
+def test_no_terminal_obeys_the_names_of_tasks_metrics_and_filters(tmp_path, capsys):
+    names = {"metrics": ["a\x1b[2Jc"], "a\x1b[2Jc": 1, "filter": "f\x1b[2J"}
+    folders = [write(tmp_path / label, "t\x1b[2J", [line(0, 1, **names)]) for label in ("base", "q\x1b[2J")]
+    named = [f"{folder.name}={folder}" for folder in folders]
+    for form in ((), ("--csv",), ("--markdown",)):
+        assert main(["compare", "--tasks", *named, *form]) == 0
+        shown = capsys.readouterr().out
+        assert "x1b" in shown
+        assert shown.replace("\n", "").isprintable()
+
+
+def test_a_generated_answer_next_to_an_option_is_shown_as_a_text(tmp_path):
+    other = {"filtered_resps": ["42", "43"]}
+    folders = [
+        write(tmp_path / name, "t", [line(0, right, **changes)])
+        for name, right, changes in (("base", 1, {}), ("q", 0, other))
+    ]
+    tasks = compare_tasks({folder.name: load_tasks(folder, ["acc"]) for folder in folders})
+    assert report_sections(tasks)[0]["flipped"][0][1] == [("answer", " 0", "42"), ("answer", " 1", "43")]
 
 
 def test_a_report_shows_the_questions_that_flipped(folders, tmp_path, capsys):

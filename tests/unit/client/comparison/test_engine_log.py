@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +75,58 @@ def test_each_model_of_qbench_is_a_row_with_its_own_floor(comparison, tmp_path: 
     assert (floor.run.label, exl3.run.label, exl3.run.weights) == ("Noise floor", "3.00 bpw", "qbench, EXL3")
     assert (exl3.perplexity.value, exl3.kld.value, exl3.kld_median, exl3.run.bits_per_weight) == (25.1, 0.02, 0.011, 3)
     assert exl3.kld_over_noise_floor == pytest.approx(40)
+
+
+LOG = KLD.read_text()
+
+
+@pytest.mark.parametrize(
+    ("printed", "wrong", "message"),
+    [
+        *(("  26.063299 ", value, f"Mean PPL(Q): '{value[:33]}") for value in ("0.0", "-3.0", "1.2.3", "9" * 5000)),
+        *(("  24.530176 ", value, f"Mean PPL(base): '{value}") for value in ("0.0", "1.2.3", "0.5")),
+        ("   1.784940", " 1.7.8", "Mean PPL(Q): '26.063299 ± 1.7.8' is not a number from 0.999 to inf"),
+        ("   1.784940", "-1.0", "Mean PPL(Q): '26.063299"),
+        ("   0.053622 ", "none", "Mean KLD: 'none"),
+        ("   1.297598", "1.2.3", "Maximum KLD: '1.2.3'"),
+        (" 85.735 ", "857.35", "Same top p: '857.35"),
+        ("over 8 chunks", f"over {'8' * 5000} chunks", "it lacks the number of chunks"),
+        ("  24.530176 ", "nan", "another base than the reference base: its perplexity is nan"),
+    ],
+)
+def test_a_wrong_figure_is_refused_with_its_file_and_name(comparison, tmp_path: Path, printed, wrong, message):
+    path = tmp_path / "log.txt"
+    path.write_text(LOG.replace(printed, f"{wrong} " if printed.endswith(" ") else wrong))
+    with pytest.raises(RunError) as caught:
+        with_logs(comparison, [("q4_k_m", str(path))])
+    assert str(caught.value).startswith(str(path))
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("group", "ppl", "message"),
+    [
+        *(("reference", ppl, "0.ppl: Input should be greater") for ppl in (-2.0, 0.0)),
+        ("reference", None, "has no ppl for the model of qbench's group `reference`"),
+        ("EXL3", 0.0, "1.ppl: Input should be greater"),
+        ("EXL3", "1.2.3", "1.ppl: Input should be a valid number"),
+    ],
+)
+def test_a_wrong_perplexity_of_qbench_is_refused(comparison, tmp_path: Path, group, ppl, message):
+    path = tmp_path / "results.json"
+    models = [{"label": name, "group": name, "ppl": ppl if name == group else 24.531} for name in ("reference", "EXL3")]
+    path.write_text(json.dumps(models))
+    with pytest.raises(RunError, match=re.escape(message)) as caught:
+        with_logs(comparison, [], [str(path)])
+    assert str(caught.value).startswith(str(path))
+
+
+def test_a_reference_without_a_perplexity_does_not_pass_for_the_base(comparison):
+    run = comparison.base
+    unknown = replace(run, reference=run.reference.model_copy(update={"perplexity": None}))
+    with pytest.raises(RunError, match=f"^{run.path}: reference.perplexity: is null"):
+        with_logs(replace(comparison, runs=[replace(comparison.runs[0], run=unknown)]), [("q4_k_m", str(KLD))])
 
 
 def test_another_text_another_base_and_what_is_no_log_are_refused(comparison, tmp_path: Path):

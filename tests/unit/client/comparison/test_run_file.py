@@ -4,6 +4,7 @@ No terminal obeys its names."""
 
 import hashlib
 import json
+import math
 import os
 
 import numpy as np
@@ -94,6 +95,30 @@ def with_tops(path, **changes):
     with_arrays(write_kld_run(path, NLLS, KLD), **{f"top_tokens.{name}": array for name, array in top.items()})
 
 
+def spoiled(name, value):
+    """Puts a value that no model gives into a run, at the last place of an array."""
+
+    def spoil(path):
+        write_kld_run(path, NLLS, KLD)
+        array = load_file(path.with_suffix(".safetensors"))[name]
+        with_arrays(path, **{name: np.append(array[:-1], array.dtype.type(value))})
+
+    return spoil
+
+
+def of_reference(**changes):
+    def spoil(path):
+        changed(write_kld_run(path, NLLS, KLD), reference={**made_up_reference().model_dump(mode="json"), **changes})
+
+    return spoil
+
+
+IMPOSSIBLE = [
+    *(("logprobs", value, shown) for value, shown in ((0.5, "0.5"), (math.inf, "inf"))),
+    *(("ranks", value, str(value)) for value in (0, -1)),
+    *(("reference_confidence", 1.5, "1.5"), ("kld", -0.5, "-0.5"), ("token_ids", -1, "-1")),
+]
+FLOOR = {"mean": 0.1, "p99": 0.2, "max": 0.3, "num_scored": 3000, "created": 1}
 NO_NUMBERS = dict.fromkeys(("window_sizes", "window_contexts", "token_ids"), np.array([], np.int32))
 EMPTY = {"logprobs": np.array([], np.float32), **NO_NUMBERS}
 WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.float32)
@@ -116,6 +141,25 @@ WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.
             "window_contexts is of shape (2,) instead of (30,)",
         ),
         (lambda path: with_tops(path, positions=np.int32([0, 1, 3000])), "positions do not ascend from 0 to 2999"),
+        (
+            lambda path: with_tops(path, logprobs=np.ones((3, 2, 5), np.float32)),
+            "top_tokens.logprobs has 1.0 (not from",
+        ),
+        *((spoiled(name, value), f"{{path}}: {name} has {shown} (not from") for name, value, shown in IMPOSSIBLE),
+        (lambda path: with_arrays(path, window_sizes=np.full(30, 100.0)), "window_sizes is of type float64"),
+        (lambda path: with_arrays(path, logprobs=np.full(3000, -1)), "logprobs is of type int64"),
+        (
+            lambda path: with_arrays(path, window_sizes=np.array(3000, np.int32)),
+            "window_sizes is of shape () instead of (1,)",
+        ),
+        (lambda path: with_parts(path, labels=["code"]), "{path}: window_labels has 1, and labels has 1"),
+        (lambda path: changed(path, corpus=None), "{path}: corpus: is required"),
+        (lambda path: changed(write_kld_run(path, NLLS, KLD), reference=None), "{path}: reference: is required"),
+        (lambda path: changed(path, num_bytes=-1), "{path}: num_bytes: Input should be greater than or equal to 0"),
+        (of_reference(perplexity=-2.0), "{path}: reference.perplexity: Input should be greater than or equal to 0.999"),
+        (of_reference(noise_floor={**FLOOR, "mean": -1.0}), "{path}: reference.noise_floor.mean: Input should be"),
+        (of_reference(noise_floor={**FLOOR, "p99": math.nan}), "{path}: reference.noise_floor.p99: Input should be"),
+        (of_reference(context_length=0), "{path}: reference.context_length: Input should be greater than 0"),
     ],
 )
 def test_a_damaged_run_is_refused_by_name(perplexity_file, spoil, message):
@@ -123,6 +167,7 @@ def test_a_damaged_run_is_refused_by_name(perplexity_file, spoil, message):
     with pytest.raises(RunError) as caught:
         load_run(perplexity_file)
     assert message.format(path=perplexity_file) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_names_are_shown_without_what_a_terminal_obeys_or_a_report_cannot_hold(tmp_path, capsys):
@@ -134,6 +179,8 @@ def test_names_are_shown_without_what_a_terminal_obeys_or_a_report_cannot_hold(t
     paths[0].rename(named)
     paths[0].with_suffix(".safetensors").rename(named.with_suffix(".safetensors"))
     report = tmp_path / "report.html"
+    assert main(["compare", str(named), "--csv"]) == 0
+    assert r"a\x1b\udcff.json" in capsys.readouterr().out
     assert main(["compare", str(named), str(paths[1]), "--resamples", "100", "--html", str(report)]) == 0
     shown = capsys.readouterr().out
     assert SHOWN in shown

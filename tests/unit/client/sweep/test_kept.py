@@ -9,7 +9,7 @@ from fake_server import INFO
 
 from scoremode.runs.corpora import Corpus
 from scoremode.sweep import PlanError, SweepPlan, read_plan
-from scoremode.sweep.kept import changes, running_marks, served_marks, text_marks
+from scoremode.sweep.kept import changes, is_complete, prepare_resume, running_marks, served_marks, text_marks
 from scoremode.sweep.plan import ModelEntry
 from scoremode.wire.protocol import ServerInfo
 
@@ -133,9 +133,26 @@ def test_a_plan_is_read_as_it_is_written(tmp_path: Path, monkeypatch: pytest.Mon
         ("method: sliding", "method: conversation", "windows: method: one of sliding, overlapping, disjoint"),
         ("stride: 256", "stride: 1024", "windows: stride 1024 is larger than context_length 512"),
         ("--dtype float32", "--port=80", "models[0] (bf16): serve: --port is set by the sweep"),
+        ("compare:", "start_timeout: 1" + "0" * 400 + "\ncompare:", "start_timeout: should be less than or equal to"),
     ],
 )
 def test_an_error_names_file_entry_and_field(tmp_path: Path, old: str, new: str, message: str):
     with pytest.raises(PlanError) as caught:
         read(tmp_path, WHOLE.replace(old, new))
     assert str(caught.value).startswith(f"{tmp_path / 'plan.yaml'}: {message}")
+
+
+@pytest.mark.parametrize("wrong", ["output: " + "1" * 5000, "output: 2026-99-99", "[" * 100_000, "output: \x1b"])
+def test_a_file_that_is_not_yaml_is_named(tmp_path: Path, wrong: str):
+    with pytest.raises(PlanError, match=r"plan\.yaml is not YAML"):
+        read(tmp_path, wrong)
+
+
+def test_files_of_earlier_sweeps_that_are_damaged_are_not_used(folder):
+    marks = marks_of(folder)
+    run = kept_run(folder, marks)
+    journal, deep = run.with_name("int8.json.journal"), "[" * 100_000
+    for path in (run, folder / "manifest.json", run.with_name("int8.json.begun"), journal):
+        path.write_text(deep)
+    assert (changes(run, marks), is_complete(folder), prepare_resume(run, marks)) == (None, False, False)
+    assert not journal.exists()

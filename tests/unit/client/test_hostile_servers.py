@@ -1,0 +1,215 @@
+"""What a hostile or broken server answers: of any length, of any depth, and with values that no model gives."""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from fake_server import BOS, FakeServer, Outcomes, answer, changed, encoded, events, ok, result_event, window_event
+
+from scoremode import BadRequestError, ResponseError, ScoremodeError
+from scoremode.wire.calls import EventParser
+from scoremode.wire.protocol import ROUNDING
+
+MESSAGES = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]
+REQUESTS = {
+    "info": ((), {}),
+    "score": (([[BOS, 1]],), {"top_logprobs": 5}),
+    "tokenize": (("text",), {}),
+    "detokenize": (([1],), {}),
+    "token_texts": (([1],), {}),
+    "turns": ((MESSAGES,), {}),
+    "perplexity": (("text",), {}),
+    "record_reference": (("base", "text"), {}),
+    "references": ((), {}),
+    "reference": (("base",), {}),
+    "reference_windows": (("base",), {}),
+    "kld": (("base", (0, 1)), {"num_positions": 511}),
+}
+"""Of every method that reads an answer, one request of a few bytes."""
+WITHOUT_LIMIT = {"references", "reference_windows"}
+"""What a server has decides the length of these."""
+
+
+class Endless(httpx.Response, httpx.SyncByteStream, httpx.AsyncByteStream):
+    """An answer without an end, of whose bytes the sent ones are counted."""
+
+    def __init__(self, status: int = 200, chunk: bytes = b" " * 65_536, **headers: str) -> None:
+        super().__init__(status, headers=headers, stream=self)
+        self.chunk, self.num_sent = chunk, 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            self.num_sent += len(self.chunk)
+            yield self.chunk
+
+    async def __aiter__(self):
+        for chunk in self:
+            yield chunk
+
+
+@pytest.mark.parametrize("chunk", [b" " * 65_536, b": waiting\n\n" * 6000, b'data: {"object": "a\n' * 3000])
+@pytest.mark.parametrize("method", REQUESTS)
+def test_an_endless_answer_is_read_as_far_as_the_request_can_bring(call, method, chunk):
+    endless, (arguments, fields) = Endless(chunk=chunk), REQUESTS[method]
+    with pytest.raises(ResponseError, match="longer than the"):
+        call(Outcomes(endless), method, *arguments, **fields)
+    assert endless.num_sent < (34 if method in WITHOUT_LIMIT else 2) * 2**20
+
+
+def test_the_error_of_a_server_has_an_end_too(call):
+    endless = Endless(status=500)
+    with pytest.raises(ResponseError, match="longer than the"):
+        call(Outcomes(endless), "info")
+    assert endless.num_sent < 2 * 2**20
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "gzip, gzip"])
+def test_a_compressed_answer_is_not_unpacked(call, encoding):
+    endless = Endless(**{"Content-Encoding": encoding})
+    server = Outcomes(endless)
+    with pytest.raises(ResponseError, match="is compressed"):
+        call(server, "score", [[BOS, 1]])
+    assert endless.num_sent == 0
+    assert server.requests[0].headers["Accept-Encoding"] == "identity"
+
+
+def test_a_long_line_takes_as_long_as_it_is():
+    parser, started = EventParser(), time.process_time()
+    for _ in range(2048):
+        assert list(parser.feed(b"x" * 16_384)) == []
+    assert list(parser.feed(b"\ndata: one\n\n")) == [b"one"]
+    assert time.process_time() - started < 3, "32 MiB, and minutes where each piece copies all before it"
+
+
+@pytest.mark.parametrize("method", ["info", "score", "perplexity"])
+@pytest.mark.parametrize("status", [200, 400])
+def test_json_of_any_depth_is_refused_in_one_line(call, method, status):
+    deep = b"[" * 100_000
+    content = b"data: " + deep + b"\n\n" if method == "perplexity" else deep
+    arguments, fields = REQUESTS[method]
+    with pytest.raises(ResponseError if status == 200 else BadRequestError) as caught:
+        call(Outcomes(httpx.Response(status, content=content)), method, *arguments, **fields)
+    assert len(str(caught.value)) < 500
+
+
+def floats(*values: float) -> str:
+    return encoded(values, "<f4")
+
+
+TOP = {"shape": [2, 1], "token_ids": encoded([-1, 1], "<i4"), "logprobs": floats(math.nan, -1)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"logprobs": floats(math.nan, value)} for value in (0.5, math.inf, math.nan)),
+        *({"logprobs": floats(value, -1)} for value in (0.5, math.inf)),
+        *({"sum_logprob": value} for value in (5.0, "NaN", "Infinity")),
+        *({"ranks": ranks} for ranks in ([None, 0], [None, -1], [None], [None, 1, 1])),
+        *({"token_ids": ids} for ids in ([BOS, 2], [BOS], [BOS, -1], [BOS, 2**31])),
+        *({name: value} for name, value in (("index", 1), ("tokens", ["a"]), ("num_scored", "many"))),
+        *({"top_logprobs": TOP | part} for part in ({"shape": [1, 2]}, {"logprobs": floats(math.nan, 0.5)})),
+        *({"top_logprobs": TOP | {"shape": shape}} for shape in ([], [2], [2, 1, 1], [2**70, 1], ["a", 1], [[], 1])),
+        *({"candidate_logprobs": {"shape": [2, 1], "logprobs": floats(-1, value)}} for value in (0.5, math.nan)),
+    ],
+    ids=str,
+)
+def test_a_score_that_cannot_be_right_is_refused(call, change):
+    server = changed(answer, "/v1/score", lambda content: content["data"][0].update(change))
+    with pytest.raises(ResponseError):
+        call(server, "score", [[BOS, 1]])
+
+
+def test_rounding_may_leave_a_logprob_above_zero(call):
+    values = floats(math.nan, ROUNDING / 2)
+    server = changed(answer, "/v1/score", lambda content: content["data"][0].update(logprobs=values))
+    assert call(server, "score", [[BOS, 1]])[0].logprobs[1] == pytest.approx(ROUNDING / 2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continuations"),
+    [("text", None), ([BOS, 1], None), ([[BOS]], ["a", "b"]), ([[BOS]], [["a"]]), ([[BOS], [1]], [[[7]], [[8]]])],
+)
+def test_there_is_one_score_for_each_text_that_was_sent(call, prompt, continuations):
+    with pytest.raises(ResponseError, match="the server did not score what it was sent: 0 scores for"):
+        call(Outcomes(ok({"data": []})), "score", prompt, continuations)
+
+
+WINDOW = window_event(0, 1, [1.0, 2.0], total_scored=2, perplexity=4.5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"perplexity": value} for value in (0.0, -2.0, 0.5, math.nan)),
+        *({"nll_sum": value} for value in (math.nan, math.inf)),
+        *({"index": value} for value in (1, -1)),
+        *({"logprobs": values} for values in ([-1.0], [-1.0, 0.5], [-1.0, math.nan])),
+        *({"ranks": values} for values in ([1, 0], [1])),
+        *({name: 0} for name in ("num_windows", "num_scored", "total_scored")),
+    ],
+    ids=str,
+)
+def test_a_window_that_cannot_be_right_is_refused(call, change):
+    stream = events({**WINDOW, **change}, result_event())
+    with pytest.raises(ResponseError):
+        call(Outcomes(httpx.Response(200, content=stream)), "perplexity", "text", on_window=print)
+
+
+@pytest.fixture
+def compared(call):
+    recording = FakeServer()
+    call(recording, "record_reference", "base", "Hello, world", method="disjoint", context_length=4)
+    return FakeServer(recording.references, noise=0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(({"logprobs": floats(-1, value, -1)}, "in the server's logprobs") for value in (0.5, math.inf)),
+        ({"reference_logprobs": floats(-1, 0.5, -1)}, r"^0\.5 \(not from -inf to 0\.001\) in the server's ref"),
+        ({"kld": floats(0, -0.5, 0)}, r"-0\.5 .* in the server's kld"),
+        ({"reference_confidence": floats(1, 1.5, 1)}, "in the server's reference_confidence"),
+        ({"ranks": encoded([1, 0, 1], "<i4")}, "0 .* in the server's ranks"),
+        ({"token_ids": encoded([1, -1, 1], "<i4")}, "-1 .* in the server's token_ids"),
+        ({"index": 1}, "did not compare the windows that it was asked for"),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_comparison_that_cannot_be_right_is_refused(call, compared, change, message, streamed):
+    def server(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        content = json.loads(compared(httpx.Request("POST", request.url, json={**body, "stream": False})).content)
+        content["data"][0].update(change)
+        return httpx.Response(200, content=events(*content.pop("data"), content)) if streamed else ok(content)
+
+    with pytest.raises(ResponseError, match=message):
+        call(server, "kld", "base", (0, 1), on_window=print if streamed else None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"conversation": 1},
+        {"conversation": -1},
+        {"token_ids": [1, 2, -3]},
+        *({"turns": [{"role": "assistant", "first": a, "end": b}]} for a, b in ((0, 2), (2, 2), (2, 4), (3, 2))),
+    ],
+    ids=str,
+)
+def test_turns_that_are_not_in_their_conversation_are_refused(call, change):
+    sequence = {"conversation": 0, "token_ids": [1, 2, 3], "turns": [{"role": "assistant", "first": 1, "end": 3}]}
+    server = [Outcomes(ok({"object": "turns", "data": [each]})) for each in (sequence, {**sequence, **change})]
+    assert call(server[0], "turns", MESSAGES) == [sequence]
+    with pytest.raises(ResponseError):
+        call(server[1], "turns", MESSAGES)
+
+
+def test_what_a_server_says_is_shown_on_one_line_without_escapes(call):
+    for response in (httpx.Response(400, text="a\x1b[2J\nb"), httpx.Response(200, content=b"data: \x1b[2J\n\n")):
+        with pytest.raises(ScoremodeError, match=r"\\x1b\[2J") as caught:
+            call(Outcomes(response), "perplexity", "text")
+        assert str(caught.value).isprintable()
