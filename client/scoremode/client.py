@@ -21,7 +21,7 @@ from pydantic import BaseModel, TypeAdapter
 from scoremode._version import __version__
 from scoremode.errors import ResponseError
 from scoremode.results import KldResult, KldWindowValues, Score, kld_reader, parse_kld_result, parse_scores
-from scoremode.windows import DEFAULT_CONTEXT_LENGTH, WindowSettings
+from scoremode.windows import WindowSettings
 from scoremode.wire.calls import (
     BYTES_PER_BYTE,
     FIXED_BYTES,
@@ -61,8 +61,9 @@ DEFAULT_MAX_RETRIES = 4
 MAX_POSITIONS = 1 << 20
 """Of the windows that one answer of `kld` has, where the caller does not know how many they have."""
 
-_VALUE_BYTES, _POSITION_BYTES = 32, 64
-"""That an answer may have for a top token or a candidate at a position, and for a position of `kld` without them."""
+_VALUE_BYTES, _POSITION_BYTES, _OVERLAPS = 32, 64, 8
+"""Bytes that an answer may have for a top token or a candidate at a position, and for a position of `kld` without them;
+and how many times as long an answer may be whose windows overlap."""
 _LONGEST_CONNECT = 10.0
 _LARGEST_PORT = 65535
 
@@ -251,7 +252,7 @@ class _Client(ABC, Generic[Transport]):
         return stream(
             "/v1/perplexity",
             lambda: _window_reader("perplexity", PerplexityResponse.model_validate, on_window),
-            bytes_per_byte=_event_bytes(windows),
+            bytes_per_byte=_OVERLAPS * BYTES_PER_BYTE,
             model=model or self.model,
             prompt=prompt,
             texts=texts,
@@ -298,7 +299,7 @@ class _Client(ABC, Generic[Transport]):
             "/v1/references",
             # Sent again, the server reports only the windows that were missing.
             lambda: _window_reader("reference", Reference.model_validate, on_window, repeatable=True),
-            bytes_per_byte=_event_bytes(windows),
+            bytes_per_byte=_OVERLAPS * BYTES_PER_BYTE,
             model=model or self.model,
             name=name,
             prompt=prompt,
@@ -561,32 +562,27 @@ def _window_reader(
 
 def _read_window(event: object) -> PerplexityWindow:
     window = PerplexityWindow.model_validate(event)
-    given = {len(values) for values in (window.logprobs, window.ranks) if values is not None}
-    if window.index >= window.num_windows or given - {window.num_scored}:
-        raise ResponseError(
-            f"the server's window {window.index} of {window.num_windows} with {window.num_scored} targets does not fit"
-        )
+    of_targets = (values for values in (window.logprobs, window.ranks) if values is not None)
+    if window.index >= window.num_windows or any(len(values) != window.num_scored for values in of_targets):
+        raise ResponseError(f"the server's window {window.index} of {window.num_windows} does not fit")
     return window
 
 
 def _sequences(prompt: Prompt, continuations: Continuations | None) -> list[str | list[int]]:
     """The texts or token ids that a request has scored, in the order of its results."""
-    is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
-    prompts: list[Any] = [prompt] if is_one else list(prompt)
+    prompts = _leaves(prompt)
     if not continuations:
         return prompts
-    first: Any = continuations[0]
-    # A list for each prompt, or one for all.
-    is_for_each = isinstance(first, list) and bool(first) and not isinstance(first[0], int)
-    lists: list[Any] = list(continuations) if is_for_each else [continuations] * len(prompts)
-    return [each for some in lists for each in some]
+    # One list for all prompts, or one for each.
+    is_shared = _leaves(continuations[0]) == [continuations[0]]
+    return _leaves(continuations) * (len(prompts) if is_shared else 1)
 
 
-def _event_bytes(windows: WindowSettings) -> int:
-    """That the events of windows may have for each byte of a text, with the logprobs and ranks of all targets."""
-    context_length = windows.get("context_length") or DEFAULT_CONTEXT_LENGTH
-    stride = windows.get("stride") or max(1, context_length // 4)
-    return BYTES_PER_BYTE * max(1, -(-context_length // stride))
+def _leaves(nested: Any) -> list[str | list[int]]:
+    """The texts and the lists of token ids within lists."""
+    if isinstance(nested, str) or not nested or isinstance(nested[0], int):
+        return [nested]
+    return [leaf for each in nested for leaf in _leaves(each)]
 
 
 def _lane_fields(lane: Lane, context: int | None) -> dict[str, Any]:

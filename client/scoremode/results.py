@@ -141,13 +141,6 @@ class KldWindowValues:
     def num_scored(self) -> int:
         return len(self.positions)
 
-    def __post_init__(self) -> None:
-        for top in (self.top_logprobs, self.reference_top_logprobs):
-            if top is not None and len(top) != len(self.positions):
-                raise ResponseError(
-                    f"{len(top)} top_logprobs for the {len(self.positions)} positions of window {self.index}"
-                )
-
 
 _WINDOW = TypeAdapter(KldWindow)
 
@@ -160,6 +153,8 @@ def _window(sent: object) -> KldWindowValues:
             f"the server gave {len(positions)} positions for the {window['num_scored']} of window {window['index']}"
         )
     top, reference_top = (decode_top_logprobs(window.get(name)) for name in ("top_logprobs", "reference_top_logprobs"))
+    if any(each is not None and len(each) != len(positions) for each in (top, reference_top)):
+        raise ResponseError(f"the server's top_logprobs are not of the {len(positions)} of window {window['index']}")
     return KldWindowValues(window["index"], positions, top, reference_top)
 
 
@@ -225,10 +220,9 @@ def parse_kld_result(body: bytes, asked: Sequence[int] | None = None) -> KldResu
 
 
 def _check_windows(result: KldResult, asked: Sequence[int] | None) -> None:
-    windows = range(*result.windows)
-    is_asked = asked is None or result.windows == tuple(asked)
+    first, last = result.windows if asked is None else asked
     indices = [window.index for window in result.data]
-    if not is_asked or len(indices) != len(windows) or indices != list(windows):
+    if result.windows != (first, last) or len(indices) != last - first or indices != list(range(first, last)):
         raise ResponseError("the server did not compare the windows that it was asked for")
 
 

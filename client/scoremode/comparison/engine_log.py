@@ -106,12 +106,11 @@ def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "the file"
-        raise RunError(f"{path} is not what qbench writes as its results: {field}: {first['msg']}") from error
+        reason = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+        raise RunError(f"{path} is not what qbench writes as its results: {reason}") from error
     references = [model.ppl for model in models if model.group == "reference"]
     if not references or references[0] is None:
-        what = "ppl for the" if references else ""
-        raise RunError(f"{path} has no {what} model of qbench's group `reference`")
+        raise RunError(f"{path} has no model of qbench's group `reference` with a ppl")
     floor = next((model.kld for model in models if model.group == "noise_floor"), None)
     return [
         RunFigures(

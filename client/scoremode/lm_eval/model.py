@@ -95,7 +95,8 @@ class ScoremodeLM(TemplateLM):
             )
             if self.tokenizer.encode(PROBE, add_special_tokens=False) != client.tokenize(PROBE, False):
                 raise ValueError(
-                    f"the tokenizer {printable(path)} is not that of {printable(served)} on {client.address}: set tokenizer="
+                    f"the tokenizer {printable(path)} is not that of {printable(served)} on {client.address}: "
+                    "set tokenizer="
                 )
         longest = self._info.max_model_len - 1
         self.max_length = longest if max_length is None else max_length

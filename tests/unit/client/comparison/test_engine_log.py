@@ -108,7 +108,7 @@ def test_a_wrong_figure_is_refused_with_its_file_and_name(comparison, tmp_path: 
     ("group", "ppl", "message"),
     [
         *(("reference", ppl, "0.ppl: Input should be greater") for ppl in (-2.0, 0.0)),
-        ("reference", None, "has no ppl for the model of qbench's group `reference`"),
+        ("reference", None, "has no model of qbench's group `reference` with a ppl"),
         ("EXL3", 0.0, "1.ppl: Input should be greater"),
         ("EXL3", "1.2.3", "1.ppl: Input should be a valid number"),
     ],

@@ -150,7 +150,7 @@ WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.
         (lambda path: with_arrays(path, logprobs=np.full(3000, -1)), "logprobs is of type int64"),
         (
             lambda path: with_arrays(path, window_sizes=np.array(3000, np.int32)),
-            "window_sizes is of shape () instead of (1,)",
+            "is of shape (30,) instead of (1,)",
         ),
         (lambda path: with_parts(path, labels=["code"]), "{path}: window_labels has 1, and labels has 1"),
         (lambda path: changed(path, corpus=None), "{path}: corpus: is required"),
