@@ -58,7 +58,7 @@ API_KEY_VARIABLE = "SCOREMODE_API_KEY"
 DEFAULT_TIMEOUT = 600.0
 """Seconds without a byte from the server. A request may wait long for others, so a healthy server can be silent."""
 DEFAULT_MAX_RETRIES = 4
-MAX_POSITIONS = 1 << 20
+MAX_POSITIONS = 1 << 19
 """Of the windows that one answer of `kld` has, where the caller does not know how many they have."""
 
 _VALUE_BYTES, _POSITION_BYTES, _OVERLAPS = 32, 64, 8
@@ -158,7 +158,7 @@ class _Client(ABC, Generic[Transport]):
     def info(self) -> Call[ServerInfo]:
         """What the server runs: model, context length, special tokens, versions."""
         query = "" if self.model is None else f"?model={quote(self.model, safe='')}"
-        return call("GET", f"/v1/score{query}", ServerInfo.model_validate_json)
+        return call("GET", f"/v1/score{query}", ServerInfo.model_validate)
 
     @_Method
     def score(
@@ -319,19 +319,19 @@ class _Client(ABC, Generic[Transport]):
         return call(
             "GET",
             "/v1/references",
-            lambda body: ReferenceList.model_validate_json(body).data,
+            lambda body: ReferenceList.model_validate(body).data,
             fixed_bytes=LISTING_BYTES,
         )
 
     @_Method
     def reference(self, name: str) -> Call[Reference]:
         """What is known of a reference."""
-        return call("GET", _path_of(name), Reference.model_validate_json)
+        return call("GET", _path_of(name), Reference.model_validate)
 
     @_Method
     def reference_windows(self, name: str) -> Call[ReferenceWindows]:
         """Where each window of a reference is from."""
-        return call("GET", f"{_path_of(name)}/windows", ReferenceWindows.model_validate_json, fixed_bytes=LISTING_BYTES)
+        return call("GET", f"{_path_of(name)}/windows", ReferenceWindows.model_validate, fixed_bytes=LISTING_BYTES)
 
     @_Method
     def llama_cpp_base(self, name: str, first: int, write: Callable[[bytes], object]) -> Call[None]:
@@ -351,8 +351,8 @@ class _Client(ABC, Generic[Transport]):
     def delete_reference(self, name: str) -> Call[None]:
         """Delete a reference."""
 
-        def check(body: bytes) -> None:
-            ReferenceDeleted.model_validate_json(body)
+        def check(body: object) -> None:
+            ReferenceDeleted.model_validate(body)
 
         return call("DELETE", _path_of(name), check)
 
@@ -405,7 +405,7 @@ class _Client(ABC, Generic[Transport]):
     def tokenize(self, text: str, add_special_tokens: bool = True) -> Call[list[int]]:
         """Token ids of a text, by the server's tokenizer."""
         fields: dict[str, Any] = {"model": self.model, "prompt": text, "add_special_tokens": add_special_tokens}
-        return call("POST", "/tokenize", lambda body: _Tokens.model_validate_json(body).tokens, **fields)
+        return call("POST", "/tokenize", lambda body: _Tokens.model_validate(body).tokens, **fields)
 
     @_Method
     def turns(
@@ -425,8 +425,8 @@ class _Client(ABC, Generic[Transport]):
         """
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
 
-        def parse(body: bytes) -> list[TurnSequence]:
-            sequences = _TURNS.validate_json(body)["data"]
+        def parse(body: object) -> list[TurnSequence]:
+            sequences = _TURNS.validate_python(body)["data"]
             for sequence in sequences:
                 place, num_tokens = sequence["conversation"], len(sequence["token_ids"])
                 fits = all(0 < turn["first"] < turn["end"] <= num_tokens for turn in sequence["turns"])
@@ -451,15 +451,15 @@ class _Client(ABC, Generic[Transport]):
     def detokenize(self, token_ids: Sequence[int]) -> Call[str]:
         """The text of token ids, by the server's tokenizer."""
         fields: dict[str, Any] = {"model": self.model, "tokens": list(token_ids)}
-        return call("POST", "/detokenize", lambda body: _Prompt.model_validate_json(body).prompt, **fields)
+        return call("POST", "/detokenize", lambda body: _Prompt.model_validate(body).prompt, **fields)
 
     @_Method
     def token_texts(self, token_ids: Collection[int]) -> Call[dict[int, str]]:
         """The text of each of some tokens alone, by its id. A token that ends within a character has U+FFFD for it."""
         wanted = sorted(set(token_ids))
 
-        def parse(body: bytes) -> dict[int, str]:
-            texts = _TOKEN_TEXTS.validate_json(body)["tokens"]
+        def parse(body: object) -> dict[int, str]:
+            texts = _TOKEN_TEXTS.validate_python(body)["tokens"]
             if len(texts) != len(wanted):
                 raise ResponseError(f"the server gave {len(texts)} texts for {len(wanted)} tokens")
             return dict(zip(wanted, texts, strict=True))

@@ -95,18 +95,18 @@ class _Scores(BaseModel):
     mean_batch: float | None = None
 
 
-def parse_scores(body: bytes, asked: Sequence[str | list[int]], first: int | Sequence[int] = 0) -> list[Score]:
+def parse_scores(body: object, asked: Sequence[str | list[int]], first: int | Sequence[int] = 0) -> list[Score]:
     """The scores of an answer.
 
     Args:
-        body: Of the answer.
+        body: The answer.
         asked: The texts or token ids that were to be scored.
         first: Their first positions that were to be returned: of all, or of each.
 
     Raises:
         ResponseError: the scores are not of what was asked for, or cannot be right.
     """
-    scores = _Scores.model_validate_json(body)
+    scores = _Scores.model_validate(body)
     if len(scores.data) != len(asked):
         raise ResponseError(
             f"the server did not score what it was sent: {len(scores.data)} scores for {len(asked)} texts"
@@ -212,9 +212,9 @@ def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> Top
     return TopTokens(np.arange(len(kld)), ids, logprobs, len(kld)).at(largest)
 
 
-def parse_kld_result(body: bytes, asked: Sequence[int] | None = None) -> KldResult:
+def parse_kld_result(body: object, asked: Sequence[int] | None = None) -> KldResult:
     """The result of an answer, whose windows are those in the range `asked`, if that is given."""
-    found = _RESULT.validate_json(body)
+    found = _RESULT.validate_python(body)
     _check_windows(found, asked)
     return replace(found, data=[replace(window, mean_batch=found.mean_batch) for window in found.data])
 

@@ -1,7 +1,6 @@
 """lm-eval's model `scoremode`: its requests, answered by a Scoremode server as lm-eval's `hf` backend answers them."""
 
 import asyncio
-import json
 import os
 from array import array
 from collections import Counter, defaultdict
@@ -25,7 +24,7 @@ from transformers import AutoTokenizer
 from scoremode._printable import printable
 from scoremode.client import DEFAULT_TIMEOUT, AsyncScoreClient, ScoreClient
 from scoremode.runs.pool import Pool
-from scoremode.wire.calls import call
+from scoremode.wire.calls import LISTING_BYTES, call
 
 RETRY_FOR = 600.0
 MAX_PROMPTS, MAX_TOKENS = 32, 65_536
@@ -88,7 +87,9 @@ class ScoremodeLM(TemplateLM):
         with ScoreClient(base_url, **self._connection) as client:
             self._info = client.info()
             served = self._info.model
-            path = tokenizer or client.send(call("GET", "/v1/models", lambda body: _root(body, served)))
+            path = tokenizer or client.send(
+                call("GET", "/v1/models", lambda body: _root(body, served), fixed_bytes=LISTING_BYTES)
+            )
             bos = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
             self.tokenizer = AutoTokenizer.from_pretrained(
                 path, revision=revision, trust_remote_code=trust_remote_code, **bos
@@ -248,7 +249,7 @@ class ScoremodeLM(TemplateLM):
                 call(
                     "POST",
                     "/v1/completions",
-                    lambda body: str(json.loads(body)["choices"][0]["text"]),
+                    lambda body: str(body["choices"][0]["text"]),
                     model=self._info.model,
                     prompt=self.tok_encode(context)[-(self.max_length - max_tokens) :],
                     max_tokens=max_tokens,
@@ -289,7 +290,7 @@ class ScoremodeLM(TemplateLM):
             asyncio.run(run())
 
 
-def _root(body: bytes, name: str) -> str:
+def _root(body: Any, name: str) -> str:
     """The path of a served model or of an adapter's model, from `/v1/models`."""
-    models = {model["id"]: model for model in json.loads(body)["data"]}
+    models = {model["id"]: model for model in body["data"]}
     return str(models[models[name].get("parent") or name]["root"])

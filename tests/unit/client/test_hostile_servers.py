@@ -34,14 +34,14 @@ WITHOUT_LIMIT = {"references", "reference_windows"}
 
 
 class Endless(httpx.Response, httpx.SyncByteStream, httpx.AsyncByteStream):
-    """An answer without an end, of whose bytes the sent ones are counted."""
+    """An answer without an end, as far as a test can tell; the bytes that are sent are counted."""
 
     def __init__(self, status: int = 200, chunk: bytes = b" " * 65_536, **headers: str) -> None:
         super().__init__(status, headers=headers, stream=self)
         self.chunk, self.num_sent = chunk, 0
 
     def __iter__(self) -> Iterator[bytes]:
-        while True:
+        while self.num_sent < 2**27:
             self.num_sent += len(self.chunk)
             yield self.chunk
 
@@ -57,7 +57,7 @@ def test_an_endless_answer_is_read_as_far_as_the_request_can_bring(call, method,
     endless, (arguments, fields) = Endless(status, chunk), REQUESTS[method]
     with pytest.raises(ResponseError, match="longer than the"):
         call(Outcomes(endless), method, *arguments, **fields)
-    assert endless.num_sent < (34 if method in WITHOUT_LIMIT else 2) * 2**20
+    assert endless.num_sent < (9 if method in WITHOUT_LIMIT else 2) * 2**20
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "gzip, gzip"])
@@ -78,14 +78,14 @@ def test_a_long_line_takes_as_long_as_it_is():
     assert time.process_time() - started < 3, "32 MiB, and minutes where each piece copies all before it"
 
 
-@pytest.mark.parametrize("method", ["info", "score", "perplexity"])
-@pytest.mark.parametrize("status", [200, 400])
-def test_json_of_any_depth_is_refused_in_one_line(call, method, status):
-    deep = b"[" * 100_000
-    content = b"data: " + deep + b"\n\n" if method == "perplexity" else deep
-    arguments, fields = REQUESTS[method]
-    with pytest.raises(ResponseError if status == 200 else BadRequestError) as caught:
-        call(Outcomes(httpx.Response(status, content=content)), method, *arguments, **fields)
+@pytest.mark.parametrize(
+    ("status", "before", "error"),
+    [(200, b"data: ", ResponseError), (200, b'data: {"error": ', ResponseError), (400, b"", BadRequestError)],
+)
+def test_json_of_any_depth_is_refused_in_one_line(call, status, before, error):
+    deep = httpx.Response(status, content=before + b"[" * 100_000 + b"\n\n")
+    with pytest.raises(error) as caught:
+        call(Outcomes(deep), "perplexity", "text")
     assert len(str(caught.value)) < 500
 
 
@@ -103,10 +103,10 @@ TOP = {"shape": [2, 1], "token_ids": encoded([-1, 1], "<i4"), "logprobs": floats
         *({"logprobs": floats(value, -1)} for value in (0.5, math.inf)),
         *({"sum_logprob": value} for value in (5.0, "NaN", "Infinity")),
         *({"ranks": ranks} for ranks in ([None, 0], [None, -1], [None], [None, 1, 1])),
-        *({"token_ids": ids} for ids in ([BOS, 2], [BOS], [BOS, -1], [BOS, 2**31])),
-        *({name: value} for name, value in (("index", 1), ("tokens", ["a"]), ("num_scored", "many"))),
+        *({"token_ids": ids} for ids in ([BOS, 2], [BOS, -1], [BOS, 2**31])),
+        *({name: value} for name, value in (("index", 1), ("tokens", ["a"]))),
         *({"top_logprobs": TOP | part} for part in ({"shape": [1, 2]}, {"logprobs": floats(math.nan, 0.5)})),
-        *({"top_logprobs": TOP | {"shape": shape}} for shape in ([], [2], [2, 1, 1], [2**70, 1], ["a", 1], [[], 1])),
+        *({"top_logprobs": TOP | {"shape": shape}} for shape in ([2], [2, 1, 1])),
         *({"candidate_logprobs": {"shape": [2, 1], "logprobs": floats(-1, value)}} for value in (0.5, math.nan)),
     ],
     ids=str,

@@ -116,6 +116,7 @@ def test_a_journal_of_another_run_is_refused_with_the_differences(path, plan, me
         *({"nlls": [1.0, value, 0.0], "nll_sum": 1.0 + value} for value in (-0.5, math.nan, math.inf)),
         *({"nll_sum": 2.0}, {"nll_sum": math.nan}, {"seconds": math.nan}, {"seconds": -1.0}),
     ],
+    ids=lambda line: str(line)[:40],
 )
 def test_a_damaged_line_is_named_and_nothing_is_changed(path, line):
     if isinstance(line, dict):

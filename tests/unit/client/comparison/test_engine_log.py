@@ -93,6 +93,7 @@ LOG = KLD.read_text()
         ("over 8 chunks", f"over {'8' * 5000} chunks", "it lacks the number of chunks"),
         ("  24.530176 ", "nan", "another base than the reference base: its perplexity is nan"),
     ],
+    ids=lambda value: value[:20],
 )
 def test_a_wrong_figure_is_refused_with_its_file_and_name(comparison, tmp_path: Path, printed, wrong, message):
     path = tmp_path / "log.txt"
