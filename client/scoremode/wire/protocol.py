@@ -147,7 +147,7 @@ class Turn(TypedDict):
     first: int
     end: int
     """Positions in the sequence, of its first token and after its last one."""
-    is_merged: bool
+    is_merged: NotRequired[bool]
     """Whether its first token also has characters of what comes before the turn, for which the model was prompted."""
 
 
