@@ -113,7 +113,7 @@ def parse_scores(body: object, asked: Sequence[str | list[int]], first: int | Se
         )
     starts = [first] * len(asked) if isinstance(first, int) else first
     for index, (score, sequence, start) in enumerate(zip(scores.data, asked, starts, strict=False)):
-        if score.index != index or not (isinstance(sequence, str) or score.token_ids == sequence[start:]):
+        if score.index != index or not (isinstance(sequence, str) or score.token_ids == list(sequence[start:])):
             raise ResponseError("the server did not score the tokens that it was sent")
     return [replace(score, mean_batch=scores.mean_batch) for score in scores.data]
 
