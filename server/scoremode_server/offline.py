@@ -8,7 +8,7 @@ from vllm import LLM, TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from scoremode_server.rows import NO_RANK, Rows, check_finished, missing_row, read_columns, read_rows
+from scoremode_server.rows import NO_RANK, NO_TOKEN, Rows, check_finished, missing_row, read_columns, read_rows
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.scorer import check_engine
 from scoremode_server.scoring.tokenizer import as_prompts
@@ -19,7 +19,7 @@ from scoremode_server.vllm_patches.row_spec import ScoringParams
 class SequenceScore:
     """Scores of one sequence of n tokens; every array runs over its tokens.
 
-    A sequence's first token has no context, so it has no logprob: NaN, with rank `NO_RANK`.
+    A sequence's first token has no context, so it has no logprob: NaN, with rank `NO_RANK` and top tokens `NO_TOKEN`.
     """
 
     token_ids: list[int]
@@ -41,7 +41,7 @@ class SequenceScore:
             token_ids=list(token_ids),
             logprobs=np.insert(rows.logprobs[:, 0], 0, np.nan),
             ranks=np.insert(rows.ranks, 0, NO_RANK),
-            top_token_ids=np.insert(rows.token_ids[:, 1:], 0, NO_RANK, axis=0),
+            top_token_ids=np.insert(rows.token_ids[:, 1:], 0, NO_TOKEN, axis=0),
             top_logprobs=np.insert(rows.logprobs[:, 1:], 0, np.nan, axis=0),
             num_cached_tokens=num_cached_tokens,
         )

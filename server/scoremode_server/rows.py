@@ -14,6 +14,9 @@ from scoremode_server.errors import EngineOutputError, UnfinishedError
 NO_RANK = 0
 """The rank of a token that has none; ranks count from 1."""
 
+NO_TOKEN = -1
+"""The id of a top token where there is none."""
+
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Token ids and logprobs (nats) [rows, columns], ranks [rows]."""
 

@@ -216,9 +216,8 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         figures = await asyncio.to_thread(lambda: statistics(KldPositions.concatenate(parts), lengths, windows.start))
         if request.as_noise_floor:
             floor = _noise_floor(figures)
-            of_lanes = {**reference.manifest.lane_noise_floors, request.lane: floor}
-            stored = {"noise_floor": floor} if request.lane == "prefill" else {"lane_noise_floors": of_lanes}
-            await references.comparer.references.save(reference, stored)
+            stored = references.comparer.references
+            await stored.save(reference, lambda manifest: manifest.noise_floor_changes(request.lane, floor))
         num_tokens = int(reference.text.num_tokens[windows.start : windows.stop].sum())
         yield {
             "id": request_id,

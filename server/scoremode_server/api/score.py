@@ -32,7 +32,7 @@ from scoremode_server.api.requests import (
 from scoremode_server.api.responses import json_response, top_entries
 from scoremode_server.prefix_cache.engine import ScoredRows
 from scoremode_server.prefix_cache.run import engine_id
-from scoremode_server.rows import Rows, json_logprobs
+from scoremode_server.rows import NO_TOKEN, Rows, json_logprobs
 from scoremode_server.scoring.model_files import with_adapter
 from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, ScoreSettings
 from scoremode_server.scoring.sequences import RequestedSequence, ScoringPass, read_sequences
@@ -163,7 +163,7 @@ def _result(
             padded = _padded(candidate_logprobs, num_without)
             result["candidate_logprobs"] = {"shape": list(padded.shape), "logprobs": encode_array(padded, "<f4")}
         if request.top_logprobs:
-            padded_ids = _padded(top_ids, num_without, -1)
+            padded_ids = _padded(top_ids, num_without, NO_TOKEN)
             result["top_logprobs"] = encode_top_logprobs(padded_ids, _padded(top_logprobs, num_without))
         return result
     result["logprobs"] = _padded(scored, num_without)

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -187,15 +187,16 @@ class ReferenceDirectory:
             raise NoReferenceError(f"reference {name!r} was deleted meanwhile, and another has its name now")
         return reference
 
-    def update(self, reference: StoredReference, changes: dict[str, Any]) -> StoredReference:
-        """Change some fields of the manifest on disk, as `open_same` finds it, without undoing other changes."""
+    def update(self, reference: StoredReference, changes: Callable[[Manifest], dict[str, Any]]) -> StoredReference:
+        """Change some fields of the manifest on disk, as `open_same` finds it. `changes` gets it as it is then, so that
+        no change of others is undone."""
         folder = os.open(self.open(reference.name).path, os.O_RDONLY)
         try:
             # Keep out other threads and processes, also on other hosts if the file system can.
             with suppress(OSError):
                 fcntl.flock(folder, fcntl.LOCK_EX)
             current = self.open_same(reference.name, reference.manifest.identity)
-            return current.save(current.manifest.model_copy(update=changes))
+            return current.save(current.manifest.model_copy(update=changes(current.manifest)))
         finally:
             os.close(folder)
 

@@ -106,6 +106,11 @@ class Manifest(BaseModel):
     lane_noise_floors: dict[Lane, NoiseFloor] = {}
     """Of the other lanes than prefill."""
 
+    def noise_floor_changes(self, lane: Lane, floor: NoiseFloor) -> dict[str, Any]:
+        """The fields that change when a lane's noise floor is stored."""
+        of_lanes = {"lane_noise_floors": {**self.lane_noise_floors, lane: floor}}
+        return {"noise_floor": floor} if lane == "prefill" else of_lanes
+
     def to_json(self) -> str:
         fields = self.model_dump(mode="json")
         return json.dumps({**fields, _CHECKSUM: _checksum(fields)}, indent=1)

@@ -71,7 +71,9 @@ class Recorder:
         before, now = of_disk.model.computed_by, model.computed_by
         if None not in (before, now) and before != now:
             logger.warning("Reference %s was begun on other GPUs or kernels: %s; here: %s", name, before, now)
-        return await self.references.save(reference, {"head": of_disk.head or head, "corpus": of_disk.corpus or corpus})
+        return await self.references.save(
+            reference, lambda manifest: {"head": manifest.head or head, "corpus": manifest.corpus or corpus}
+        )
 
     async def _served_head(self) -> HeadFormat:
         answers = await call_workers(self.client, "scoremode_describe_head")
@@ -141,7 +143,8 @@ class Recorder:
     async def finish(self, reference: StoredReference, nlls: list[np.ndarray]) -> None:
         """Store the perplexity of a reference, after all windows are recorded."""
         figures = await asyncio.to_thread(lambda: perplexity(np.concatenate(nlls).tolist()))
-        await self.references.save(reference, {"result": Result.model_validate(figures, from_attributes=True)})
+        result = Result.model_validate(figures, from_attributes=True)
+        await self.references.save(reference, lambda _: {"result": result})
 
 
 def _plan(texts: TextWindows, labels: list[str] | None) -> tuple[StoredText, TextPlan]:

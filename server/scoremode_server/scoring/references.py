@@ -17,7 +17,7 @@ from scoremode_server.references.directory import (
     StoredText,
 )
 from scoremode_server.references.file_threads import FileThreads
-from scoremode_server.references.manifest import ModelIdentity, Result
+from scoremode_server.references.manifest import Manifest, ModelIdentity, Result
 from scoremode_server.references.tensor_files import BrokenFileError
 
 T = TypeVar("T")
@@ -93,7 +93,8 @@ class References:
     async def delete(self, name: str) -> None:
         await self.use(name, lambda: self.directory.delete(name))
 
-    async def save(self, reference: StoredReference, changes: dict[str, Any]) -> StoredReference:
+    async def save(self, reference: StoredReference, changes: Callable[[Manifest], dict[str, Any]]) -> StoredReference:
+        """As `ReferenceDirectory.update`."""
         return await self.use(reference.name, lambda: self.directory.update(reference, changes))
 
     async def current(self, reference: StoredReference) -> StoredReference:

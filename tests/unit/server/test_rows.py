@@ -34,7 +34,8 @@ def test_the_actual_token_comes_before_the_top_tokens_and_the_first_has_no_row()
     score = read_score(TOKENS, 2, output_of(prompt, sampled))
     assert np.array_equal(score.logprobs, [np.nan, -1.5, -0.25], equal_nan=True)
     assert score.ranks.tolist() == [NO_RANK, 3, 1]
-    assert score.top_token_ids[1:].tolist() == [[2, 5], [9, 1]]
+    # Token 0 is a real one.
+    assert score.top_token_ids.tolist() == [[-1, -1], [2, 5], [9, 1]]
     assert score.top_logprobs[1:].tolist() == [[-0.5, -1.0], [-0.25, -3.0]]
 
 

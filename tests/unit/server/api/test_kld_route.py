@@ -17,6 +17,7 @@ from scoremode.wire.protocol import LOWEST_LOGPROB
 from scoremode_server.errors import RequestError
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.scoring.comparer import Comparer
+from scoremode_server.scoring.scorer import Lanes
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.api.light_app import client_of, client_of_model, error_of, events, light_app
 from tests.unit.server.api.reference_engine import HEAD_FORMAT, NUM_WINDOWS, TOKENS, ReferenceEngine, record
@@ -183,6 +184,24 @@ async def test_a_noise_floor_is_stored_with_its_own_models_reference(root, monke
     assert {**after, "noise_floor": None, "disk_bytes": before["disk_bytes"]} == before
 
 
+async def test_noise_floors_of_two_lanes_measured_at_once_are_both_stored(root):
+    app = light_app(engine := ReferenceEngine(root))
+    app.state.scoremode.lanes = Lanes({"prefill": 0, "decode": 1, "verify": 3})
+    engine.let_go.clear()
+    async with client_of(app) as client:
+        bodies = [{**BODY, "as_noise_floor": True, "lane": lane} for lane in ("decode", "verify")]
+        measuring = [asyncio.create_task(client.post(KLD, json=body)) for body in bodies]
+        await engine.has_any.wait()
+        # Both read the reference before the engine has answered either.
+        await asyncio.sleep(0.1)
+        engine.let_go.set()
+        means = [answer.json()["statistics"]["kld"]["mean"] for answer in await asyncio.gather(*measuring)]
+        floors = (await client.get(BASE)).json()["lane_noise_floors"]
+    assert {lane: floor["mean"] for lane, floor in floors.items()} == dict(
+        zip(("decode", "verify"), means, strict=True)
+    )
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 async def test_a_reference_may_be_deleted_or_replaced_while_it_is_compared(root, replaced):
     engine = ReferenceEngine(root)
@@ -205,6 +224,6 @@ async def test_a_new_reference_of_the_same_name_is_read_and_left_alone(root):
             await client.delete(BASE)
             new = await record(client, prompt=TOKENS[:num_tokens])
             with pytest.raises(RequestError, match="deleted meanwhile"):
-                await stored.save(old, {"noise_floor": None})
+                await stored.save(old, lambda _: {"noise_floor": None})
             assert (await client.get(BASE)).json() == new
             assert (await client.post(KLD, json=BODY)).json()["num_scored"] == num_tokens - 1

@@ -176,17 +176,17 @@ def test_two_changes_at_once_are_both_there(tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patch, ThreadPoolExecutor() as threads:
         patch.setattr(Manifest, "from_json", classmethod(read_then_meet))
-        for changes in ({"noise_floor": FLOOR}, {"result": RESULT}):
+        for changes in (lambda of_disk: of_disk.noise_floor_changes("decode", FLOOR), lambda _: {"result": RESULT}):
             threads.submit(ReferenceDirectory(tmp_path).update, reference, changes)
         threads.shutdown()
     directory = ReferenceDirectory(tmp_path)
     changed = directory.open("base").manifest
-    assert (changed.noise_floor, changed.result) == (FLOOR, RESULT)
+    assert (changed.lane_noise_floors, changed.result) == ({"decode": FLOOR}, RESULT)
     # But not to another reference of the name.
     directory.delete("base")
     create(tmp_path, identity="two")
     with pytest.raises(NoReferenceError, match="another has its name now"):
-        directory.update(reference, {"result": RESULT})
+        directory.update(reference, lambda _: {"result": RESULT})
     assert directory.open("base").manifest.result is None
 
 
