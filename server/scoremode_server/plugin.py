@@ -22,10 +22,10 @@ class ScoremodeEndpoints:
 
     def attach_router(self, app: "FastAPI") -> None:
         """Add our routes before vLLM's, in place of its completions, chat completions and, if served,
-        `/inference/v1/generate`. Add our middleware and limits of connections."""
+        `/inference/v1/generate`. Add our middleware, and change the HTTP server."""
         from scoremode_server.api import completions, page, perplexity, references, score
         from scoremode_server.api.middleware import wrap
-        from scoremode_server.vllm_patches.shutdown import bound_connections
+        from scoremode_server.vllm_patches.http_server import change_http_server
 
         # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
         ours = [each.router for each in (completions, perplexity, score, references, page)]
@@ -39,7 +39,7 @@ class ScoremodeEndpoints:
             app.include_router(router)
         app.router.routes.extend(of_vllm)
         wrap(app)
-        bound_connections(app)
+        change_http_server(app)
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
         """Make the parts that routes share. `engine_client` is None only on servers without an engine, without
