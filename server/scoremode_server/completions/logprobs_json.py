@@ -29,8 +29,9 @@ MAX_STORED_COLUMNS = 32
 _ENTRY_BYTES = 512
 """Memory of a stored piece in addition to its text."""
 
-_UNKNOWN, _WHOLE, _WITHIN_CHARACTER = range(3)
-"""Kinds of tokens: not in the table yet, complete characters, or ending within a character."""
+_UNKNOWN, _WHOLE, _SHARED, _WITHIN_CHARACTER = range(4)
+"""Kinds of tokens: not in the table yet, complete characters, complete characters as an earlier token in the table, or
+ending within a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,8 @@ class Entries(NamedTuple):
     """Places in the top k that have their row's actual token."""
     completed: list[tuple[int, str]]
     """Places of tokens that end within a character, and their texts."""
+    may_share_texts: bool
+    """Whether two tokens of a row may have one text."""
 
 
 class TokenPieces:
@@ -93,19 +96,22 @@ class TokenPieces:
         after: what is after its rank, with its own text: `,"decoded_token":"a"}`.
         texts: the text alone: `"a"`.
         lengths: characters of the text.
+        numbers: the number of the text.
     """
 
     def __init__(self, strings: TokenStrings) -> None:
         self._strings = strings
         self.before, self.after, self.texts = (np.zeros(0, object) for _ in range(3))
-        self.lengths = np.zeros(0, np.int64)
+        self.lengths, self.numbers = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        self._numbers: dict[str, int] = {}
         self._kinds = np.zeros(0, np.uint8)
 
-    def fill(self, token_ids: np.ndarray) -> list[int]:
-        """Add these tokens [n]. Returns the places of those that end within a character."""
+    def fill(self, token_ids: np.ndarray) -> tuple[list[int], bool]:
+        """Add these tokens [n]. Returns the places of those that end within a character, and whether two of them may
+        have one text."""
         size = int(token_ids.max(initial=0)) + 1
         if size > len(self._kinds):
-            for table in (self.before, self.after, self.texts, self.lengths, self._kinds):
+            for table in (self.before, self.after, self.texts, self.lengths, self.numbers, self._kinds):
                 table.resize(size, refcheck=False)
         kinds = self._kinds[token_ids]
         # Searching bytes is faster than reducing a short array.
@@ -113,7 +119,11 @@ class TokenPieces:
             self._add(np.unique(token_ids[kinds == _UNKNOWN]).tolist())
             kinds = self._kinds[token_ids]
         places: list[int] = np.flatnonzero(kinds == _WITHIN_CHARACTER).tolist()
-        return places
+        return places, bool(places) or _SHARED in kinds.tobytes()
+
+    def number(self, text: str) -> int:
+        """The number of a text, a new one if it has none. There are hardly more texts than characters and tokens."""
+        return self._numbers.setdefault(text, len(self._numbers))
 
     def _add(self, token_ids: list[int]) -> None:
         for token_id, text in zip(token_ids, self._strings.texts_of(token_ids), strict=True):
@@ -121,7 +131,9 @@ class TokenPieces:
             self.texts[token_id] = orjson.dumps(text)
             self.after[token_id] = _after_rank(text)
             self.lengths[token_id] = len(text)
-            self._kinds[token_id] = _WITHIN_CHARACTER if text.endswith(INCOMPLETE) else _WHOLE
+            kind = _SHARED if text in self._numbers else _WHOLE
+            self._kinds[token_id] = _WITHIN_CHARACTER if text.endswith(INCOMPLETE) else kind
+            self.numbers[token_id] = self.number(text)
 
 
 class LogprobsWriter:
@@ -196,12 +208,12 @@ class LogprobsWriter:
     def _entries(self, token_ids: Sequence[int], rows: Rows, start: int) -> Entries:
         """What is written of rows of a prompt, of which the first is row `start`."""
         ids = rows.token_ids
-        within = self._pieces.fill(ids.ravel())
+        within, may_share_texts = self._pieces.fill(ids.ravel())
         logprobs = orjson.dumps(json_logprobs(rows.logprobs).ravel(), option=orjson.OPT_SERIALIZE_NUMPY)
         repeats: np.ndarray = ids == ids[:, :1]
         repeats[:, 0] = False
         completed = self._strings.texts_within(token_ids, start + 1, ids, within) if within else []
-        return Entries(logprobs[1:-1].split(b","), np.flatnonzero(repeats).tolist(), completed)
+        return Entries(logprobs[1:-1].split(b","), np.flatnonzero(repeats).tolist(), completed, may_share_texts)
 
     def _full(self, rows: Rows, entries: Entries) -> bytes:
         """vLLM's `prompt_logprobs`. Each entry has five pieces: what divides it from the one before it, the token's id,
@@ -228,19 +240,31 @@ class LogprobsWriter:
     def _openai(self, rows: Rows, entries: Entries, style: Style) -> OpenAI:
         assert style.num_top is not None
         ids, num_columns = rows.token_ids.ravel(), rows.num_columns
+        left_out, more_likely = _left_out(entries, rows.token_ids.shape, style.num_top), dict[int, int]()
         if style.as_token_ids:
             names = [b'"%b"' % format_token_id_placeholder(token_id).encode() for token_id in ids.tolist()]
             lengths = np.array(list(map(len, names[::num_columns])), np.int64) - 2
         else:
             names, lengths = self._pieces.texts[ids].tolist(), self._pieces.lengths[ids[::num_columns]]
+            numbers = self._pieces.numbers[ids]
             for place, text in entries.completed:
-                names[place] = orjson.dumps(text)
+                names[place], numbers[place] = orjson.dumps(text), self._pieces.number(text)
                 if place % num_columns == 0:
                     lengths[place // num_columns] = len(text)
+            if entries.may_share_texts:
+                # What is left out repeats nothing.
+                numbers[left_out] = range(-len(left_out), 0)
+                repeated = _repeated(numbers, num_columns)
+                left_out += repeated
+                for place in repeated:
+                    row, column = divmod(place, num_columns)
+                    first = place - column
+                    if numbers[place] == numbers[first] and rows.logprobs[row, column] > rows.logprobs[row, 0]:
+                        more_likely.setdefault(first, place)
         return OpenAI(
             b",".join(names[::num_columns]),
             b",".join(entries.logprobs[::num_columns]),
-            _top(names, entries, num_columns, style.num_top),
+            _top(names, entries.logprobs, num_columns, left_out, more_likely),
             lengths,
         )
 
@@ -281,19 +305,38 @@ def _ends(start: int, num_cached: int, num_blocks: int, most: int) -> Iterator[i
             yield start
 
 
-def _top(names: list[bytes], entries: Entries, num_columns: int, num_top: int) -> bytes:
-    """OpenAI's `top_logprobs`: at each position the actual token and up to `num_top` others. Each entry has four
-    pieces."""
-    left_out = entries.repeats
-    if num_columns > num_top + 1:
-        shown = np.ones((len(names) // num_columns, num_columns), bool)
-        shown.flat[entries.repeats] = False
-        left_out = np.flatnonzero(~shown | (shown.cumsum(axis=1) > num_top + 1)).tolist()
+def _left_out(entries: Entries, shape: tuple[int, ...], num_top: int) -> list[int]:
+    """The places of rows of this shape that are not in OpenAI's `top_logprobs`, which has the actual token and up to
+    `num_top` others."""
+    if shape[1] <= num_top + 1:
+        return list(entries.repeats)
+    shown = np.ones(shape, bool)
+    shown.flat[entries.repeats] = False
+    left_out: list[int] = np.flatnonzero(~shown | (shown.cumsum(axis=1) > num_top + 1)).tolist()
+    return left_out
+
+
+def _repeated(numbers: np.ndarray, num_columns: int) -> list[int]:
+    """Find the numbers that their row has at an earlier place, and return their places in order. `numbers` is [rows *
+    num_columns]."""
+    places: set[int] = set()
+    for distance in range(1, num_columns):
+        later = distance + np.flatnonzero(numbers[distance:] == numbers[:-distance])
+        places.update(later[later % num_columns >= distance].tolist())
+    return sorted(places)
+
+
+def _top(
+    names: list[bytes], logprobs: list[bytes], num_columns: int, left_out: list[int], more_likely: dict[int, int]
+) -> bytes:
+    """OpenAI's `top_logprobs`, with the logprobs of more likely tokens at some places. Each entry has four pieces."""
     pieces = [b","] * (4 * len(names))
     pieces[0 :: 4 * num_columns] = [b"},{"] * (len(names) // num_columns)
     pieces[1::4] = names
     pieces[2::4] = [b":"] * len(names)
-    pieces[3::4] = entries.logprobs
+    pieces[3::4] = logprobs
+    for place, other in more_likely.items():
+        pieces[4 * place + 3] = logprobs[other]
     for place in left_out:
         pieces[4 * place : 4 * place + 4] = [b""] * 4
     return b"".join(pieces).removeprefix(b"},") + b"}"

@@ -70,15 +70,19 @@ def test_pieces_add_up_to_the_json_that_is_written_at_once(strings, monkeypatch,
     assert writer._stored
 
 
+LETTERS = SimpleNamespace(
+    texts_of=lambda token_ids: [chr(97 + token_id % 10) for token_id in token_ids],
+    first_of_a_prompt=lambda token_id: chr(97 + token_id % 10),
+    texts_within=lambda prompt, start, ids, places: [(place, "h") for place in places],
+)
+"""Tokens 7, 17 and 27 have the text h."""
+
+
 def test_two_rows_are_written_as_vllm_writes_them():
     """The second's actual token is also the top one, whose rank it gets; OpenAI's `top_logprobs` has one more."""
     ids = np.array([[7, 9, 8], [6, 6, 5]])
-    letters = SimpleNamespace(
-        texts_of=lambda token_ids: [chr(97 + token_id) for token_id in token_ids],
-        first_of_a_prompt=lambda token_id: chr(97 + token_id),
-    )
     of_two = Rows.from_arrays(ids, np.array([[-1.5, -0.5, -2], [-0.25, -0.25, -3]], np.float32), np.array([40, 7]))
-    pieces = list(LogprobsWriter(letters, SIZE).prompt(result_of([5, 7, 6], of_two), STYLES[0]))
+    pieces = list(LogprobsWriter(LETTERS, SIZE).prompt(result_of([5, 7, 6], of_two), STYLES[0]))
     assert b"".join(prompt_logprobs(pieces)).decode() == (
         '[null,{"7":{"logprob":-1.5,"rank":40,"decoded_token":"h"},"9":{"logprob":-0.5,"rank":1,"decoded_token":"j"},'
         '"8":{"logprob":-2.0,"rank":2,"decoded_token":"i"}},{"6":{"logprob":-0.25,"rank":1,"decoded_token":"g"},'
@@ -88,3 +92,25 @@ def test_two_rows_are_written_as_vllm_writes_them():
         '{"text_offset":[0,1,2],"token_logprobs":[null,-1.5,-0.25],"tokens":["f","h","g"],'
         '"top_logprobs":[null,{"h":-1.5,"j":-0.5},{"g":-0.25,"f":-3.0}]}'
     )
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "num_top", "top"),
+    [
+        ([7, 17, 8], [-3, -1, -2], 2, '{"h":-1.0,"i":-2.0}'),
+        ([7, 8, 17], [-3, -1, -2], 2, '{"h":-2.0,"i":-1.0}'),
+        # The last is not shown.
+        ([7, 8, 17], [-3, -1, -2], 1, '{"h":-3.0,"i":-1.0}'),
+        # The actual token is one of the top tokens.
+        ([7, 17, 7], [-2, -1, -2], 2, '{"h":-1.0}'),
+        ([7, 7, 17], [-1, -1, -2], 2, '{"h":-1.0}'),
+        ([6, 8, 17, 9, 18, 27], [-9, -1, -2, -3, -4, -5], 5, '{"g":-9.0,"i":-1.0,"h":-2.0,"j":-3.0}'),
+        # The text of 5 is that of 7 after the tokens before it.
+        ([5, 8, 7, 17], [-4, -1, -2, -3], 3, '{"h":-2.0,"i":-1.0}'),
+    ],
+)
+def test_a_name_is_written_once_with_the_most_likely_tokens_logprob(monkeypatch, ids, logprobs, num_top, top):
+    monkeypatch.setattr(logprobs_json, "INCOMPLETE", "f")
+    rows = Rows.from_arrays(np.array([ids, ids]), np.array([logprobs, logprobs], np.float32), np.array([9, 9]))
+    pieces = list(LogprobsWriter(LETTERS, SIZE).prompt(result_of([0, *ids[:1] * 2], rows), Style(num_top, False)))
+    assert b"".join(openai_logprobs(pieces)).decode().endswith(f'"top_logprobs":[null,{top},{top}]}}')
