@@ -61,8 +61,10 @@ def random_llama(
 
 def llama_2_like(path: Path) -> Path:
     """Writes a random Llama whose tokenizer normalizes as Llama 2's: it puts BOS and a space before any text, so that
-    most words are two tokens of one text. The model has 24 tokens more than its tokenizer, and a marked template."""
-    random_llama(path)
+    most words are two tokens of one text. The model has 24 tokens more than its tokenizer, a marked template, and
+    sampling defaults as Llama 2's."""
+    random_llama(path, max_position=4096)
+    (path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9}')
     tokenizer = _sentencepiece_like(1000)
     tokenizer.pre_tokenizer = None
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

@@ -86,11 +86,13 @@ SERVERS = {
         (*_WITH_STOCK_ROUTES, "scoremode"),
         references="shared",
     ),
+    # As TRL starts its teachers.
     "llama_2_server": Server(
         "tiny",
         "llama_2_model",
         (
-            *("--served-model-name", "llama-2", *_FOR_TRAINERS, *_COMMON, "--enforce-eager"),
+            *("--served-model-name", "llama-2", "--max-model-len", "2050", *_COMMON, "--enforce-eager"),
+            *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--enable-scale-out"),
             *("--num-gpu-blocks-override", "2048"),
         ),
         (*_WITH_STOCK_ROUTES, "scoremode"),

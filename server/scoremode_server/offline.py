@@ -98,7 +98,8 @@ def score(
         RequestError: a prompt is empty, too long, or has a token id outside the vocabulary.
         ValueError: the engine was made with a setting that changes what logprobs are.
     """
-    check_engine(llm.llm_engine.vllm_config)
+    # The last token's row is that of a sampled one, of which other modes show what the forced choice makes of it.
+    check_engine(llm.llm_engine.vllm_config, ["raw_logprobs"])
     limits = Limits.from_model(llm.llm_engine.model_config)
     limits.check_top_logprobs(top_logprobs)
     tokenizer = llm.get_tokenizer()

@@ -37,8 +37,8 @@ def int8_server(servers: Servers) -> str:
 
 @pytest.fixture(scope="session")
 def llama_2_server(servers: Servers) -> str:
-    """`scoremode serve` on a random model with a tokenizer as Llama 2's, context 2,048, top 256, with vLLM's own routes
-    under /stock."""
+    """`scoremode serve` on a random model with a tokenizer as Llama 2's, context 2,050, with TRL's flags for teachers
+    (processed logprobs, any number of them), and vLLM's own routes under /stock."""
     return servers.url("llama_2_server")
 
 

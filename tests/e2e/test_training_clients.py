@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from tests import oracle
-from tests.e2e.test_completions import assert_same, connect
+from tests.e2e.test_completions import assert_same, connect, name_the_most_likely
 
 VOCABULARY = 1024
 COMPLETIONS = "/v1/completions"
 GENERATE = "/inference/v1/generate"
 LARGE: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": 100, "temperature": 0}
 VALID = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
+# TRL names the versions of vLLM that it was tested with.
+of_trl = pytest.mark.filterwarnings("ignore:TRL currently supports vLLM versions:UserWarning")
 
 
 def token_ids(length: int, *name: Any) -> list[int]:
@@ -39,12 +41,12 @@ def assert_scored_alike(url: str, path: str, body: dict[str, Any]) -> httpx.Resp
     contents = [response.raise_for_status().json() for response in (ours, stock)]
     for content in contents:
         content.pop("request_id", None)
+    name_the_most_likely(*contents, body)
     assert_same(*contents)
     return ours
 
 
-# TRL names the versions of vLLM that it was tested with.
-@pytest.mark.filterwarnings("ignore:TRL currently supports vLLM versions:UserWarning")
+@of_trl
 def test_trls_client(server):
     """Sequences of several lengths, of which the completions are scored; with the prompts shared by two of them."""
     trl = pytest.importorskip("trl.generation.vllm_client")
@@ -63,6 +65,41 @@ def test_trls_client(server):
                 np.testing.assert_allclose(one, other, rtol=0, atol=oracle.PER_TOKEN)
     assert [len(positions) for positions in ours["logprobs"]] == [30, 9, 1]
     assert {len(position) for positions in ours["logprobs"] for position in positions} == {100}
+
+
+@of_trl
+def test_trls_teachers_have_the_temperature_that_it_asks_for(llama_2_server, llama_2_model):
+    """TRL starts them with processed logprobs. Each answer comes twice, the second time from the cache."""
+    trl = pytest.importorskip("trl.generation.vllm_client")
+    client = trl.VLLMClient(llama_2_server)
+    sequence = token_ids(100, "a teacher")
+    logits = oracle.logits(llama_2_model, sequence)[69:]
+    for temperature in (0.7, 1.0) * 2:
+        teacher = client.get_sequence_logprobs([sequence], [70], top_logprobs=100, temperature=temperature)
+        expected = (logits / temperature).log_softmax(-1)
+        actual = expected[range(30), sequence[70:]].numpy()
+        for field, values in (("logprobs", expected.topk(100).values.numpy()), ("actual_logprobs", actual[:, None])):
+            np.testing.assert_allclose(teacher[field][0], values, rtol=0, atol=oracle.PER_TOKEN)
+    client.session.close()
+
+
+@pytest.mark.parametrize(("given", "temperature"), [({}, 1.0), ({"temperature": 0}, 1.0), ({"temperature": 0.7}, 0.7)])
+def test_no_default_of_the_models_applies_to_processed_logprobs(llama_2_server, llama_2_model, given, temperature):
+    """It has a temperature and a top p. The sampled token has the distribution of the prompt's rows, too."""
+    prompt = token_ids(40, given)
+    expected = (oracle.logits(llama_2_model, [*prompt, 0]) / temperature).log_softmax(-1)
+    with connect(llama_2_server) as client:
+        body = {"prompt": prompt, "echo": True, "logprobs": 3, "max_tokens": 1, **given}
+        [choice] = client.post(COMPLETIONS, json=body).raise_for_status().json()["choices"]
+        params = {"max_tokens": 1, "prompt_logprobs": 0, **given}
+        generated = client.post(GENERATE, json={"token_ids": prompt, "sampling_params": params}).raise_for_status()
+        refused = client.post(COMPLETIONS, json=body | {"top_p": 0.9, "temperature": 0.7})
+    values = expected[range(39), prompt[1:]].numpy()
+    oracle.assert_close(choice["logprobs"]["token_logprobs"][1:-1], values)
+    oracle.assert_close([max(choice["logprobs"]["top_logprobs"][-1].values())], expected[-1:].amax(1).numpy())
+    by_id = generated.json()["prompt_logprobs"][1:]
+    oracle.assert_close([each[str(token)]["logprob"] for each, token in zip(by_id, prompt[1:], strict=True)], values)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "top_p")
 
 
 @pytest.mark.parametrize(

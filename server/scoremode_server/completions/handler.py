@@ -26,6 +26,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from scoremode_server.completions import logprobs_json
 from scoremode_server.completions.logprobs_json import LogprobsWriter, OpenAI, Style
 from scoremode_server.completions.prompt_texts import PromptTexts
+from scoremode_server.completions.requests import row_temperature
 from scoremode_server.errors import EngineOutputError, RequestError, UnfinishedError
 from scoremode_server.prefix_cache.admission import Accept, cancel_and_wait
 from scoremode_server.prefix_cache.engine import EngineResult, ScoringEngine
@@ -34,6 +35,7 @@ from scoremode_server.rows import read_columns
 from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, Turns
 from scoremode_server.scoring.tokenizer import as_prompts
 from scoremode_server.vllm_patches.engine_client import exempt_from_queue_bounds
+from scoremode_server.vllm_patches.row_spec import RowSpec
 
 DECODED_AT_ONCE = 8192
 """Tokens of a request whose text is decoded on the event loop, in some two milliseconds. vLLM decodes in a thread,
@@ -60,6 +62,8 @@ class ScoringHandler:
     ) -> None:
         self.stock, self.engine, self.param, self.turns = stock, engine, param, turns
         self._long_turns = Turns(at_once=1)
+        self.processes = stock.model_config.logprobs_mode == "processed_logprobs"
+        """Whether a request's own temperature applies to its rows, and no default of the model's."""
         self._method = method
         self._writer = writer
 
@@ -68,6 +72,8 @@ class ScoringHandler:
         scoring = _EngineThatScores(self, request, raw_request, owner, accept)
         stock = copy(self.stock)
         stock.engine_client = scoring
+        if self.processes:
+            stock.default_sampling_params = {}
         try:
             with exempt_from_queue_bounds():
                 response = await self.respond(stock, request, raw_request)
@@ -187,11 +193,29 @@ class _EngineThatScores:
         return getattr(self._handler.stock.engine_client, name)
 
     def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncIterator[RequestOutput]:
+        token_ids = prompt["prompt_token_ids"]
+        spec = RowSpec(
+            num_top=params.prompt_logprobs,
+            temperature=row_temperature(params) if self._handler.processes else 1.0,
+        )
         if isinstance(self._request, CompletionRequest):
             params.logprobs, params.flat_logprobs = self._request.logprobs, True
-        # Engines that a request is moved between know it by its id.
-        name = request_id if is_moved(params) else engine_id(request_id)
-        self._asked.append(RowsRequest.sample(prompt["prompt_token_ids"], name, prompt, params, self._owner, options))
+            if self._request.max_tokens == 0 and len(token_ids) == self._handler.stock.model_config.max_model_len:
+                # vLLM takes only a prompt after which a token fits.
+                spec = replace(spec, last_token=token_ids[-1])
+                prompt = {**prompt, "prompt_token_ids": token_ids[:-1]}
+        self._asked.append(
+            RowsRequest.sample(
+                token_ids,
+                spec,
+                # Engines that a request is moved between know it by its id.
+                request_id=request_id if is_moved(params) else engine_id(request_id),
+                prompt=prompt,
+                params=params,
+                owner=self._owner,
+                options=options,
+            )
+        )
         return self._output(len(self._asked) - 1, prompt)
 
     async def _output(self, index: int, prompt: Any) -> AsyncIterator[RequestOutput]:
@@ -207,6 +231,8 @@ class _EngineThatScores:
             self._finished.set()
         await self._finished.wait()
         result = self.results[index]
+        # With the last token, which may not have been fed.
+        result.output.prompt_token_ids = self._asked[index].token_ids
         output = copy(result.output)
         if output.prompt is None:
             output.prompt = prompt.get("prompt") or self._handler.prompt_text(self._request, result)

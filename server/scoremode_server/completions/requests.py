@@ -1,13 +1,24 @@
 """Requests to vLLM's routes: which of them score, and models of them whose validation ends at the first wrong value."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.sampling_params import SamplingParams
 
 from scoremode.wire.protocol import PROMPT_FORMS, Many, one_message
+from scoremode_server.errors import RequestError
+
+_PROCESSORS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("top_p", "repetition_penalty"), (1,)),
+    "top_k": (0, -1),
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "min_tokens"), (0,)),
+    **dict.fromkeys(("bad_words", "logit_bias", "allowed_token_ids"), (None, [], {})),
+    **dict.fromkeys(("structured_outputs", "thinking_token_budget"), (None,)),
+}
+"""The sampling parameters other than temperature that change vLLM's processed logprobs, and the values that do not."""
 
 TokenIds = Many[Annotated[int, Field(ge=0)]]
 
@@ -38,6 +49,19 @@ def is_scoring_completion(request: CompletionRequest) -> bool:
         and (request.n, request.prompt_embeds) == (1, None)
         and not (request.stream or request.use_beam_search or request.logprob_token_ids)
     )
+
+
+def row_temperature(params: SamplingParams) -> float:
+    """The temperature of a prompt's rows with processed logprobs: the request's own, where 0 is 1, as in vLLM's
+    sampler. RequestError if the request asks for other processors."""
+    for name, neutral in _PROCESSORS.items():
+        if getattr(params, name) not in neutral:
+            raise RequestError(
+                f"{name}: this server (--logprobs-mode processed_logprobs) scores prompts with temperature alone; "
+                f"leave out {name}",
+                name,
+            )
+    return params.temperature or 1.0
 
 
 def is_scoring_generation(request: GenerateRequest) -> bool:

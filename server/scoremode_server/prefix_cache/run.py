@@ -80,16 +80,18 @@ class RowsRequest:
     def sample(
         cls,
         token_ids: Sequence[int],
+        spec: RowSpec,
+        *,
         request_id: str,
         prompt: Mapping[str, Any],
         params: SamplingParams,
         owner: str,
         options: Mapping[str, Any],
     ) -> "RowsRequest":
-        """A request whose prompt is scored, and that samples as its parameters say."""
+        """A request whose prompt is scored, and that samples as its parameters say. With a `last_token`, the prompt is
+        all that precedes it."""
         # An engine that it is moved to or from must find its keys and values.
         moved = is_moved(params)
-        spec = RowSpec(num_top=params.prompt_logprobs)
         return cls(
             request_id,
             token_ids,

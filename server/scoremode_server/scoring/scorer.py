@@ -170,11 +170,11 @@ class Lanes:
         return {"chunk": self.chunks[request.lane], "context": request.context}
 
 
-def check_engine(config: VllmConfig) -> None:
-    """Raise ValueError if a setting of an engine changes what logprobs are."""
+def check_engine(config: VllmConfig, modes: Sequence[str] = ("raw_logprobs", "processed_logprobs")) -> None:
+    """Raise ValueError if a setting of an engine changes what logprobs are. `modes` are those that do not."""
     mode = config.model_config.logprobs_mode
-    if mode != "raw_logprobs":
-        raise ValueError(f"scoring needs --logprobs-mode raw_logprobs, got {mode}, which changes sampled logprobs")
+    if mode not in modes:
+        raise ValueError(f"scoring needs --logprobs-mode {' or '.join(modes)}, got {mode}")
     if config.cache_config.kv_sharing_fast_prefill:
         raise ValueError("scoring needs a server without --kv-sharing-fast-prefill, which makes prompt logprobs wrong")
     if config.lora_config is not None and current_platform.is_cpu():

@@ -8,13 +8,16 @@ from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from scoremode_server.completions.requests import (
     CompletionBody,
     GenerateBody,
     is_scoring_completion,
     is_scoring_generation,
+    row_temperature,
 )
+from scoremode_server.errors import RequestError
 
 PLAIN = {"model": "m", "prompt": [5, 6, 7], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
 PARAMS = {"max_tokens": 1, "prompt_logprobs": 1}
@@ -85,3 +88,22 @@ def test_wrong_bodies_are_refused(monkeypatch, body, message):
     monkeypatch.setenv("VLLM_MAX_COMPLETION_PROMPTS", "2")
     with pytest.raises((ValidationError, VLLMValidationError), match=re.escape(message)):
         read(body)
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        *({name: 0.5} for name in ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")),
+        *({"top_k": 5}, {"min_tokens": 1}, {"bad_words": ["the"]}, {"logit_bias": {5: 1.0}}),
+        *({"allowed_token_ids": [5]}, {"thinking_token_budget": 5}),
+        {"structured_outputs": StructuredOutputsParams(regex="a")},
+    ],
+    ids=lambda processor: next(iter(processor)),
+)
+def test_processed_logprobs_of_prompts_have_a_temperature_and_no_other_processor(processor):
+    neutral = {"top_k": -1, "top_p": 1.0, "logit_bias": {}, "bad_words": [], "stop": ["a"], "seed": 3}
+    assert [row_temperature(SamplingParams(temperature=each, **neutral)) for each in (0, 0.7, 1)] == [1, 0.7, 1]
+    [name] = processor
+    with pytest.raises(RequestError, match=f"leave out {name}") as error:
+        row_temperature(SamplingParams(temperature=0.7, **processor))
+    assert error.value.param == name

@@ -65,8 +65,15 @@ class Ask:
             logprobs=self.top,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = tokens_input(self.fed, cache_salt=self.salt)
-        request = RowsRequest.sample(self.fed, request_id, prompt, params, "", options)
+        request = RowsRequest.sample(
+            self.fed,
+            RowSpec(num_top=self.top),
+            request_id=request_id,
+            prompt=tokens_input(self.fed, cache_salt=self.salt),
+            params=params,
+            owner="",
+            options=options,
+        )
         return replace(request, first=self.first, use_cache=self.cached)
 
 

@@ -87,7 +87,8 @@ def test_an_engine_has_the_lanes_of_its_scheduler(drafts: int, context_parallel:
 @pytest.mark.parametrize(
     ("mode", "fast_prefill", "lora", "flag"),
     [
-        ("processed_logprobs", False, None, "--logprobs-mode"),
+        ("processed_logits", False, None, "--logprobs-mode"),
+        ("raw_logits", False, None, "--logprobs-mode"),
         ("raw_logprobs", True, None, "--kv-sharing"),
         # This platform is a CPU.
         ("raw_logprobs", False, LoRAConfig(), "--enable-lora"),
