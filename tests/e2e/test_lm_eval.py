@@ -6,6 +6,7 @@ Tolerance a request: 1e-3 nats, over up to some thousands of tokens whose float3
 """
 
 import json
+import re
 import sqlite3
 import subprocess
 import sys
@@ -25,12 +26,16 @@ import lm_eval_tasks
 from scoremode.accuracy.compare_tasks import compare_tasks
 from scoremode.accuracy.flips import Flips
 from scoremode.accuracy.samples import load_tasks
+from tests.doc_examples import ROOT
 from tests.shared_servers import API_KEY
 from tests.unit.client.fake_server import serve
 
 MAX_LENGTH = 512
 TASK, ROLLING = "python_reference", "python_documents"
 NUM_QUESTIONS = 8
+DOCUMENTED = re.findall(r"--model (\S+)[^`]*?--model_args (\S+)", (ROOT / "docs" / "lm-eval.md").read_text())
+"""The backend of each command on that page, and its arguments."""
+DOCUMENTED_LENGTH = 2048
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,11 +86,20 @@ def evaluate(tasks: Path, model: Any, arguments: dict[str, Any]) -> dict[str, An
     return results
 
 
+def evaluate_hf(tasks: Path, model: Path, max_length: int) -> dict[str, Any]:
+    """The results of lm-eval's `hf` backend: transformers in float32."""
+    arguments = {"pretrained": str(model), "dtype": "float32", "device": "cpu", "max_length": max_length}
+    return evaluate(tasks, "hf", {**arguments, "batch_size": 1})
+
+
 @pytest.fixture(scope="module")
 def reference(tasks: Path, random_model: Path) -> dict[str, Any]:
-    """lm-eval's `hf` backend: transformers in float32."""
-    arguments = {"pretrained": str(random_model), "dtype": "float32", "device": "cpu", "max_length": MAX_LENGTH}
-    return evaluate(tasks, "hf", {**arguments, "batch_size": 1})
+    return evaluate_hf(tasks, random_model, MAX_LENGTH)
+
+
+@pytest.fixture(scope="module")
+def reference_with_bos(tasks: Path, llama_2_model: Path) -> dict[str, Any]:
+    return evaluate_hf(tasks, llama_2_model, DOCUMENTED_LENGTH)
 
 
 @pytest.fixture(scope="module", params=["scoremode", "local-completions"])
@@ -116,12 +130,34 @@ def answers(results: dict[str, Any], task: str) -> list[Any]:
 
 
 def test_every_loglikelihood_is_that_of_the_hf_backend(ours, reference):
+    assert_same_answers(ours, reference)
+
+
+def assert_same_answers(ours: dict[str, Any], reference: dict[str, Any]) -> None:
     got, expected = answers(ours, TASK), answers(reference, TASK)
     assert len(got) == len(expected) == 4 * NUM_QUESTIONS
     assert [loglikelihood for loglikelihood, _ in got] == pytest.approx([each for each, _ in expected], abs=1e-3)
     assert [is_greedy for _, is_greedy in got] == [is_greedy for _, is_greedy in expected]
     documents = answers(ours, ROLLING)
-    assert documents == pytest.approx(answers(reference, ROLLING), abs=1e-3)
+    # `hf` adds up in float32.
+    assert documents == pytest.approx(answers(reference, ROLLING), abs=1e-3, rel=2e-7)
+
+
+@pytest.mark.parametrize(("backend", "arguments"), DOCUMENTED, ids=[backend for backend, _ in DOCUMENTED])
+def test_documented_commands_have_the_answers_of_the_hf_backend_where_bos_is_added(
+    llama_2_server, llama_2_model, tasks, reference_with_bos, backend, arguments
+):
+    """On a server with the page's `--max-model-len`, of a model whose tokenizer adds BOS."""
+    from lm_eval.utils import simple_parse_args_string
+
+    from scoremode.lm_eval.model import ScoremodeLM
+
+    given = simple_parse_args_string(arguments.replace("http://localhost:8000", llama_2_server))
+    if backend == "scoremode":
+        results = evaluate(tasks, ScoremodeLM(**given, max_length=DOCUMENTED_LENGTH), {})
+    else:
+        results = evaluate(tasks, backend, given | {"model": "llama-2", "tokenizer": str(llama_2_model)})
+    assert_same_answers(results, reference_with_bos)
 
 
 def test_answers_of_both_backends_are_compared_question_by_question(ours, reference, tmp_path):
