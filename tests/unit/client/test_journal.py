@@ -139,6 +139,7 @@ def test_a_damaged_line_is_named_and_nothing_is_changed(path, line):
         b'["a"]\n',
         b"\xff\xfe\n",
     ],
+    ids=lambda content: str(content)[:20],
 )
 def test_another_file_of_that_name_is_left_alone(path, content):
     path.write_bytes(content)
