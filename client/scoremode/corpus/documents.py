@@ -99,7 +99,8 @@ class DocumentScorer:
         self._per_token = per_token
 
     async def score(self, documents: Sequence[AnyDocument]) -> list[DocumentResult]:
-        """Score documents, those that fit the context in one request. One that a server refuses has no figures."""
+        """Score any number of documents, many in a request where they fit the context. One that a server refuses has no
+        figures."""
         asked = [document for document in documents if isinstance(document, Document)]
         limit = self.context_length * _FEWEST_BYTES
         short, long = await joined(
@@ -115,8 +116,10 @@ class DocumentScorer:
         ]
 
     async def _score_texts(self, documents: Sequence[Document]) -> list[DocumentResult]:
-        if not documents:
-            return []
+        parts = await joined(self._score_request(documents[first:last]) for first, last in cut_into_requests(documents))
+        return [result for part in parts for result in part]
+
+    async def _score_request(self, documents: Sequence[Document]) -> list[DocumentResult]:
         try:
             answers = await self.pool.ask([document.text for document in documents], self._ask_for_texts)
         except _RefusalError:
@@ -124,7 +127,7 @@ class DocumentScorer:
                 return [await self._tokenize_and_score(documents[0])]
             # One of them is too long or otherwise at fault, or all together are too long.
             half = len(documents) // 2
-            first, second = await joined(map(self._score_texts, (documents[:half], documents[half:])))
+            first, second = await joined(map(self._score_request, (documents[:half], documents[half:])))
             return first + second
         too_long = [len(answer.token_ids) > self.context_length for answer in answers]
         pairs = list(zip(documents, answers, strict=True))

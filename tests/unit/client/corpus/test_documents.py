@@ -6,6 +6,7 @@ import pytest
 from fake_server import BOS, MAX_MODEL_LEN, FakeServer, answer, changed, client_of, error, nlls
 
 from scoremode import ResponseError, ServerError
+from scoremode.corpus import documents
 from scoremode.corpus.documents import Document, DocumentScorer, ScoredDocument, UnscoredDocument, cut_into_requests
 from scoremode.runs.pool import Pool
 from scoremode.windows import WindowError
@@ -46,6 +47,15 @@ async def test_documents_that_fit_are_one_request_and_keep_their_order():
     assert figures(await score(server, *texts)) == [sum(nlls(text)) for text in texts]
     [body] = server.score_requests
     assert (body["prompt"], body["continuations"], body["encoding_format"]) == ([[BOS]], texts, "base64")
+
+
+async def test_many_documents_are_several_requests(monkeypatch):
+    monkeypatch.setattr(documents, "_REQUEST_BYTES", 4)
+    server = FakeServer()
+    texts = ["one", "three", "x" * 4 * CONTEXT, "two", "six"]
+    assert figures(await score(server, *texts)) == [sum(nlls(text)) for text in texts]
+    asked = [body["continuations"] for body in server.score_requests if "continuations" in body]
+    assert asked == [["one", "three"], ["two", "six"]]
 
 
 @pytest.mark.parametrize("length", [50, CONTEXT + 1, 3 * CONTEXT, 3 * CONTEXT + 1, 10 * CONTEXT + 5])
