@@ -341,9 +341,6 @@ _COMMANDS = {
                 "--resume": _flag(
                     "resume an earlier run: finished files stay as they are, others are continued where they ended"
                 ),
-                "--filter CONDITION": _option(
-                    "keep the rows for which it is true, such as 'bits_per_byte < 1.2 and language == \"en\"'"
-                ),
                 "--per-token": _flag("add token_ids and token_logprobs too"),
                 "--column-prefix TEXT": _option(
                     "put before the names of the added columns, where a file has them from another model", default=""

@@ -181,7 +181,7 @@ def _keep_and_show(writer: Any, run: Any, overlap: Any, options: argparse.Namesp
 
 
 async def _score_corpus(options: argparse.Namespace) -> None:
-    names = ("text_column", "column_prefix", "per_token", "filter", "context_length", "concurrency", "resume")
+    names = ("text_column", "column_prefix", "per_token", "context_length", "concurrency", "resume")
     settings: dict[str, Any] = {name: getattr(options, name) for name in names}
     async with _connected(options, corpus_bar(quiet=options.quiet)) as (clients, on_progress):
         done = await score_corpus(clients, options.inputs, options.output, **settings, on_progress=on_progress)

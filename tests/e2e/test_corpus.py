@@ -1,4 +1,4 @@
-"""A corpus on a real server: `ppl-client corpus` vs an oracle, and `ScoreBatch` in the real Ray Data."""
+"""A corpus on a real server: `ppl-client corpus` vs an oracle, and the example for Ray Data."""
 
 import json
 import math
@@ -13,6 +13,7 @@ import pytest
 
 from tests import oracle
 from tests.command_line import TIMEOUT_SECONDS, ppl_client
+from tests.doc_examples import examples
 
 
 def documents(wikitext: str) -> list[str]:
@@ -46,43 +47,33 @@ def test_figures_are_those_of_an_oracle(server, client, random_model, wikitext, 
     assert num_windows >= {1, 2}
 
 
-SCRIPT = """
+RAY_SETTINGS = """
 import ray
-from scoremode.ray import ScoreBatch
-
-# Two CPUs by name: one is the actor's as long as it lives, the other is for tasks that read.
-ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+# CPUs by name: each actor holds one as long as it lives, the other is for tasks that read.
+ray.init(num_cpus=3, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
 ray.data.DataContext.get_current().enable_progress_bars = False
-scored = ray.data.read_parquet("in").map_batches(
-    ScoreBatch,
-    fn_constructor_kwargs={"urls": ["URL"], "text_column": "body"},
-    batch_format="pyarrow",
-    batch_size=8,
-    compute=ray.data.ActorPoolStrategy(size=1),
-)
-scored.write_parquet("out")
-ray.shutdown()
 """
 
 
-def test_a_dataset_is_scored_by_an_actor(server, client, wikitext, tmp_path):
+def test_a_dataset_is_scored_by_the_example(server, client, wikitext, tmp_path):
     """In a process of its own, as people have it: Ray leaves threads and signal handlers."""
     texts = [*(wikitext[start : start + 200] for start in range(0, 4000, 200)), None, ""]
-    (tmp_path / "in").mkdir()
-    pq.write_table(pa.table({"body": texts, "place": range(len(texts))}), tmp_path / "in" / "rows.parquet")
+    (tmp_path / "pages").mkdir()
+    pq.write_table(pa.table({"text": texts, "place": range(len(texts))}), tmp_path / "pages" / "rows.parquet")
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": "/tmp"}
-    command = [sys.executable, "-c", SCRIPT.replace("URL", server)]
+    [(_, code)] = examples("import ray").values()
+    code = RAY_SETTINGS + code.replace("http://gpu1:8000", server).replace(', "http://gpu2:8000"', "")
+    command = [sys.executable, "-c", code]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
     assert done.returncode == 0, done.stderr
-    rows = sorted(pq.read_table(tmp_path / "out").to_pylist(), key=lambda row: row["place"])
-    assert [row["body"] for row in rows] == texts
-    assert [row["error"] for row in rows] == [None] * 20 + ["the text is null", "the text is empty"]
+    rows = sorted(pq.read_table(tmp_path / "scored").to_pylist(), key=lambda row: row["place"])
+    assert [row["text"] for row in rows] == texts
     prefix = client.info().prefix_token_id
     for row in rows[:20]:
-        tokens = client.tokenize(row["body"], add_special_tokens=False)
+        tokens = client.tokenize(row["text"], add_special_tokens=False)
         [score] = client.score([[prefix, *tokens]])
         assert row["num_tokens"] == len(tokens)
         assert row["nll"] / len(tokens) == pytest.approx(-score.sum_logprob / len(tokens), abs=1e-5)
-    assert rows[20]["nll"] is None
+    assert [row["nll"] for row in rows[20:]] == [None, None]

@@ -21,7 +21,6 @@ async def score_corpus(
     text_column: str = "text",
     column_prefix: str = "",
     per_token: bool = False,
-    filter: str | None = None,
     context_length: int | None = None,
     concurrency: int | None = None,
     resume: bool = False,
@@ -40,7 +39,6 @@ async def score_corpus(
         text_column: The documents.
         column_prefix: Put before the names of the added columns.
         per_token: Add `token_ids` and `token_logprobs` (nats) too, both [num_tokens].
-        filter: Keep the rows for which this condition on columns is true, such as `bits_per_byte < 1.2`.
         context_length: Tokens a window; as many as the model takes when left out.
         concurrency: Requests in flight at once at each server, each of some 8,000 tokens.
         resume: Resume an earlier run: finished files stay as they are, others continue after their last whole request.
@@ -64,7 +62,6 @@ async def score_corpus(
         "text_column": text_column,
         "column_prefix": column_prefix,
         "per_token": per_token,
-        "filter": filter,
         "context_length": scorer.context_length,
         "model": pool.clients[0].model or pool.info.model,
         **server_header(pool.info),

@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from scoremode.errors import OutputError
@@ -74,24 +73,16 @@ class FiguresJournal(AppendedFile):
 class OutputFile:
     """Takes rows and their figures in order, until `finish` puts the file in its place.
 
-    The file keeps `header`, everything that decides rows and figures, and the rows for which `condition` is true.
+    The file keeps `header`: everything that decides its rows and figures.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        header: Mapping[str, object],
-        rows: pa.Schema,
-        added: pa.Schema,
-        condition: pc.Expression | None,
-    ) -> None:
+    def __init__(self, path: Path, header: Mapping[str, object], rows: pa.Schema, added: pa.Schema) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._journal = FiguresJournal(journal_of(path), header, added)
         self._earlier = self._journal.earlier
         metadata = {**(rows.metadata or {}), _header_key(header): json.dumps(header)}
         self._schema = pa.schema([*rows, *added], metadata=metadata)
-        self._condition = condition
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._waiting: list[pa.Table] = []
         self._waiting_rows = self._waiting_bytes = 0
@@ -107,21 +98,17 @@ class OutputFile:
         taken, self._earlier = self._earlier.slice(0, num_rows), self._earlier.slice(num_rows)
         return taken
 
-    def add(self, rows: pa.RecordBatch, figures: pa.RecordBatch | pa.Table, *, is_new: bool) -> int:
-        """Take the next rows; returns how many are kept. Their figures are in the journal first if they are new."""
+    def add(self, rows: pa.RecordBatch, figures: pa.RecordBatch | pa.Table, *, is_new: bool) -> None:
+        """Take the next rows. Their figures are in the journal first if they are new."""
         if is_new:
             self._journal.add(figures)
-        columns = [*rows.columns, *figures.columns]
-        table = pa.Table.from_arrays(columns, schema=self._schema)
-        if self._condition is not None:
-            table = table.filter(self._condition)
+        table = pa.Table.from_arrays([*rows.columns, *figures.columns], schema=self._schema)
         self._waiting.append(table)
         self._waiting_rows += table.num_rows
         # Looked at once for each table: pyarrow goes through all of its chunks.
         self._waiting_bytes += table.nbytes
         if self._waiting_rows >= _ROW_GROUP_ROWS or self._waiting_bytes >= _ROW_GROUP_BYTES:
             self._write_waiting()
-        return int(table.num_rows)
 
     def finish(self) -> None:
         """Put the file in its place, and delete the journal."""
@@ -149,7 +136,7 @@ class OutputFile:
         table, self._waiting = pa.concat_tables(self._waiting), []
         self._waiting_rows = self._waiting_bytes = 0
         try:
-            self._writer.write_table(table, row_group_size=max(1, table.num_rows))
+            self._writer.write_table(table)
         except OSError as error:
             raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
 

@@ -19,7 +19,6 @@ import pyarrow as pa
 
 from scoremode._tasks import in_thread
 from scoremode.corpus.documents import DocumentResult, DocumentScorer, UnscoredDocument, cut_into_requests
-from scoremode.corpus.filters import check_filter, parse_filter
 from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
 from scoremode.corpus.rows import added_columns, added_schema, check_columns, documents_of, open_rows
 from scoremode.corpus.settings import CorpusProgress, InputFile, OnCorpusProgress
@@ -61,7 +60,6 @@ class Pipeline:
         self._scorer = scorer
         self._on_progress = on_progress
         self._added = added_schema(settings["column_prefix"], per_token=settings["per_token"])
-        self._condition = None if settings["filter"] is None else parse_filter(settings["filter"])
         self._most_pieces = _PIECES_PER_REQUEST * scorer.pool.concurrency
         self._pieces: deque[_Piece | OutputFile | ScoremodeError] = deque()
         """Not yet written. An output stands for its end, an error for why no more is read."""
@@ -118,11 +116,9 @@ class Pipeline:
             return None
         schema, batches = open_rows(file.path)
         check_columns(schema, self._settings["text_column"], self._added.names, str(file.path))
-        if self._condition is not None and schema.names:
-            check_filter(self._condition, pa.schema([*schema, *self._added]))
         with file.path.open("rb") as content:
             header["input_sha256"] = hashlib.file_digest(content, "sha256").hexdigest()
-        output = OutputFile(path, header, schema, self._added, self._condition)
+        output = OutputFile(path, header, schema, self._added)
         self._open.append(output)
         return batches, output
 
@@ -159,7 +155,7 @@ class Pipeline:
             figures = added_columns(results, self._added)
             errors = (result.error for result in results if isinstance(result, UnscoredDocument))
             progress.first_error = progress.first_error or next(errors, None)
-        progress.num_kept += await in_thread(piece.output.add, piece.rows, figures, is_new=is_new)
+        await in_thread(piece.output.add, piece.rows, figures, is_new=is_new)
         num_tokens, nll = (figures.column(place).to_pylist() for place in (0, 1))
         sum_tokens = sum(filter(None, num_tokens))
         progress.num_documents += figures.num_rows

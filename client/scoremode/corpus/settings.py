@@ -76,8 +76,6 @@ class CorpusProgress:
     num_resumed: int = 0
     """Documents among them that an earlier session had scored."""
     num_unscored: int = 0
-    num_kept: int = 0
-    """Documents that the filter let pass; all without one."""
     num_tokens: int = 0
     num_tokens_resumed: int = 0
     """Tokens among them that an earlier session scored."""
@@ -103,7 +101,7 @@ def figures_as_text(done: CorpusProgress) -> str:
     documents = f"{done.num_documents:,}"
     if done.num_resumed:
         documents += f", {done.num_resumed:,} of them scored before"
-    lines = {"files": files, "documents": documents, "kept": f"{done.num_kept:,}"}
+    lines = {"files": files, "documents": documents}
     if done.num_unscored:
         reason = "" if done.first_error is None else f", the first because {done.first_error}"
         lines["without figures"] = f"{done.num_unscored:,}{reason}"
