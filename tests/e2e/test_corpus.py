@@ -49,8 +49,8 @@ def test_figures_are_those_of_an_oracle(server, client, random_model, wikitext, 
 
 RAY_SETTINGS = """
 import ray
-# CPUs by name: each actor holds one as long as it lives, the other is for tasks that read.
-ray.init(num_cpus=3, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+# Two CPUs by name: one is the actor's as long as it lives, the other is for tasks that read.
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
 ray.data.DataContext.get_current().enable_progress_bars = False
 """
 
@@ -62,8 +62,8 @@ def test_a_dataset_is_scored_by_the_example(server, client, wikitext, tmp_path):
     pq.write_table(pa.table({"text": texts, "place": range(len(texts))}), tmp_path / "pages" / "rows.parquet")
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": "/tmp"}
     [(_, code)] = examples("import ray").values()
-    code = RAY_SETTINGS + code.replace("http://gpu1:8000", server).replace(', "http://gpu2:8000"', "")
-    command = [sys.executable, "-c", code]
+    code = code.replace("http://gpu1:8000", server).replace(', "http://gpu2:8000"', "")
+    command = [sys.executable, "-c", RAY_SETTINGS + code.replace("concurrency=2", "concurrency=1")]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
