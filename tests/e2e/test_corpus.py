@@ -63,7 +63,7 @@ def test_a_dataset_is_scored_by_the_example(server, client, wikitext, tmp_path):
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": "/tmp"}
     [(_, code)] = examples("import ray").values()
     code = code.replace("http://gpu1:8000", server).replace(', "http://gpu2:8000"', "")
-    command = [sys.executable, "-c", RAY_SETTINGS + code.replace("concurrency=2", "concurrency=1")]
+    command = [sys.executable, "-c", RAY_SETTINGS + code.replace("size=2", "size=1")]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
