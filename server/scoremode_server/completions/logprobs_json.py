@@ -246,14 +246,16 @@ class LogprobsWriter:
             lengths = np.array(list(map(len, names[::num_columns])), np.int64) - 2
         else:
             names, lengths = self._pieces.texts[ids].tolist(), self._pieces.lengths[ids[::num_columns]]
-            numbers = self._pieces.numbers[ids]
             for place, text in entries.completed:
-                names[place], numbers[place] = orjson.dumps(text), self._pieces.number(text)
+                names[place] = orjson.dumps(text)
                 if place % num_columns == 0:
                     lengths[place // num_columns] = len(text)
             if entries.may_share_texts:
+                numbers = self._pieces.numbers[ids]
+                for place, text in entries.completed:
+                    numbers[place] = self._pieces.number(text)
                 # What is left out repeats nothing.
-                numbers[left_out] = range(-len(left_out), 0)
+                numbers[left_out] = np.arange(-len(left_out), 0)
                 repeated = _repeated(numbers, num_columns)
                 left_out += repeated
                 for place in repeated:
