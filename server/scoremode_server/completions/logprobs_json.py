@@ -85,7 +85,7 @@ class Entries(NamedTuple):
     completed: list[tuple[int, str]]
     """Places of tokens that end within a character, and their texts."""
     may_share_texts: bool
-    """Whether two tokens of a row may have one text."""
+    """Whether two tokens of a row may have one text, without those that end within a character."""
 
 
 class TokenPieces:
@@ -107,8 +107,8 @@ class TokenPieces:
         self._kinds = np.zeros(0, np.uint8)
 
     def fill(self, token_ids: np.ndarray) -> tuple[list[int], bool]:
-        """Add these tokens [n]. Returns the places of those that end within a character, and whether two of them may
-        have one text."""
+        """Add these tokens [n]. Returns the places of those that end within a character, and whether two of the others
+        may have one text."""
         size = int(token_ids.max(initial=0)) + 1
         if size > len(self._kinds):
             for table in (self.before, self.after, self.texts, self.lengths, self.numbers, self._kinds):
@@ -119,7 +119,7 @@ class TokenPieces:
             self._add(np.unique(token_ids[kinds == _UNKNOWN]).tolist())
             kinds = self._kinds[token_ids]
         places: list[int] = np.flatnonzero(kinds == _WITHIN_CHARACTER).tolist()
-        return places, bool(places) or _SHARED in kinds.tobytes()
+        return places, _SHARED in kinds.tobytes()
 
     def number(self, text: str) -> int:
         """The number of a text, a new one if it has none. There are hardly more texts than characters and tokens."""
@@ -250,7 +250,8 @@ class LogprobsWriter:
                 names[place] = orjson.dumps(text)
                 if place % num_columns == 0:
                     lengths[place // num_columns] = len(text)
-            if entries.may_share_texts:
+            starts = {place - place % num_columns for place, _ in entries.completed}
+            if entries.may_share_texts or any(len({*names[at : at + num_columns]}) < num_columns for at in starts):
                 numbers = self._pieces.numbers[ids]
                 for place, text in entries.completed:
                     numbers[place] = self._pieces.number(text)
