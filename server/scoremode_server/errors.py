@@ -1,5 +1,8 @@
 """What can go wrong in the server. `api/requests.py` has the HTTP status of each error."""
 
+RETRY_AFTER_SECONDS = 2
+"""When a request that finds the server busy is to be sent again."""
+
 MAX_NAME = 100
 """Characters of a name that are repeated to the client, who chose it."""
 

@@ -17,8 +17,6 @@ LOGPROB_VARIABLE = "SCOREMODE_LOGPROB_BYTES"
 MAX_SEQUENCES = 65_536
 
 REFERENCE_VARIABLE = "SCOREMODE_REFERENCE_DIR"
-REFERENCE_HEADS_FLAG = "--reference-head-bytes"
-REFERENCE_HEADS_VARIABLE = "SCOREMODE_REFERENCE_HEAD_BYTES"
 WORKER_EXTENSION = "scoremode_server.vllm_patches.worker_extension.ReferenceWorker"
 
 PLUGIN = "scoremode"
@@ -69,14 +67,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         f"Default: the environment's {REFERENCE_VARIABLE}, else none.",
     )
     group.add_argument(
-        REFERENCE_HEADS_FLAG,
-        type=number_of_bytes,
-        metavar="BYTES",
-        help="Accelerator memory for LM heads of references on all tensor-parallel ranks together, such as 4G. "
-        "Comparisons with references whose heads do not fit at once take turns of some seconds. "
-        f"Default: the environment's {REFERENCE_HEADS_VARIABLE}, else the largest head when the server starts.",
-    )
-    group.add_argument(
         "--max-request-bytes",
         type=number_of_bytes,
         default=MAX_REQUEST_BYTES,
@@ -121,20 +111,12 @@ def configure_references(arguments: Namespace) -> None:
         raise SystemExit(f"scoremode: --reference-dir: {error}") from None
     arguments.worker_extension_cls = WORKER_EXTENSION
     os.environ[REFERENCE_VARIABLE] = str(directory.resolve())
-    if arguments.reference_head_bytes is not None:
-        os.environ[REFERENCE_HEADS_VARIABLE] = str(arguments.reference_head_bytes)
 
 
 def reference_directory() -> Path | None:
     """The folder of references, from the environment."""
     path = os.environ.get(REFERENCE_VARIABLE)
     return Path(path) if path else None
-
-
-def reference_head_bytes() -> int | None:
-    """Bytes of memory for LM heads of references, from the environment, if it has them. ValueError if the size
-    is not valid."""
-    return _from_environment(REFERENCE_HEADS_VARIABLE, 0) if REFERENCE_HEADS_VARIABLE in os.environ else None
 
 
 def _from_environment(variable: str, default: int) -> int:

@@ -97,7 +97,7 @@ class Attempts:
     def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
         if kind is None:
             self._retries.first_contact = None
-            if self._num_failures:
+            if self._first_failure is not None:
                 self._retries.end_waiting()
 
     def wait_after_status(self, response: httpx.Response, body: bytes) -> float:
@@ -112,6 +112,9 @@ class Attempts:
         if not self._may_pass(error):
             raise error
         asked_wait = _retry_after(response.headers.get("retry-after"))
+        if response.status_code != BUSY or error.param != "reference":
+            self._num_failures += 1
+        # Else other clients compare with another reference, which ends however long their windows take.
         return self._wait(error, asked_wait, busy=response.status_code == BUSY)
 
     def wait_after_failure(self, error: httpx.RequestError, *, can_restart: bool) -> float:
@@ -122,6 +125,7 @@ class Attempts:
         failure.__cause__ = error
         if not isinstance(error, RETRIED_ERRORS) or not can_restart:
             raise failure
+        self._num_failures += 1
         return self._wait(failure, None, busy=False)
 
     def _may_pass(self, error: APIStatusError) -> bool:
@@ -134,8 +138,8 @@ class Attempts:
         return error.status_code in RETRIED_STATUS_CODES
 
     def _wait(self, error: ScoremodeError, asked_wait: float | None, *, busy: bool) -> float:
-        self._num_failures += 1
-        self._retries.num_failures += not busy
+        if not busy:
+            self._retries.num_failures += 1
         now = monotonic()
         if self._first_failure is None:
             self._first_failure = now

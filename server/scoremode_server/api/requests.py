@@ -57,8 +57,6 @@ STATUSES: dict[type[BaseException], HTTPStatus] = {
 CLIENT_CLOSED_REQUEST = 499
 """The status, in logs and metrics, of a request whose client left."""
 
-RETRY_AFTER_SECONDS = 2
-
 READ_AT_ONCE = 256 * 1024
 """Bytes of a body that are decoded on the event loop, in a few milliseconds. Longer ones are decoded in a thread."""
 
@@ -111,7 +109,7 @@ class ScoremodeRoute(APIRoute):
             except RequestError as error:
                 failure = error
             can_retry = isinstance(failure, errors.BusyError | errors.UnavailableError)
-            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if can_retry else None
+            headers = {"Retry-After": str(errors.RETRY_AFTER_SECONDS)} if can_retry else None
             return JSONResponse(error_content(failure), status_code=status_of(failure), headers=headers)
 
         return handle_with_errors

@@ -40,25 +40,10 @@ class EngineSize:
 
 
 @dataclass(slots=True, eq=False)
-class Gate:
-    """Lets sequences into the engine while it is open."""
-
-    admission: "Admission"
-    is_open: bool = False
-    num_running: int = 0
-    """Sequences that it let in, and that have not left."""
-
-    def open(self) -> None:
-        self.is_open = True
-        self.admission.admit_waiting()
-
-
-@dataclass(slots=True, eq=False)
 class _Waiting:
     queue: "RequestQueue"
     admitted: asyncio.Future[None]
     num_tokens: int
-    gate: Gate | None
     decodes: bool
     is_running: bool = False
 
@@ -126,11 +111,11 @@ class Admission:
 
     @asynccontextmanager
     async def slot(
-        self, queue: "RequestQueue", request_id: str, num_tokens: int, gate: Gate | None, *, decodes: bool = False
+        self, queue: "RequestQueue", request_id: str, num_tokens: int, *, decodes: bool = False
     ) -> AsyncGenerator[None, None]:
-        """A sequence's place in the engine, which must compute `num_tokens` of it. Entering waits until there is one
-        and the gate is open. With `decodes` the sequence counts in `mean_batch`: it is not in the prefill lane."""
-        waiting = _Waiting(queue, asyncio.get_running_loop().create_future(), num_tokens, gate, decodes)
+        """A sequence's place in the engine, which must compute `num_tokens` of it. Entering waits until there is one.
+        With `decodes` the sequence counts in `mean_batch`: it is not in the prefill lane."""
+        waiting = _Waiting(queue, asyncio.get_running_loop().create_future(), num_tokens, decodes)
         self._waiting.setdefault(queue, deque()).append(waiting)
         self.admit_waiting()
         try:
@@ -151,7 +136,7 @@ class Admission:
         """Let in as many sequences as the engine has space for."""
         while first := self._next():
             line = self._waiting.pop(first.queue)
-            line.remove(first)
+            line.popleft()
             if line:
                 # After all other requests.
                 self._waiting[first.queue] = line
@@ -159,13 +144,6 @@ class Admission:
                 first.is_running = True
                 self._count(first, 1)
                 first.admitted.set_result(None)
-
-    def refuse(self, gate: Gate, error: Callable[[], Exception]) -> None:
-        """End all sequences that wait at a gate with an error."""
-        for each in (each for line in self._waiting.values() for each in line):
-            if each.gate is gate and not each.admitted.done():
-                each.admitted.set_exception(error())
-        self.admit_waiting()
 
     def show(self) -> None:
         self._show(self.num_sequences, self.num_running)
@@ -192,9 +170,8 @@ class Admission:
             return None
         is_reserved = num_free == 1 or free_tokens <= self.size.reserved_tokens
         queues = (queue for queue in self._waiting if not is_reserved or queue.num_running <= 1)
-        lines = (each for queue in queues for each in self._waiting[queue])
-        # A cancelled or refused one is only removed.
-        return next((each for each in lines if each.admitted.done() or each.gate is None or each.gate.is_open), None)
+        # A cancelled one is only removed.
+        return next((self._waiting[queue][0] for queue in queues), None)
 
     def _count(self, sequence: _Waiting, num_running: int) -> None:
         """A sequence goes in, or with -1 out."""
@@ -203,8 +180,6 @@ class Admission:
         sequence.queue.num_running += num_running
         if sequence.decodes:
             self._count_decoding(sequence.queue, num_running)
-        if sequence.gate is not None:
-            sequence.gate.num_running += num_running
         self.show()
 
     def _count_decoding(self, queue: "RequestQueue", num_running: int) -> None:

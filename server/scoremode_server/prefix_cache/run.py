@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.errors import EngineOutputError, engine_has_died
-from scoremode_server.prefix_cache.admission import Gate, RequestQueue
+from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.rows import Rows, check_finished, missing_row, read_columns, read_rows
 from scoremode_server.vllm_patches.engine_client import exempt_from_queue_bounds
 from scoremode_server.vllm_patches.row_spec import RowSpec, ScoringParams
@@ -55,8 +55,6 @@ class RowsRequest:
     """Owners share no rows, keys or values."""
     queue: RequestQueue | None = None
     """Of the HTTP request; without one, this enters the engine at once."""
-    gate: Gate | None = None
-    """That must be open before this enters the engine, if any."""
 
     @classmethod
     def score(
@@ -154,7 +152,7 @@ async def in_engine(
     num_tokens = request.spec.chunk or num_fed - num_known
     slot: Any = nullcontext()
     if queue is not None:
-        slot = queue.admission.slot(queue, request_id, num_tokens, request.gate, decodes=bool(request.spec.chunk))
+        slot = queue.admission.slot(queue, request_id, num_tokens, decodes=bool(request.spec.chunk))
     try:
         async with slot:
             with exempt_from_queue_bounds():

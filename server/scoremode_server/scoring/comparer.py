@@ -14,8 +14,7 @@ from vllm.utils import random_uuid
 
 from scoremode.kld import KldPositions
 from scoremode.wire.base_file import BaseFile
-from scoremode_server.errors import BusyError, EngineOutputError, RequestError
-from scoremode_server.prefix_cache.admission import Gate
+from scoremode_server.errors import RETRY_AFTER_SECONDS, BusyError, EngineOutputError, RequestError
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.references.directory import StoredReference
@@ -25,7 +24,6 @@ from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings, Turns
 from scoremode_server.scoring.worker_files import STEPS_READ_AHEAD, UnreadableFileError, WorkerFiles
-from scoremode_server.settings import REFERENCE_HEADS_FLAG
 from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from scoremode_server.vllm_patches.worker_extension import call_workers
 
@@ -100,8 +98,8 @@ class MarkedWindow:
         )
         return cls(token_ids, first, mark, settings)
 
-    def request(self, gate: Gate | None = None, rank: int | None = None) -> RowsRequest:
-        """The engine's request, at a gate, for the data-parallel rank that has read its files; for any if None."""
+    def request(self, rank: int | None = None) -> RowsRequest:
+        """The engine's request, for the data-parallel rank that has read its files; for any if None."""
         options = self.settings.options
         return RowsRequest.score(
             self.token_ids,
@@ -112,7 +110,6 @@ class MarkedWindow:
             use_cache=False,
             options=options if rank is None else {**options, "data_parallel_rank": rank},
             queue=self.settings.queue,
-            gate=gate,
         )
 
     def done(self) -> None:
@@ -175,7 +172,7 @@ class Comparer:
         elif head.num_bytes > (reserved := await self._reserved_bytes()):
             reason = (
                 f"has an LM head of {head.num_bytes} bytes, and this server reserved {reserved}: "
-                f"start it again now that the reference is there, or with {REFERENCE_HEADS_FLAG}"
+                "start it again now that the reference is there"
             )
         else:
             return reference
@@ -217,8 +214,8 @@ class Comparer:
                 start.set()
 
         async def exported(window: MarkedWindow) -> np.ndarray:
-            # Its files are read before it starts: the workers answer between two steps, each as long as some windows.
-            rows, logprobs, _ = await self._columns(reference, window, starts[window.mark.index])
+            await starts[window.mark.index].wait()
+            rows, logprobs, _ = await self._columns(reference, window)
             window.check_rows(np.isnan(logprobs[:, 0]) | np.isnan(rows[:, 1].view(np.float32)))
             return rows
 
@@ -260,19 +257,26 @@ class Comparer:
         # Fail if the reference was deleted meanwhile.
         await self.references.current(reference)
 
-    async def _columns(
-        self, reference: StoredReference, window: MarkedWindow, start: asyncio.Event | None = None
-    ) -> Columns:
-        """What the engine computes for a window, once its files are read and `start` is set."""
+    async def _columns(self, reference: StoredReference, window: MarkedWindow) -> Columns:
+        """What the engine computes for a window. BusyError if the engine compares with another reference, unless a
+        window of the same request was computed already: then this waits until it does not."""
+        while True:
+            try:
+                columns = await self._loaded_columns(reference, window)
+            except BusyError:
+                if window.settings.queue.entered is None:
+                    raise
+            else:
+                window.done()
+                return columns
+            await asyncio.sleep(RETRY_AFTER_SECONDS)
+
+    async def _loaded_columns(self, reference: StoredReference, window: MarkedWindow) -> Columns:
         head, rank = reference.manifest.head, window.settings.options.get("data_parallel_rank")
         assert head is not None
         try:
-            async with self.files.loaded(window.mark, head, len(window.token_ids), rank) as (gate, loaded_rank):
-                if start is not None:
-                    await start.wait()
-                columns = await self.engine.prompt_columns(window.request(gate, loaded_rank))
+            async with self.files.loaded(window.mark, head, len(window.token_ids), rank) as loaded_rank:
+                return await self.engine.prompt_columns(window.request(loaded_rank))
         except UnreadableFileError as error:
             await self.references.current(reference)
             raise self.references.broken(reference.name, BrokenFileError(str(error))) from None
-        window.done()
-        return columns

@@ -1,8 +1,9 @@
-"""Files that engine workers read and write for windows of references. An API server orders them before it sends a
-window to the engine and waits for them here, so no step of the engine waits for a file.
+"""Files that engine workers read and write for windows of references, and the reference that each engine compares with.
+An API server orders files before it sends a window to the engine and waits for them here, so no step of the engine
+waits for a file.
 
-References whose LM heads do not fit at once take turns. A turn ends after some seconds, once another reference waits
-for the memory: no more of its windows enter the engine, and when the last has left, the other head replaces this one.
+An engine compares with one reference at a time. Windows of another one are refused; `LEASE_SECONDS` after the first
+refusal the held reference gets no new windows either, so that another can be held once its last window has left.
 """
 
 import asyncio
@@ -10,31 +11,44 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import msgspec
 from vllm.engine.protocol import EngineClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from scoremode_server.errors import EngineOutputError, RequestError, UnavailableError, engine_has_died, stopping
-from scoremode_server.prefix_cache.admission import Admission, Gate
+from scoremode_server.errors import (
+    RETRY_AFTER_SECONDS,
+    BusyError,
+    EngineOutputError,
+    RequestError,
+    UnavailableError,
+    engine_has_died,
+    stopping,
+)
+from scoremode_server.prefix_cache.admission import Admission
 from scoremode_server.references.manifest import HeadFormat
+from scoremode_server.vllm_patches.reference_orders import (
+    IN_USE,
+    ForgetWindow,
+    HoldReference,
+    Order,
+    ReadWindow,
+    ReleaseReference,
+)
 from scoremode_server.vllm_patches.row_spec import WindowMark
 from scoremode_server.vllm_patches.worker_extension import call_engines
 
 SECONDS_TO_READ = 120
 """Time for a worker to read a window or an LM head."""
 
-TURN_SECONDS = 10.0
-"""How long a reference keeps its head in memory while another waits. Replacing a head takes half a second or so, in
-which neither is compared."""
+LEASE_SECONDS = 10.0
+"""How long a reference gets new windows while another one is refused. Replacing the LM head takes half a second."""
 
-IDLE_SECONDS = 0.5
-"""Time without requests for its windows after which a reference releases its head; the memory is kept until needed."""
-
-HEADS_AT_ONCE = 2
-"""LM heads that workers read or keep on the host until there is memory for them on the device."""
+REMEMBERED_SECONDS = 2 * RETRY_AFTER_SECONDS
+"""How long a refused reference counts as waiting: its client comes back in half of that time, if at all."""
 
 STEPS_READ_AHEAD = 3
 """Tokens of a reference's windows that workers may read or keep at once, as a multiple of `EngineSize.tokens`: some are
@@ -54,25 +68,43 @@ class UnreadableFileError(Exception):
 
 
 @dataclass(slots=True)
-class _Reference:
-    """The windows of a reference on one engine."""
+class _Engine:
+    """What the workers of one engine are to do, and the reference that it compares with, as far as this API server
+    knows."""
 
-    mark: WindowMark
-    """Of one of them."""
-    head: HeadFormat
-    gate: Gate
-    """Open while the LM head is in its place."""
+    rank: int
+    orders: list[Order] = field(default_factory=list)
+    """For the next call: see `WorkerWindows.exchange`."""
+    key: str = ""
+    """Of the reference's LM head."""
+    is_placed: bool = False
+    """Whether its LM head is on the device, and stays there."""
     num_windows: int = 0
-    num_read: int = 0
-    """Those that were read, and wait or are in the engine."""
-    used: float = 0.0
-    """When one of these last left."""
+    """Windows of this API server that hold the reference."""
     num_tokens: int = 0
-    """Of windows that workers read or keep."""
+    """Tokens of those that workers read or keep."""
     next_to_read: asyncio.Lock = field(default_factory=asyncio.Lock)
     has_left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when workers keep a window no longer."""
-    turns: asyncio.Task[None] | None = None
+    refused_since: float = 0.0
+    """When another reference was first refused, and until when that is remembered."""
+    refused_until: float = 0.0
+    num_refused: int = 0
+    """How often its workers refused a reference, for any API server."""
+
+    def admits(self, key: str) -> bool:
+        """Whether a new window of a reference may hold it now."""
+        if key != self.key:
+            return not self.num_windows
+        now = time.monotonic()
+        return now >= self.refused_until or now < self.refused_since + LEASE_SECONDS
+
+    def remember_refusal(self) -> None:
+        """Another reference was refused."""
+        now = time.monotonic()
+        if now >= self.refused_until:
+            self.refused_since = now
+        self.refused_until = now + REMEMBERED_SECONDS
 
     async def reserve(self, num_tokens: int, most: int) -> None:
         """Wait until workers keep few enough tokens to read `num_tokens` more: at most `most` in all."""
@@ -81,36 +113,6 @@ class _Reference:
                 self.has_left.clear()
                 await self.has_left.wait()
             self.num_tokens += num_tokens
-
-
-@dataclass(slots=True)
-class _Engine:
-    """What the workers of one engine are to do."""
-
-    rank: int
-    references: dict[str, _Reference] = field(default_factory=dict)
-    """By the key of the LM head."""
-    head_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(HEADS_AT_ONCE))
-    orders: list[tuple[Any, ...]] = field(default_factory=list)
-    """For the next call: see `WorkerWindows.exchange`."""
-    is_contended: bool = False
-    """Whether a head waits for memory."""
-
-    def has_work(self) -> bool:
-        """Forget references without windows, and return whether workers must be called again."""
-        for key, reference in list(self.references.items()):
-            if not reference.num_windows and (reference.turns is None or reference.turns.done()):
-                del self.references[key]
-        return bool(self.references or self.orders)
-
-    def is_turn_over(self, reference: _Reference, began: float) -> bool:
-        """Whether a reference's turn ends."""
-        now = time.monotonic()
-        if not reference.num_read and now - reference.used > IDLE_SECONDS:
-            return True
-        # Only one reference at a time gives up its memory: none ends its turn while another is leaving.
-        is_one_leaving = any(each.gate.num_running and not each.gate.is_open for each in self.references.values())
-        return self.is_contended and now - began >= TURN_SECONDS and not is_one_leaving
 
 
 class WorkerFiles:
@@ -131,84 +133,63 @@ class WorkerFiles:
     @asynccontextmanager
     async def loaded(
         self, mark: WindowMark, head: HeadFormat, num_tokens: int, rank: int | None = None
-    ) -> AsyncGenerator[tuple[Gate, int | None], None]:
-        """Have one engine's workers read and keep a window of `num_tokens` tokens and its reference's LM head. The
-        engine is `rank`, or the one with the fewest windows if the request names none.
+    ) -> AsyncGenerator[int | None, None]:
+        """Have one engine's workers read and keep a window of `num_tokens` tokens, and its reference's LM head on the
+        device. The engine is `rank`, or if the request names none, the one with the fewest windows among those that
+        compare with no other reference.
 
         Yields:
-            The gate that admits the window once the LM head is in place, or refuses it if the head cannot be read; and
-            the engine's rank, None if there is only one engine.
+            The engine's rank, None if there is only one engine.
 
         Raises:
+            BusyError: the engines compare with another reference.
             UnreadableFileError: a file is missing, or not what was written.
             UnavailableError: a file was not read in time, or the engine has died.
         """
-        engines = self._engines
-        if rank is not None and not 0 <= rank < len(engines):
-            raise RequestError(f"X-data-parallel-rank: {rank} is not from 0 to {len(engines) - 1}", None)
-        num_windows = [sum(each.num_windows for each in engine.references.values()) for engine in engines]
-        engine = engines[num_windows.index(min(num_windows)) if rank is None else rank]
-        reference = engine.references.setdefault(mark.head, _Reference(mark, head, Gate(self._admission)))
-        reference.num_windows += 1
+        engine = self._choose(mark, rank)
+        if engine.key != mark.head:
+            engine.key, engine.refused_until = mark.head, 0.0
+        engine.num_windows += 1
         try:
-            await reference.reserve(num_tokens, STEPS_READ_AHEAD * self._admission.size.tokens)
-            engine.orders.append(("read window", asdict(mark)))
+            await engine.reserve(num_tokens, STEPS_READ_AHEAD * self._admission.size.tokens)
+            engine.orders.append(ReadWindow(mark))
             try:
-                await self._read(mark.ticket, f"window {mark.index}", engine, reference)
-                reference.num_read += 1
-                if reference.turns is None or reference.turns.done():
-                    reference.turns = asyncio.create_task(self._take_turns(engine, reference))
-                try:
-                    yield reference.gate, engine.rank if len(engines) > 1 else None
-                finally:
-                    reference.num_read -= 1
-                    reference.used = time.monotonic()
+                if not engine.is_placed:
+                    engine.orders.append(HoldReference(mark, self._holder, head.model_dump()))
+                    await self._wait_until_read(mark.head, "the LM head", engine, mark)
+                    engine.is_placed = True
+                await self._wait_until_read(mark.ticket, f"window {mark.index}", engine, mark)
+                yield engine.rank if len(self._engines) > 1 else None
             finally:
-                engine.orders.append(("forget window", mark.ticket))
-                reference.num_tokens -= num_tokens
-                reference.has_left.set()
+                engine.orders.append(ForgetWindow(mark.ticket))
+                engine.num_tokens -= num_tokens
+                engine.has_left.set()
         finally:
-            reference.num_windows -= 1
+            engine.num_windows -= 1
+            if not engine.num_windows:
+                engine.is_placed = False
+                engine.orders.append(ReleaseReference(mark.head, self._holder))
+                self._wake.set()
 
-    async def _take_turns(self, engine: _Engine, reference: _Reference) -> None:
-        while reference.num_read:
-            await self._take_turn(engine, reference)
-            # Refused windows need a moment to leave.
-            await asyncio.sleep(POLL_SECONDS)
+    def _choose(self, mark: WindowMark, rank: int | None) -> _Engine:
+        if rank is not None and not 0 <= rank < len(self._engines):
+            raise RequestError(f"X-data-parallel-rank: {rank} is not from 0 to {len(self._engines) - 1}", None)
+        engines = self._engines if rank is None else [self._engines[rank]]
+        if admitting := [engine for engine in engines if engine.admits(mark.head)]:
+            return min(admitting, key=lambda engine: engine.num_windows)
+        for engine in engines:
+            # A reference whose time is over does not wait for itself.
+            if engine.key != mark.head:
+                engine.remember_refusal()
+        raise _in_use()
 
-    async def _take_turn(self, engine: _Engine, reference: _Reference) -> None:
-        """Have a reference's head placed, and let its windows in until its turn is over."""
-        key, gate, is_usable = reference.mark.head, reference.gate, False
-        try:
-            async with engine.head_slots:
-                # Hold no head while another waits for memory: API servers holding it alternately would never free it.
-                while engine.is_contended:  # noqa: ASYNC110
-                    await asyncio.sleep(POLL_SECONDS)
-                engine.orders.append(("hold head", asdict(reference.mark), self._holder, reference.head.model_dump()))
-                await self._read(key, "the LM head", engine, reference)
-                engine.orders.append(("place head", key))
-                await self.wait_until_done(key, engine.rank)
-            is_usable = True
-            gate.open()
-            began = time.monotonic()
-            while not engine.is_turn_over(reference, began):  # noqa: ASYNC110
-                await asyncio.sleep(MAX_POLL_SECONDS)
-            gate.is_open = False
-            while gate.num_running:  # noqa: ASYNC110
-                await asyncio.sleep(POLL_SECONDS)
-        except Exception as error:
-            failure = error
-            self._admission.refuse(gate, lambda: failure)
-        engine.orders.append(("release head", key, self._holder, is_usable))
-        self._wake.set()
-
-    async def _read(self, ticket: str, what: str, engine: _Engine, reference: _Reference) -> None:
+    async def _wait_until_read(self, ticket: str, what: str, engine: _Engine, mark: WindowMark) -> None:
         try:
             async with asyncio.timeout(SECONDS_TO_READ):
                 await self.wait_until_done(ticket, engine.rank)
         except TimeoutError:
             late = f"{what} was not read within {SECONDS_TO_READ} s; does its file system answer?"
-            raise UnavailableError(f"reference {reference.mark.reference!r}: {late}", "reference") from None
+            raise UnavailableError(f"reference {mark.reference!r}: {late}", "reference") from None
 
     async def wait_until_done(self, ticket: str, rank: int | None = None) -> None:
         """Wait until all workers of engine `rank` have done what was ordered; if None, one worker of any engine."""
@@ -234,8 +215,6 @@ class WorkerFiles:
             failure = error
         except Exception as error:
             failure = EngineOutputError(f"the engine's workers failed to read or write a reference: {error}")
-        for engine in self._engines:
-            engine.is_contended = False
         for outcome in self._outcomes:
             if not outcome.done():
                 outcome.set_result(failure)
@@ -243,7 +222,7 @@ class WorkerFiles:
     async def _call_workers(self) -> None:
         """Tell the workers what was ordered, and ask how far they are, while there is anything to do."""
         first, pause, known = self._client.vllm_config.parallel_config.data_parallel_index, POLL_SECONDS, None
-        while any(engine.has_work() for engine in self._engines) or self._outcomes:
+        while any(engine.num_windows or engine.orders for engine in self._engines) or self._outcomes:
             if self._admission.is_stopped:
                 raise stopping()
             self._wake.clear()
@@ -251,18 +230,21 @@ class WorkerFiles:
             asked, orders = self._outcomes.copy(), {}
             for engine in self._engines:
                 tickets = {ticket for ticket, rank in asked.values() if rank in (None, engine.rank)}
-                orders[first + engine.rank] = engine.orders, list(tickets)
+                orders[first + engine.rank] = msgspec.to_builtins(engine.orders), list(tickets)
                 engine.orders = []
             answers = await self._answers(orders)
             for engine, of_ranks in zip(self._engines, answers, strict=True):
-                engine.is_contended = any(answer["is_contended"] for answer in of_ranks)
+                num_refused = max(answer["num_refused"] for answer in of_ranks)
+                if num_refused > engine.num_refused and engine.is_placed:
+                    engine.remember_refusal()
+                engine.num_refused = num_refused
             for outcome, (ticket, rank) in asked.items():
                 of_ranks = list(chain(*answers)) if rank is None else answers[rank]
                 states = [answer["outcomes"].get(ticket) for answer in of_ranks]
                 if outcome.done():
                     continue
                 if failure := next(filter(None, states), None):
-                    outcome.set_result(UnreadableFileError(failure))
+                    outcome.set_result(_in_use() if failure == IN_USE else UnreadableFileError(failure))
                 elif "" in states and (rank is None or None not in states):
                     outcome.set_result(None)
             pause = POLL_SECONDS if answers != known else min(2 * pause, MAX_POLL_SECONDS)
@@ -279,3 +261,7 @@ class WorkerFiles:
                 call.cancel()
                 raise EngineDeadError
         return [[answer for answer in of_engine if answer is not None] for of_engine in call.result()]
+
+
+def _in_use() -> BusyError:
+    return BusyError("reference: the engine compares with another reference; try again later", "reference")

@@ -7,7 +7,7 @@ from vllm.distributed import get_tp_group
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from scoremode_server.references.directory import ReferenceDirectory
-from scoremode_server.settings import logprob_bytes, reference_directory, reference_head_bytes
+from scoremode_server.settings import logprob_bytes, reference_directory
 from scoremode_server.vllm_patches import output_processor, scheduler
 from scoremode_server.vllm_patches.computed_by import describe_worker
 
@@ -17,9 +17,9 @@ SECONDS_FOR_MANIFESTS = 10
 
 def install() -> None:
     """Patch the vLLM of this process; once is enough, and more does no harm. The model runners are patched when a
-    worker of this process has its device: some are not importable before. ValueError if a setting of memory is not
+    worker of this process has its device: some are not importable before. ValueError if the setting of memory is not
     a number of bytes."""
-    budget, for_heads = logprob_bytes(), reference_head_bytes()
+    budget = logprob_bytes()
     if getattr(WorkerWrapperBase, "_scoremode_patched", False):
         return
     output_processor.patch()
@@ -30,7 +30,7 @@ def install() -> None:
         init_device(self)
         # Ranks of a tensor-parallel group project together, so all of them take the budgets of the first.
         group = get_tp_group()
-        head_bytes = room_for_heads(for_heads, self.vllm_config.model_config) if group.rank_in_group == 0 else 0
+        head_bytes = largest_head(self.vllm_config.model_config) if group.rank_in_group == 0 else 0
         patch_runners(*group.broadcast_object((budget, head_bytes)))
 
     WorkerWrapperBase.init_device = init_device_then_patch
@@ -39,18 +39,18 @@ def install() -> None:
     WorkerWrapperBase._scoremode_patched = True
 
 
-def room_for_heads(num_bytes: int | None, model: Any) -> int:
-    """Bytes for LM heads of references: what is set, or those of the largest in the folder or the served model's."""
-    root = reference_directory()
-    if root is None or num_bytes is not None:
-        return num_bytes or 0
+def largest_head(model: Any) -> int:
+    """Bytes of the largest LM head that the served model may be compared with: its own, or that of a reference in the
+    folder; 0 without a folder."""
+    if (root := reference_directory()) is None:
+        return 0
     vocab_size = model.get_vocab_size()
     served: int = vocab_size * (model.get_hidden_size() + 1) * model.dtype.itemsize
     return max(served, ReferenceDirectory(root).largest_head(vocab_size, SECONDS_FOR_MANIFESTS))
 
 
 def patch_runners(budget_bytes: int, head_bytes: int = 0) -> None:
-    """Patch both model runners, once a process, with working memory for prompt logprobs and for references' heads."""
+    """Patch both model runners, once a process, with working memory for prompt logprobs and for a reference's head."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from scoremode_server.vllm_patches import runners

@@ -1,17 +1,15 @@
-"""LM heads in an engine worker: the served model's, which a reference keeps, and references', to compare with, in
-memory for several.
+"""LM heads in an engine worker: the served model's, which a reference keeps, and that of the reference to compare with.
 
 A reference's head is a layer of vLLM's own, so that its logits are rounded, padded, divided among ranks, scaled and
 capped as the server that recorded it did.
 """
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from threading import Lock
 from typing import Any, get_args
 
 import torch
@@ -36,9 +34,6 @@ PINNED_BYTES = 16 * 1024**2
 
 PADDING_BYTES = 64 * 32_768 * 4
 """Added to the memory: vLLM pads the vocabulary to a multiple of 64 rows. No hidden state has more entries."""
-
-ALIGNMENT = 256
-"""Of heads in memory, in bytes."""
 
 
 def describe_head(source: LogitsSource | None, hidden_size: int, hidden_dtype: torch.dtype) -> HeadFormat:
@@ -165,23 +160,10 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     return parameter
 
 
-@dataclass(slots=True)
-class _Head:
-    layer: HeadLayer
-    read: Future[None]
-    """To the host."""
-    holders: set[str] = field(default_factory=set)
-    start: int = 0
-    """In the memory; and the end, both 0 until it is placed."""
-    end: int = 0
-    placed: Future[None] | None = None
-
-
-class HeadMemory:
-    """Heads by key. A head is first read to the host by `threads`, and then placed on the device as soon as there is
-    memory for it, of which this rank has `num_bytes`. It stays while anyone holds it, and if it was placed, until
-    another head needs the memory. All ranks decide the same, by the order of calls, and never by what a file or a
-    thread has done meanwhile."""
+class LeasedHead:
+    """The LM head of the reference that an engine compares with, on the device. API servers hold the reference while
+    they have windows of it, and it is not replaced until none does. The memory is for this rank's part of a head of
+    `num_bytes` bytes."""
 
     def __init__(
         self,
@@ -195,74 +177,44 @@ class HeadMemory:
         self._make_layer = make_layer
         self._root = root
         self._threads = threads
-        # One thread, which copies heads to the same memory in the order in which they got it.
-        self._placing = FileThreads(1)
-        self._heads: OrderedDict[str, _Head] = OrderedDict()
-        """The one that was held last is the last."""
-        self._waiting: list[str] = []
-        """Keys of heads that wait for memory, in order."""
+        self._placing = Lock()
+        self._key = ""
+        self._layer: HeadLayer | None = None
+        self._loaded: Future[None] = Future()
+        self._holders: set[str] = set()
+        self.num_refused = 0
+        """How often a reference was refused because another one was held."""
 
-    def hold(self, mark: WindowMark, holder: str, head: HeadFormat) -> None:
-        """Keep the head of a window's reference, and begin to read it to the host, unless it is here."""
-        if mark.head not in self._heads:
-            layer = self._make_layer(head)
+    def hold(self, mark: WindowMark, holder: str, head: HeadFormat) -> bool:
+        """Hold the reference of a window for an API server, and begin to load its head unless it is there. Returns
+        False if another reference is held."""
+        if mark.head != self._key and self._holders:
+            self.num_refused += 1
+            return False
+        if mark.head != self._key or (self._loaded.done() and self._loaded.exception()):
+            self._key, self._layer = mark.head, self._make_layer(head)
+            self._loaded = self._threads.submit(mark.reference, partial(self._load, self._layer, mark))
+        self._holders.add(holder)
+        return True
 
-            def read() -> None:
-                layer.read(self._root.open_same(mark.reference, mark.identity))
-
-            self._heads[mark.head] = _Head(layer, self._threads.submit(mark.reference, read))
-        self._heads[mark.head].holders.add(holder)
-        self._heads.move_to_end(mark.head)
-
-    def place(self, key: str) -> None:
-        """Place a head that is held, and was read on every rank, once there is memory for it."""
-        if self._heads[key].placed is None and key not in self._waiting:
-            self._waiting.append(key)
-            self._place_waiting()
-
-    def release(self, key: str, holder: str, *, is_usable: bool) -> None:
-        """Hold a head no longer. It is dropped if it was not placed, or is not usable."""
-        if (head := self._heads.get(key)) is None:
-            return
-        head.holders.discard(holder)
-        if not head.holders and (head.placed is None or not is_usable):
-            del self._heads[key]
-            head.read.cancel()
-            self._waiting = [other for other in self._waiting if other != key]
-        self._place_waiting()
-
-    @property
-    def is_contended(self) -> bool:
-        """Whether a head waits for memory."""
-        return bool(self._waiting)
+    def release(self, key: str, holder: str) -> None:
+        """Hold a reference no longer. Its head stays until another reference is held."""
+        if key == self._key:
+            self._holders.discard(holder)
 
     def progress(self, key: str) -> Future[None] | None:
-        """Of reading a head, or of placing it once that was ordered; None while it waits for memory."""
-        head = self._heads.get(key)
-        return None if head is None or key in self._waiting else head.placed or head.read
+        """The loading of a head; None if another one is held."""
+        return self._loaded if key == self._key else None
 
     def find(self, key: str, *, local: bool) -> ReferenceHead | None:
-        """A head that is placed; with `local` this rank's part of it."""
-        head = self._heads.get(key)
-        if head is None or head.placed is None or not head.placed.done() or head.placed.exception():
+        """A head that was loaded; with `local` this rank's part of it."""
+        if self._layer is None or key != self._key or not self._loaded.done() or self._loaded.exception():
             return None
-        return head.layer.ready(local=local)
+        return self._layer.ready(local=local)
 
-    def _place_waiting(self) -> None:
-        while self._waiting and (start := self._make_space(self._heads[self._waiting[0]].layer.num_bytes)) is not None:
-            head = self._heads[self._waiting.pop(0)]
-            end = start + head.layer.num_bytes
-            head.start, head.end = start, -(-end // ALIGNMENT) * ALIGNMENT
-            head.placed = self._placing.submit("", partial(head.layer.place, self._memory[start:end]))
-
-    def _make_space(self, size: int) -> int | None:
-        """Where so many bytes are free, after heads without a holder were evicted; None if nowhere."""
-        while True:
-            taken = sorted((head.start, head.end) for head in self._heads.values() if head.placed)
-            for (_, end), (start, _) in pairwise([(0, 0), *taken, (len(self._memory), 0)]):
-                if start - end >= size:
-                    return end
-            unused = next((key for key, head in self._heads.items() if head.placed and not head.holders), None)
-            if unused is None:
-                return None
-            del self._heads[unused]
+    def _load(self, layer: HeadLayer, mark: WindowMark) -> None:
+        layer.read(self._root.open_same(mark.reference, mark.identity))
+        # Reading may have taken so long that another head is loaded meanwhile, into the same memory.
+        with self._placing:
+            if layer is self._layer:
+                layer.place(self._memory[: layer.num_bytes])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from cachetools import FIFOCache
 from vllm.config import VllmConfig
@@ -14,7 +15,15 @@ from scoremode_server.references.directory import ReferenceDirectory
 from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.references.tensor_files import BrokenFileError
-from scoremode_server.vllm_patches.reference_heads import HeadLayer, HeadMemory, ReferenceHead, copy_through_pinned
+from scoremode_server.vllm_patches.reference_heads import HeadLayer, LeasedHead, ReferenceHead, copy_through_pinned
+from scoremode_server.vllm_patches.reference_orders import (
+    IN_USE,
+    ForgetWindow,
+    HoldReference,
+    Order,
+    ReadWindow,
+    ReleaseReference,
+)
 from scoremode_server.vllm_patches.row_spec import WindowMark
 
 MAX_UNWRITTEN_BYTES = 2 * 1024**3
@@ -34,12 +43,12 @@ class ComparedWindow:
     is_export: bool
     hidden_states: torch.Tensor | None
     """The reference's, on the host; None if they could not be read."""
-    heads: HeadMemory
+    leased: LeasedHead
 
     def head(self, *, local: bool) -> ReferenceHead | None:
         """The reference's head, with `local` this rank's part of it, but whole for an export; None if this rank cannot
         compare."""
-        return None if self.hidden_states is None else self.heads.find(self.key, local=local and not self.is_export)
+        return None if self.hidden_states is None else self.leased.find(self.key, local=local and not self.is_export)
 
 
 @dataclass(slots=True)
@@ -75,14 +84,14 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class WorkerWindows:
-    """The files that windows in this worker need, and the memory for references' LM heads. No step and no call waits
-    for a file: threads read what API servers order before they send a window, and write what windows leave."""
+    """The files that windows in this worker need, and the LM head of the reference to compare with. No step and no call
+    waits for a file: threads read what API servers order before they send a window, and write what windows leave."""
 
     root: ReferenceDirectory
     """Where references are."""
     head_bytes: int = 0
-    """Memory for LM heads, all ranks together."""
-    heads: HeadMemory | None = None
+    """Memory for a reference's LM head, all ranks together."""
+    leased: LeasedHead | None = None
     """Made while vLLM profiles, or, where it does not (on a CPU), when it is first needed."""
     _pins: bool = False
     """Whether hidden states are read to pinned memory, from which a GPU copies them."""
@@ -98,50 +107,49 @@ class WorkerWindows:
         """What becomes of a window's rows on this rank, of which one writes; None if they are only returned."""
         if mark.action == "record":
             return RecordedWindow(mark, self._write_window_later) if writes else None
-        assert self.heads is not None
+        assert self.leased is not None
         read = self._read.get(mark.ticket)
         hidden_states = None if read is None or not read.done() or read.exception() else read.result()
-        return ComparedWindow(mark.head, mark.action == "export", hidden_states, self.heads)
+        return ComparedWindow(mark.head, mark.action == "export", hidden_states, self.leased)
 
-    def allocate_heads(self, config: VllmConfig, device: torch.device) -> None:
-        """Make the memory for references' heads, once."""
-        if self.heads is None:
+    def allocate_head(self, config: VllmConfig, device: torch.device) -> None:
+        """Make the memory for a reference's head, once."""
+        if self.leased is None:
             num_bytes = self.head_bytes // config.parallel_config.tensor_parallel_size
-            self.heads = HeadMemory(num_bytes, device, partial(HeadLayer, config=config), self.root, self._threads)
+            self.leased = LeasedHead(num_bytes, device, partial(HeadLayer, config=config), self.root, self._threads)
             self._pins = device.type == "cuda"
 
-    def exchange(self, orders: list[list[Any]], tickets: list[str]) -> dict[str, Any]:
+    def exchange(self, orders: list[dict[str, Any]], tickets: list[str]) -> dict[str, Any]:
         """Begin what an API server orders, and return at once.
 
         Returns:
             outcomes: by ticket, or by an LM head's key: why its last order failed, "" if it succeeded, None until
                 then. The outcome of a write is returned once.
-            is_contended: whether a head waits for memory.
+            num_refused: how often a reference was refused because another one was held.
         """
-        assert self.heads is not None
-        for order in orders:
+        assert self.leased is not None
+        outcomes: dict[str, str | None] = {}
+        for order in msgspec.convert(orders, list[Order]):
             match order:
-                case "read window", fields:
-                    mark = WindowMark(**fields)
+                case ReadWindow(mark):
                     self._read[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark))
-                case "forget window", ticket:
+                case ForgetWindow(ticket):
                     if ticket in self._read:
                         self._read.pop(ticket).cancel()
-                case "hold head", fields, holder, head:
-                    self.heads.hold(WindowMark(**fields), holder, HeadFormat(**head))
-                case "place head", key:
-                    self.heads.place(key)
-                case "release head", key, holder, is_usable:
-                    self.heads.release(key, holder, is_usable=is_usable)
-        outcomes = {ticket: self._outcome(ticket) for ticket in tickets}
-        return {"outcomes": outcomes, "is_contended": self.heads.is_contended}
+                case HoldReference(mark, holder, head):
+                    if not self.leased.hold(mark, holder, HeadFormat(**head)):
+                        outcomes[mark.head] = IN_USE
+                case ReleaseReference(key, holder):
+                    self.leased.release(key, holder)
+        outcomes = {ticket: self._outcome(ticket) for ticket in tickets} | outcomes
+        return {"outcomes": outcomes, "num_refused": self.leased.num_refused}
 
     def _outcome(self, ticket: str) -> str | None:
-        assert self.heads is not None
+        assert self.leased is not None
         if (written := self._written.get(ticket)) is not None:
             # Returned once: what is kept must not push out a file that is asked for later, such as the LM head.
             return self._written.pop(ticket).result() if written.done() else None
-        begun = self._read.get(ticket) or self.heads.progress(ticket)
+        begun = self._read.get(ticket) or self.leased.progress(ticket)
         if begun is None or not begun.done():
             return None
         return "" if (error := begun.exception()) is None else _reason(error)

@@ -153,7 +153,7 @@ class RowScorer:
         return results
 
     def reserve(self, runner: Any, hidden_states: torch.Tensor) -> None:
-        """Compute the largest chunks, and allocate the memory for references' heads, while vLLM profiles."""
+        """Compute the largest chunks, and allocate the memory for a reference's head, while vLLM profiles."""
         head = self._head(runner.model.compute_logits, hidden_states)
         # Without top tokens a chunk has more rows, with them more bytes per row: either may need more memory.
         for num_top in (0, RESERVED_TOP):
@@ -161,7 +161,7 @@ class RowScorer:
             targets, states = _zeros(rows, hidden_states)
             fused_logprobs.compute(targets, states, head.project, num_top, rows, head.shard)
         if self.windows is not None:
-            self.windows.allocate_heads(runner.vllm_config, hidden_states.device)
+            self.windows.allocate_head(runner.vllm_config, hidden_states.device)
             targets, states = _zeros(runner.max_num_tokens, hidden_states)
             reference = ReferenceHead(head.project, self.shape.logit_bytes)
             self._compared(targets, states, states, head, reference, RESERVED_TOP)

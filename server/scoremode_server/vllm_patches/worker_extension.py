@@ -17,7 +17,7 @@ class ReferenceWorker:
     model_runner: Any
 
     def scoremode_head_bytes(self) -> int | None:
-        """Bytes of memory for the LM heads of references, all ranks together; None on a rank without one."""
+        """Bytes of memory for a reference's LM head, all ranks together; None on a rank without one."""
         if not get_pp_group().is_last_rank:
             return None
         return self._scoremode_windows().head_bytes
@@ -40,7 +40,7 @@ class ReferenceWorker:
         if group.rank_in_group == 0:
             self._scoremode_windows().write_head_later(name, identity, ticket, weights)
 
-    def scoremode_exchange(self, orders: dict[int, tuple[list[list[Any]], list[str]]]) -> dict[str, Any] | None:
+    def scoremode_exchange(self, orders: dict[int, tuple[list[dict[str, Any]], list[str]]]) -> dict[str, Any] | None:
         """Begin what an API server orders of its engines, by their data-parallel indices, and tell how far the files
         are: see `WorkerWindows.exchange`. None on a rank without an LM head."""
         runner = self.model_runner
@@ -48,7 +48,7 @@ class ReferenceWorker:
         if not get_pp_group().is_last_rank or index not in orders:
             return None
         windows = self._scoremode_windows()
-        windows.allocate_heads(runner.vllm_config, runner.device)
+        windows.allocate_head(runner.vllm_config, runner.device)
         return windows.exchange(*orders[index])
 
     def _scoremode_head(self) -> tuple[LogitsSource, HeadFormat]:

@@ -14,7 +14,7 @@ from scoremode_server.references.directory import ReferenceDirectory, StoredRefe
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.rows import PromptLogprobs
 from scoremode_server.scoring.scorer import Turns
-from scoremode_server.vllm_patches.reference_heads import HeadMemory, ReferenceHead
+from scoremode_server.vllm_patches.reference_heads import LeasedHead, ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import WorkerWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec
 from tests.bad_inputs import REFERENCES
@@ -65,17 +65,8 @@ class HeadInMemory:
         return ReferenceHead(lambda hidden_states: hidden_states @ self.placed.T, 4)
 
 
-def allocate_heads(windows: WorkerWindows, num_heads: int) -> HeadMemory:
-    """The room for heads in a worker, without that for the padding of vLLM's layers: hundreds of these heads."""
-    num_bytes = num_heads * HEAD_FORMAT.num_bytes
-    room = HeadMemory(num_bytes, CPU, HeadInMemory, windows.root, windows._threads)  # type: ignore[arg-type]
-    room._memory = room._memory[:num_bytes]
-    return room
-
-
 class ReferenceEngine(HeldEngine):
-    """An engine with a folder of references; `identity` is that of the served model. It is not held at first, and has
-    room for `num_heads` references' heads.
+    """An engine with a folder of references; `identity` is that of the served model. It is not held at first.
 
     Attributes:
         computed: indices of the windows that were computed, in order.
@@ -84,12 +75,13 @@ class ReferenceEngine(HeldEngine):
         head: the worker's description of the served model's head.
     """
 
-    def __init__(self, root: Path, noise: float = 0.0, num_heads: int = 1, **identity: Any) -> None:
+    def __init__(self, root: Path, noise: float = 0.0, **identity: Any) -> None:
         super().__init__(16)
         self.let_go.set()
         self.directory = ReferenceDirectory(root)
         self.windows = WorkerWindows(self.directory)
-        self.windows.heads = allocate_heads(self.windows, num_heads)
+        num_bytes, threads = HEAD_FORMAT.num_bytes, self.windows._threads
+        self.windows.leased = LeasedHead(num_bytes, CPU, HeadInMemory, self.directory, threads)  # type: ignore[arg-type]
         self.vllm_config.parallel_config = SimpleNamespace(
             data_parallel_size=1, local_engines_only=False, data_parallel_index=0
         )

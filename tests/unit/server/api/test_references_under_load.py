@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -17,13 +18,16 @@ import pytest
 
 from scoremode_server.prefix_cache.admission import EngineSize
 from scoremode_server.references.directory import StoredReference
-from scoremode_server.scoring import recorder, references, worker_files
+from scoremode_server.scoring import comparer, recorder, references, worker_files
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.api.light_app import client_of, client_of_model, error_of, light_app
 from tests.unit.server.api.reference_engine import BODY, NUM_WINDOWS, TOKENS, HeadInMemory, ReferenceEngine, record
 
 SECONDS = 60
 """In which a test must be through, which takes a second or two; more is an engine that waits for something."""
+
+SMALL = EngineSize(tokens=32, sequences=2, max_scoring_tokens=100_000)
+"""Two windows at a time, so that the engine could change between references for each."""
 
 
 @pytest.fixture
@@ -45,11 +49,9 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> list[HeadInMemory]:
 
 
 @asynccontextmanager
-async def serving(root: Path, num_heads: int = 1) -> AsyncIterator[httpx.AsyncClient]:
-    engine = ReferenceEngine(root, 0.1, num_heads, fingerprint="served")
-    # Two windows at a time, so that the engine could change between references for each.
-    size = EngineSize(tokens=32, sequences=2, max_scoring_tokens=100_000)
-    async with asyncio.timeout(SECONDS), client_of(light_app(engine, size=size)) as client:
+async def serving(root: Path) -> AsyncIterator[httpx.AsyncClient]:
+    engine = ReferenceEngine(root, 0.1, fingerprint="served")
+    async with asyncio.timeout(SECONDS), client_of(light_app(engine, size=SMALL)) as client:
         yield client
 
 
@@ -80,47 +82,61 @@ def hanging(path: Path) -> Iterator[None]:
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize("num_heads", [1, 2])
-async def test_runs_against_two_references_change_heads_rarely(root: Path, placed: list[Any], num_heads: int):
-    async with serving(root, num_heads) as client:
-        for turn in (1, 2):
-            answers = await asyncio.gather(
-                *(kld(client, name, index) for index in range(NUM_WINDOWS) for name in ("base", "other"))
-            )
-            assert {answer.status_code for answer in answers} == {200}
-            means = [answer.json()["statistics"]["kld"]["mean"] for answer in answers]
-            assert max(means[::2]) < min(means[1::2])
-            # Of one place, the reference that was there last may be the first of the next turn.
-            assert 2 <= len(placed) <= (2 if num_heads == 2 else 2 * turn)
+async def in_turn(client: httpx.AsyncClient, name: str, is_over: asyncio.Event, computed: list[str]) -> None:
+    """Compare with a reference, window by window, as a client that comes back when it is told to."""
+    index = 0
+    while not is_over.is_set():
+        answer = await kld(client, name, index % NUM_WINDOWS)
+        if answer.status_code == 429:
+            assert (answer.headers["Retry-After"], error_of(answer)[1]) == ("2", "reference")
+            # The test's seconds are shorter.
+            await asyncio.sleep(0.05)
+        else:
+            assert answer.status_code == 200
+            computed.append(name)
+            index += 1
 
 
-async def test_a_run_that_never_pauses_leaves_turns_to_others(
-    root: Path, placed: list[Any], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(worker_files, "TURN_SECONDS", 0.2)
-    is_over = False
+@pytest.fixture
+def shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_files, "LEASE_SECONDS", 0.25)
+    monkeypatch.setattr(worker_files, "REMEMBERED_SECONDS", 0.1)
+    monkeypatch.setattr(comparer, "RETRY_AFTER_SECONDS", 0.05)
 
-    async def resume(client: httpx.AsyncClient, first: int) -> int:
-        number = first
-        while not is_over:
-            assert (await kld(client, "base", number % NUM_WINDOWS)).status_code == 200
-            number += 1
-        return number - first
 
+@pytest.mark.usefixtures("shorter_seconds")
+async def test_two_references_are_compared_one_after_the_other(root: Path, placed: list[Any]):
+    """Also if neither of them ever pauses: four requests at a time compare with each."""
+    is_over, computed = asyncio.Event(), list[str]()
     async with serving(root) as client:
-        runs = [asyncio.create_task(resume(client, first)) for first in range(4)]
-        while not placed:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        for index in range(3):
-            assert (await kld(client, "other", index)).status_code == 200
-        is_over = True
-        assert min(await asyncio.gather(*runs)) > 1
-    # Some twenty windows or more were computed.
-    assert len(placed) <= 2 * 3 + 1
+        runs = [asyncio.create_task(in_turn(client, name, is_over, computed)) for name in ("base", "other") * 4]
+        while len(placed) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        is_over.set()
+        await asyncio.gather(*runs)
+        num_changes = sum(one != other for one, other in pairwise(computed))
+        # A change for every head that was placed, though both references have always something to compare.
+        assert num_changes <= len(placed)
+        assert {"base", "other"} == set(computed)
+
+
+@pytest.mark.usefixtures("shorter_seconds")
+async def test_a_request_that_has_begun_is_finished(root: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its last windows wait, since another reference is let in before them."""
+    monkeypatch.setattr(worker_files, "LEASE_SECONDS", 0)
+    monkeypatch.setattr(worker_files, "REMEMBERED_SECONDS", 1)
+    engine = ReferenceEngine(root, 0.1, fingerprint="served")
+    engine.let_go.clear()
+    async with asyncio.timeout(SECONDS), client_of(light_app(engine, size=SMALL)) as client:
+        whole = asyncio.create_task(kld(client, "base"))
+        await engine.has_any.wait()
+        assert error_of(await kld(client, "other", 0))[:2] == (429, "reference")
+        engine.let_go.set()
+        assert (await whole).json()["statistics"]["num_scored"] == len(TOKENS) - 1
 
 
 @pytest.mark.parametrize("name", ["windows/000002.safetensors", "lm_head.safetensors"])
-async def test_a_file_that_does_not_answer_holds_up_its_reference_alone(
+async def test_a_file_that_does_not_answer_holds_up_comparisons_alone(
     root: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     monkeypatch.setattr(worker_files, "SECONDS_TO_READ", 3)
@@ -130,7 +146,8 @@ async def test_a_file_that_does_not_answer_holds_up_its_reference_alone(
             waiting = [asyncio.create_task(kld(client, "base", 2)) for _ in range(10)]
             await asyncio.sleep(0)
             await scores(client)
-            assert (await kld(client, "other")).status_code == 200
+            # Others are told to come back.
+            assert error_of(await kld(client, "other"))[:2] == (429, "reference")
             assert not any(each.done() for each in waiting)
             for answer in await asyncio.gather(*waiting):
                 status, param, message = error_of(answer)
@@ -207,7 +224,7 @@ async def test_damage_is_an_error_whatever_was_read_before(root: Path, name: str
     damaged = "copy" if of_copy else "base"
     if of_copy:
         shutil.copytree(root / "base", root / "copy")
-    async with serving(root, num_heads=2) as client:
+    async with serving(root) as client:
         assert (await kld(client, "base")).status_code == 200
         flip_a_bit(root / damaged / name)
         status, param, message = error_of(await kld(client, damaged))
@@ -220,9 +237,8 @@ async def test_damage_is_an_error_whatever_was_read_before(root: Path, name: str
 
 
 @pytest.mark.parametrize("forget", [lambda root: shutil.rmtree(root / "base"), lambda root: None])
-async def test_nothing_is_kept_of_what_was_read(root: Path, forget: Callable[[Path], None], monkeypatch: Any):
+async def test_nothing_is_kept_of_what_was_read(root: Path, forget: Callable[[Path], None]):
     """Once nobody asks for it any more."""
-    monkeypatch.setattr(worker_files, "IDLE_SECONDS", 0.1)
     engine = ReferenceEngine(root)
     app = light_app(engine)
     async with client_of(app) as client:
@@ -233,7 +249,5 @@ async def test_nothing_is_kept_of_what_was_read(root: Path, forget: Callable[[Pa
         await files._task
     assert not engine.windows._read
     assert not engine.windows._threads._lanes
-    room = engine.windows.heads
-    assert room is not None
-    assert not room._waiting
-    assert not any(head.holders for head in room._heads.values())
+    assert engine.windows.leased is not None
+    assert not engine.windows.leased._holders

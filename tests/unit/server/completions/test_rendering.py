@@ -128,7 +128,7 @@ async def test_rendering_ends_when_its_client_leaves_and_counts_until_then(serve
 
 
 @pytest.mark.parametrize(
-    ("route", "seconds", "status"), [(TURNS, 0.05, 504), ("/v1/score", 0.05, 504), (TURNS, None, 503)]
+    ("route", "seconds", "status"), [(TURNS, 1.0, 504), ("/v1/score", 1.0, 504), (TURNS, None, 503)]
 )
 async def test_rendering_ends_with_the_time_of_its_request_and_with_the_server(
     served: Served,

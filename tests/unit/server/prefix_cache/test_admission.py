@@ -7,7 +7,7 @@ import pytest
 
 from scoremode_server.errors import BusyError, OverdueError, TooLargeError
 from scoremode_server.prefix_cache import admission
-from scoremode_server.prefix_cache.admission import Admission, EngineSize, Gate, RequestQueue
+from scoremode_server.prefix_cache.admission import Admission, EngineSize, RequestQueue
 
 
 class Engine:
@@ -23,10 +23,8 @@ class Engine:
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted.append(request_ids)
 
-    async def score(
-        self, queue: RequestQueue, name: str, num_tokens: int = 10, gate: Gate | None = None, decodes: bool = False
-    ) -> str:
-        async with self.admission.slot(queue, name, num_tokens, gate, decodes=decodes):
+    async def score(self, queue: RequestQueue, name: str, num_tokens: int = 10, decodes: bool = False) -> str:
+        async with self.admission.slot(queue, name, num_tokens, decodes=decodes):
             self.inside[name] = asyncio.Event()
             try:
                 await self.inside[name].wait()
@@ -211,29 +209,4 @@ async def test_after_the_grace_period_the_remaining_requests_end():
     await engine.step()
     results = await asyncio.gather(*requests, return_exceptions=True)
     assert [str(result) for result in results] == 3 * ["the server is shutting down"]
-    engine.check_nothing_is_left()
-
-
-# Sequences that may enter the engine at some times only
-
-
-async def test_those_at_a_closed_gate_let_others_pass():
-    engine = Engine(tokens=100, sequences=2)
-    gate = Gate(engine.admission)
-    async with engine.admission.request(2, 20) as one, engine.admission.request(1, 10) as two:
-        places = ((one, "first", gate), (one, "second", gate), (two, "passing", None))
-        tasks = [asyncio.create_task(engine.score(queue, name, 10, gate)) for queue, name, gate in places]
-        await settle()
-        assert list(engine.inside) == ["passing"]
-        gate.open()
-        await settle()
-        assert list(engine.inside) == ["passing", "first"]
-        gate.is_open = False
-        engine.inside["passing"].set()
-        await settle()
-        assert (list(engine.inside), gate.num_running) == (["first"], 1)
-        await engine.step()
-        assert gate.num_running == 0
-        engine.admission.refuse(gate, lambda: ValueError("gone"))
-        assert [type(found) for found in await asyncio.gather(*tasks, return_exceptions=True)] == [str, ValueError, str]
     engine.check_nothing_is_left()

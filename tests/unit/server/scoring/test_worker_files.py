@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from scoremode_server.errors import RequestError
-from scoremode_server.prefix_cache.admission import Admission, EngineSize, Gate
+from scoremode_server.errors import BusyError, RequestError
+from scoremode_server.prefix_cache.admission import Admission, EngineSize
 from scoremode_server.scoring import worker_files
 from scoremode_server.scoring.worker_files import UnreadableFileError, WorkerFiles
 from scoremode_server.vllm_patches.row_spec import WindowMark
 from tests.unit.server.references.reference_setup import HEAD
 
-Orders = list[tuple[Any, ...]]
+Orders = list[dict[str, Any]]
 
 
 class Workers:
     """Two engines at most, each with a rank without an LM head and two with one, which do at once what is ordered.
 
     Attributes:
-        ordered: kinds of orders and of what, with the engine.
+        ordered: types of orders, of which reference or file, and the engine.
         change: what a rank answers, in the place of its answer.
     """
 
@@ -47,9 +47,10 @@ class Workers:
         return [[None, *self._answers(engine, *of_engine)] for engine, of_engine in enumerate(orders.values())]
 
     def _answers(self, engine: int, orders: Orders, tickets: list[str]) -> list[Any]:
-        for kind, what, *_ in orders:
-            self.ordered.append((engine, kind, what if isinstance(what, str) else what["reference"]))
-        return [self.change(rank, {"outcomes": dict.fromkeys(tickets, ""), "is_contended": False}) for rank in range(2)]
+        for order in orders:
+            what = order["mark"]["reference"] if "mark" in order else order.get("ticket", order.get("key"))
+            self.ordered.append((engine, order["type"], what))
+        return [self.change(rank, {"outcomes": dict.fromkeys(tickets, ""), "num_refused": 0}) for rank in range(2)]
 
 
 async def abort(request_ids: list[str]) -> None:
@@ -66,19 +67,12 @@ def mark(reference: str, index: int = 0) -> WindowMark:
     return WindowMark("compare", reference, "identity", index, 7, ticket=ticket, head=key)
 
 
-async def loaded(
-    files: WorkerFiles, stack: AsyncExitStack, window: WindowMark, rank: int | None = None
-) -> tuple[Gate, int | None]:
+async def loaded(files: WorkerFiles, stack: AsyncExitStack, window: WindowMark, rank: int | None = None) -> int | None:
     return await stack.enter_async_context(files.loaded(window, HEAD, 8, rank))
 
 
-async def enter(files: WorkerFiles, window: WindowMark, admission: Admission) -> None:
-    """As a window that is read does: its gate lets it in, or refuses it."""
-    async with (
-        files.loaded(window, HEAD, 8) as (gate, _),
-        admission.request(1, 8) as queue,
-        admission.slot(queue, window.ticket, 8, gate),
-    ):
+async def load(files: WorkerFiles, window: WindowMark) -> None:
+    async with files.loaded(window, HEAD, 8):
         pass
 
 
@@ -96,7 +90,7 @@ async def test_a_window_waits_for_its_file_and_its_head_on_every_rank(admission:
         return {**answer, "outcomes": {**answer["outcomes"], what: None}} if late and rank == 1 else answer
 
     workers.change = second_rank_is_late
-    waiting = asyncio.create_task(enter(WorkerFiles(workers, admission), mark("base"), admission))
+    waiting = asyncio.create_task(load(WorkerFiles(workers, admission), mark("base")))
     await until(lambda: workers.num_calls > 5)
     assert not waiting.done()
     late = False
@@ -113,9 +107,9 @@ async def test_what_one_rank_cannot_read_is_scheduled_on_none(admission: Admissi
     workers.change = fail
     files = WorkerFiles(workers, admission)
     with pytest.raises(UnreadableFileError, match=r"^it is missing$"):
-        await enter(files, mark("base"), admission)
+        await load(files, mark("base"))
     await until(lambda: files._task and files._task.done())
-    assert (0, "forget window", "base 0") in workers.ordered
+    assert (0, "ForgetWindow", "base 0") in workers.ordered
 
 
 async def test_windows_are_read_for_the_engine_that_computes_them(admission: Admission):
@@ -124,48 +118,107 @@ async def test_windows_are_read_for_the_engine_that_computes_them(admission: Adm
     async with AsyncExitStack() as stack:
         windows = [await loaded(files, stack, mark("base", index)) for index in range(3)]
         windows.append(await loaded(files, stack, mark("base", 3), rank=0))
-        assert [rank for _, rank in windows] == [0, 1, 0, 0]
-        assert [engine for engine, kind, _ in workers.ordered if kind == "read window"] == [0, 1, 0, 0]
-        assert windows[0][0] is windows[2][0] is not windows[1][0]
+        assert windows == [0, 1, 0, 0]
+        assert [engine for engine, kind, _ in workers.ordered if kind == "ReadWindow"] == [0, 1, 0, 0]
         with pytest.raises(RequestError, match="2 is not from 0 to 1"):
             await loaded(files, stack, mark("base", 4), rank=2)
 
 
-async def test_workers_keep_a_bounded_part_of_each_reference(admission: Admission):
-    """However many windows are asked for at once; those of one reference do not count for another."""
+async def test_workers_keep_a_bounded_part_of_a_reference(admission: Admission):
+    """However many windows are asked for at once."""
     workers = Workers()
     workers.change = lambda rank, answer: {**answer, "outcomes": dict.fromkeys(answer["outcomes"])}
     files = WorkerFiles(workers, admission)
 
-    def read() -> list[str]:
-        return [reference for _, kind, reference in workers.ordered if kind == "read window"]
+    def num_read() -> int:
+        return [kind for _, kind, _ in workers.ordered].count("ReadWindow")
 
-    async def needed(index: int, reference: str = "base") -> None:
-        async with files.loaded(mark(reference, index), HEAD, 100):
+    async def needed(index: int) -> None:
+        async with files.loaded(mark("base", index), HEAD, 100):
             pass
 
     waiting = [asyncio.create_task(needed(index)) for index in range(5)]
-    waiting.append(asyncio.create_task(needed(0, "other")))
-    await until(lambda: "other" in read())
-    assert read().count("base") == 3
+    await until(lambda: workers.num_calls > 5)
+    assert num_read() == 3
     # One that is read and one that waits for that are given up.
     waiting[0].cancel()
     waiting[4].cancel()
-    await until(lambda: read().count("base") == 4)
+    await until(lambda: num_read() == 4)
     workers.change = lambda rank, answer: answer
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert read().count("base") == 4
+    assert num_read() == 4
 
 
-async def test_no_head_is_held_anew_while_another_one_waits_for_memory(admission: Admission):
-    """Of two API servers that hold one by turns, none would ever leave."""
-    workers, is_contended = Workers(), True
-    workers.change = lambda rank, answer: {**answer, "is_contended": is_contended}
-    waiting = asyncio.create_task(enter(WorkerFiles(workers, admission), mark("base"), admission))
-    await until(lambda: workers.num_calls > 5)
-    assert "hold head" not in {kind for _, kind, _ in workers.ordered}
-    is_contended = False
-    await waiting
+class Clock:
+    """Seconds that the test says have passed."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(worker_files, "time", clock)
+    return clock
+
+
+async def test_a_reference_is_held_for_ten_seconds_after_another_was_refused(admission: Admission, clock: Clock):
+    files = WorkerFiles(Workers(), admission)
+    async with AsyncExitStack() as last:
+        async with AsyncExitStack() as stack:
+            await loaded(files, stack, mark("base"))
+            for _ in range(3):
+                # Nobody else has asked for longer than a refused client would stay away.
+                clock.now += 20
+                await load(files, mark("base", 1))
+                with pytest.raises(BusyError, match="another reference; try again later"):
+                    await load(files, mark("other"))
+            for _ in range(4):
+                clock.now += 2.4
+                await load(files, mark("base", 1))
+                with pytest.raises(BusyError):
+                    await load(files, mark("other"))
+            clock.now += 0.5
+            # Ten seconds and a bit after the refusal: nothing more of the one that is held.
+            with pytest.raises(BusyError):
+                await load(files, mark("base", 1))
+        # It does not come back before the one that waits.
+        with pytest.raises(BusyError):
+            await load(files, mark("base", 1))
+        await loaded(files, last, mark("other"))
+        await load(files, mark("other", 1))
+        with pytest.raises(BusyError):
+            await load(files, mark("base"))
+        clock.now += 3
+        await load(files, mark("other", 1))
+    # Who does not come back is forgotten.
+    clock.now += 4.1
+    await load(files, mark("other"))
+
+
+async def test_another_api_server_may_hold_another_reference(admission: Admission, clock: Clock):
+    """Workers refuse it then, and the server that holds one learns of that."""
+    workers, num_refused = Workers(), 0
+
+    def refuse(rank: int, answer: Any) -> Any:
+        return {**answer, "outcomes": {**answer["outcomes"], "head of other": worker_files.IN_USE}}
+
+    workers.change = refuse
+    files = WorkerFiles(workers, admission)
+    with pytest.raises(BusyError, match="another reference"):
+        await load(files, mark("other"))
+    workers.change = lambda rank, answer: {**answer, "num_refused": num_refused}
+    async with AsyncExitStack() as stack:
+        await loaded(files, stack, mark("base"))
+        for _ in range(4):
+            num_refused += 1
+            await load(files, mark("base", 1))
+            clock.now += 3
+        with pytest.raises(BusyError):
+            await load(files, mark("base", 1))
 
 
 @pytest.mark.parametrize("how", ["dies", "dies unheard", "stops"])
@@ -188,14 +241,14 @@ async def test_those_who_wait_get_an_answer_when_the_engine_is_gone(
     # Neither the second window nor the head of the first is ever read.
     workers.change = lambda rank, answer: {
         "outcomes": {ticket: "" if ticket == "base 0" else None for ticket in answer["outcomes"]},
-        "is_contended": False,
+        "num_refused": 0,
     }
     files = WorkerFiles(workers, admission)
-    at_gate = asyncio.create_task(enter(files, mark("base"), admission))
-    unread = asyncio.create_task(enter(files, mark("base", 1), admission))
+    headless = asyncio.create_task(load(files, mark("base")))
+    unread = asyncio.create_task(load(files, mark("base", 1)))
     unwritten = asyncio.create_task(files.wait_until_done("ticket"))
-    await until(lambda: admission._waiting)
+    await until(lambda: workers.num_calls > 2)
     is_gone, admission.is_stopped = True, how == "stops"
-    for waiting in (at_gate, unread, unwritten):
+    for waiting in (headless, unread, unwritten):
         with pytest.raises(RequestError, match="shutting down" if how == "stops" else "has died"):
             await waiting

@@ -3,7 +3,6 @@
 Ranks are processes with vLLM's own layers and collectives.
 """
 
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from scoremode_server.vllm_patches import worker_extension
 from scoremode_server.vllm_patches.lm_head import examine
 from scoremode_server.vllm_patches.reference_heads import (
     HeadLayer,
-    HeadMemory,
+    LeasedHead,
     ReferenceHead,
     describe_head,
     gather_weight,
@@ -126,33 +125,26 @@ def taken_from(model: Model, root: Path, name: str) -> StoredReference:
     return ReferenceDirectory(root).open(name)
 
 
-def room_for(root: Path, num_bytes: int, config: VllmConfig) -> HeadMemory:
+def room_for(root: Path, num_bytes: int, config: VllmConfig) -> LeasedHead:
     num_bytes //= config.parallel_config.tensor_parallel_size
-    return HeadMemory(num_bytes, CPU, partial(HeadLayer, config=config), ReferenceDirectory(root), FileThreads())
+    return LeasedHead(num_bytes, CPU, partial(HeadLayer, config=config), ReferenceDirectory(root), FileThreads())
 
 
-def load(room: HeadMemory, reference: StoredReference, *, local: bool = False) -> ReferenceHead:
+def load(room: LeasedHead, reference: StoredReference, *, local: bool = False) -> ReferenceHead:
     """What an API server orders, and then a step finds."""
     key, identity, head = reference.name, reference.manifest.identity, reference.manifest.head
     assert head is not None
-    room.hold(WindowMark("compare", key, identity, 0, 1, head=key), "test", head)
-    finished(room, key)
-    get_tp_group().barrier()
-    room.place(key)
-    finished(room, key)
-    room.release(key, "test", is_usable=True)
+    assert room.hold(WindowMark("compare", key, identity, 0, 1, head=key), "test", head)
+    loading = room.progress(key)
+    assert loading is not None
+    loading.result()
+    room.release(key, "test")
     found = room.find(key, local=local)
     assert found is not None
     return found
 
 
-def finished(room: HeadMemory, key: str) -> None:
-    while (begun := room.progress(key)) is None:
-        time.sleep(0.001)
-    begun.result()
-
-
-def logits_are_those_of_the_model(room: HeadMemory, reference: StoredReference, model: Model) -> None:
+def logits_are_those_of_the_model(room: LeasedHead, reference: StoredReference, model: Model) -> None:
     hidden_states, head = model.hidden_states(), examine(model.compute_logits, HIDDEN, model.dtype, get_tp_group())
     whole = load(room, reference).logits_fn(hidden_states)
     assert whole.dtype == model.dtype
@@ -233,7 +225,7 @@ def what_api_servers_ask_of_workers(root: Path, config: VllmConfig) -> None:
         if group.rank_in_group
         else {"first": "there is no reference 'none'", "second": ""}
     )
-    assert answer == {"outcomes": by_rank, "is_contended": False}
+    assert answer == {"outcomes": by_rank, "num_refused": 0}
     assert worker.scoremode_exchange({1: ([], [])}) is None
     weight, bias = ReferenceDirectory(root).open("asked").read_head()
     assert bias is None

@@ -5,12 +5,12 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from cachetools import FIFOCache
@@ -23,6 +23,7 @@ from scoremode_server.references.directory import ReferenceDirectory, StoredRefe
 from scoremode_server.vllm_patches import install, reference_windows
 from scoremode_server.vllm_patches.lm_head import LMHead
 from scoremode_server.vllm_patches.reference_heads import ReferenceHead
+from scoremode_server.vllm_patches.reference_orders import ForgetWindow, Order, ReadWindow
 from scoremode_server.vllm_patches.reference_windows import RecordedWindow, WorkerWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from tests.unit.server.references.reference_setup import HIDDEN, create, random_shard
@@ -46,7 +47,7 @@ SPLITS = [(first, second) for first in range(NUM_FED) for second in range(first,
 class Room:
     """A head that is there at once."""
 
-    is_contended = False
+    num_refused = 0
 
     def progress(self, key: str) -> None:
         return None
@@ -64,10 +65,15 @@ def project(hidden_states: torch.Tensor) -> torch.Tensor:
     return hidden_states @ WEIGHT
 
 
+def order(windows: WorkerWindows, *orders: Order, tickets: tuple[str, ...] = ()) -> dict[str, str | None]:
+    outcomes: dict[str, str | None] = windows.exchange(msgspec.to_builtins(orders), list(tickets))["outcomes"]
+    return outcomes
+
+
 def read(windows: WorkerWindows, *specs: RowSpec) -> None:
     """As the API server has it, which sends a window once it was read, or could not be."""
     marks = [wanted.window for wanted in specs if wanted.window is not None]
-    windows.exchange([["read window", asdict(mark)] for mark in marks], [])
+    order(windows, *map(ReadWindow, marks))
     while any(windows._outcome(mark.ticket) is None for mark in marks):
         time.sleep(0.001)
 
@@ -96,7 +102,7 @@ def steps(worker: LinearWorker, *ends: int, states: torch.Tensor = STATES) -> Lo
 def windows_in(root: Path) -> Iterator[WorkerWindows]:
     """Windows of a worker. At the end all files are written, as they are when a worker ends."""
     windows = WorkerWindows(ReferenceDirectory(root))
-    windows.heads = Room()  # type: ignore[assignment]
+    windows.leased = Room()  # type: ignore[assignment]
     yield windows
     let_all_be_written(windows)
 
@@ -230,7 +236,7 @@ WINDOW_BYTES = 5 * HIDDEN * 4
 @pytest.fixture
 def windows(tmp_path: Path) -> WorkerWindows:
     windows = WorkerWindows(ReferenceDirectory(tmp_path))
-    windows.heads = Room()  # type: ignore[assignment]
+    windows.leased = Room()  # type: ignore[assignment]
     return windows
 
 
@@ -247,8 +253,7 @@ def finish(windows: WorkerWindows, index: int) -> None:
 
 
 def told(windows: WorkerWindows, *tickets: str) -> list[str | None]:
-    outcomes: dict[str, str | None] = windows.exchange([], list(tickets))["outcomes"]
-    return list(outcomes.values())
+    return list(order(windows, tickets=tickets).values())
 
 
 def test_a_step_does_not_wait_for_the_disk(windows: WorkerWindows, monkeypatch: pytest.MonkeyPatch):
@@ -298,38 +303,34 @@ def test_a_call_does_not_wait_for_a_file(windows: WorkerWindows):
     reference = create(windows.root.root)
     os.mkfifo(reference.shard(0))
     reference.write_shard(1, *random_shard(5))
-    orders = [["read window", asdict(mark("compare", index))] for index in (0, 1)]
-    assert windows.exchange(orders, ["0"])["outcomes"] == {"0": None}
+    orders = [ReadWindow(mark("compare", index)) for index in (0, 1)]
+    assert order(windows, *orders, tickets=("0",)) == {"0": None}
     while told(windows, "1") == [None]:
         pass
     assert told(windows, "0", "1") == [None, ""]
     # Nobody waits for it any more.
-    windows.exchange([["forget window", "0"], ["forget window", "1"]], [])
+    order(windows, ForgetWindow("0"), ForgetWindow("1"))
     assert not windows._read
     os.close(os.open(reference.shard(0), os.O_RDWR))
 
 
 def test_a_file_of_another_size_is_not_read(windows: WorkerWindows):
     create(windows.root.root).write_shard(1, *random_shard(4))
-    windows.exchange([["read window", asdict(mark("compare", 1))]], [])
+    order(windows, ReadWindow(mark("compare", 1)))
     while told(windows, "1") == [None]:
         pass
     assert "000001.safetensors has hidden states (4, 8)" in str(told(windows, "1"))
 
 
-@pytest.mark.parametrize(
-    ("setting", "largest", "expected"), [(None, 0, 1800), (None, 5000, 5000), (5, 5000, 5), (0, 1, 0)]
-)
-def test_room_for_heads_is_what_is_set_or_needed(
-    monkeypatch: pytest.MonkeyPatch, setting: int | None, largest: int, expected: int
-):
-    """Needed by the served model of 100 tokens, or by a reference."""
+@pytest.mark.parametrize(("largest", "expected"), [(0, 1800), (5000, 5000)])
+def test_memory_for_a_head_is_what_the_largest_needs(monkeypatch: pytest.MonkeyPatch, largest: int, expected: int):
+    """That of the served model of 100 tokens, or of a reference."""
     monkeypatch.setattr(install, "reference_directory", lambda: Path("root"))
     monkeypatch.setattr(
         ReferenceDirectory, "largest_head", lambda self, vocab_size, seconds: largest * (vocab_size == 100)
     )
     model = SimpleNamespace(get_vocab_size=lambda: 100, get_hidden_size=lambda: 8, dtype=torch.bfloat16)
-    assert install.room_for_heads(setting, model) == expected
+    assert install.largest_head(model) == expected
 
 
 def test_an_adapter_for_the_lm_head_is_refused_when_it_is_loaded(monkeypatch):
