@@ -64,8 +64,8 @@ class ReferenceParts:
     ) -> "ReferenceParts":
         """Those of the served model, with references in a folder."""
         stored = References(ReferenceDirectory(root), model, "name")
-        others = client, engine, turns, WorkerFiles(client, engine.admission)
-        return cls(stored, Recorder(stored, *others), Comparer(replace(stored, param="reference"), *others))
+        shared = engine, turns, WorkerFiles(client, engine.admission)
+        return cls(stored, Recorder(stored, client, *shared), Comparer(replace(stored, param="reference"), *shared))
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,5 +73,6 @@ def _outside_texts(content: bytes) -> bytes:
 
 def _check_count(count: int, most: int, things: str, name: str, field: str | None) -> None:
     if count > most:
-        message = f"{name[:MAX_NAME]} has {count} {things}, but a request can have at most {most}"
-        raise RequestError(message, field and field[:MAX_NAME])
+        raise RequestError(
+            f"{name[:MAX_NAME]} has {count} {things}, but a request can have at most {most}", field and field[:MAX_NAME]
+        )

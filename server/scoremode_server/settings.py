@@ -57,8 +57,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="Sequences in one scoring request: prompts, prompts times continuations, or windows. "
         "Default: %(default)s.",
     )
-    timeout_help = "Seconds after which a scoring request is aborted with 504. Default: none."
-    group.add_argument("--request-timeout", type=positive, metavar="SECONDS", help=timeout_help)
+    group.add_argument(
+        "--request-timeout",
+        type=positive,
+        metavar="SECONDS",
+        help="Seconds after which a scoring request is aborted with 504. Default: none.",
+    )
     group.add_argument(
         "--reference-dir",
         type=Path,
@@ -73,8 +77,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="BYTES",
         help="The size limit of a scoring or completion request's body, such as 64M. Default: 16M.",
     )
-    page_help = "Do not serve the page at /scoremode, which loads without an API key."
-    group.add_argument("--no-page", action="store_true", help=page_help)
+    group.add_argument(
+        "--no-page",
+        action="store_true",
+        help="Do not serve the page at /scoremode, which loads without an API key.",
+    )
 
 
 def server_settings(arguments: Namespace) -> Namespace:

@@ -225,8 +225,7 @@ async def _read_request(request: Request, model: type[BaseModel]) -> BaseModel:
     await validate_json_request(request)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        message = f"Content-Encoding {encoding} is not supported: send the body as it is"
-        raise errors.EncodingError(message, None)
+        raise errors.EncodingError(f"Content-Encoding {encoding} is not supported: send the body as it is", None)
     state = scoremode_state(request)
     async with state.admission.until_stopped():
         body = await _read_body(request, state.limits.max_request_bytes)

@@ -72,14 +72,16 @@ class Conversations:
             raise RequestError(refused.error.message, "chat_template_kwargs")
         conversations, tools = request.conversations, request.tools or []
         if tools and not isinstance(tools[0], dict) and len(tools) != len(conversations):
-            message = f"tools has lists for {len(tools)} conversations, and there are {len(conversations)}"
-            raise RequestError(message, "tools")
+            raise RequestError(
+                f"tools has lists for {len(tools)} conversations, and there are {len(conversations)}", "tools"
+            )
         # Each conversation has a message, or is refused.
         self.limits.check_num_sequences(sum(map(len, conversations)), "messages")
         longest = max(map(len, conversations))
         if longest > MAX_MESSAGES:
-            message = f"messages: a conversation has {longest} messages, and can have at most {MAX_MESSAGES}"
-            raise RequestError(message, "messages")
+            raise RequestError(
+                f"messages: a conversation has {longest} messages, and can have at most {MAX_MESSAGES}", "messages"
+            )
         return await self._threads.run(partial(self._rendered, request))
 
     def _rendered(self, request: MessagesFields, is_over: threading.Event) -> list[TurnSequence]:
@@ -164,8 +166,11 @@ class _Conversation:
         said = [_said(message) for message in self.messages if message["role"] == "assistant"]
         for start, end in spans:
             if not any(each in text[start:end] for of_message in said for each in of_message):
-                message = f"{self.name} cannot be scored: the chat template marks {text[start:end][:MAX_NAME]!r}"
-                raise RequestError(f"{message} as generated, which the assistant does not say", "messages")
+                raise RequestError(
+                    f"{self.name} cannot be scored: the chat template marks {text[start:end][:MAX_NAME]!r} as "
+                    "generated, which the assistant does not say",
+                    "messages",
+                )
         # Parts of one message follow each other.
         turns: list[Turn] = []
         for start, end in _joined(spans) if len(spans) > len(said) else spans:
@@ -317,12 +322,11 @@ def _joined(spans: list[Span]) -> list[Span]:
 
 def _has_thoughts(text: str, message: dict[str, Any]) -> bool:
     """Whether a text has a message's reasoning: in a field of its own or between tags, in this order."""
-    reasoning, content = message.get("reasoning"), message.get("content")
-    parts = content.split("</think>")[:-1] if isinstance(content, str) else []
-    thoughts = [thought for _, tag, thought in (part.partition("<think>") for part in parts) if tag]
+    content = message.get("content")
+    *thoughts, _ = _said({**message, "content": content if isinstance(content, str) else ""})
     at = 0
-    for thought in (reasoning if isinstance(reasoning, str) else "", *thoughts):
-        at = text.find(thought.strip(), at)
+    for thought in thoughts:
+        at = text.find(thought, at)
         if at < 0:
             return False
     return True

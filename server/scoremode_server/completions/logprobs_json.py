@@ -6,7 +6,7 @@ The JSON of cached blocks is stored under their block hashes, because benchmarks
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -29,9 +29,8 @@ MAX_STORED_COLUMNS = 32
 _ENTRY_BYTES = 512
 """Memory of a stored piece in addition to its text."""
 
-_UNKNOWN, _WHOLE, _SHARED, _WITHIN_CHARACTER = range(4)
-"""Kinds of tokens: not in the table yet, complete characters, complete characters as an earlier token in the table, or
-ending within a character."""
+_UNKNOWN, _WHOLE, _WITHIN_CHARACTER = range(3)
+"""Kinds of tokens: not in the table yet, complete characters, or ending within a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +83,6 @@ class Entries(NamedTuple):
     """Places in the top k that have their row's actual token."""
     completed: list[tuple[int, str]]
     """Places of tokens that end within a character, and their texts."""
-    may_share_texts: bool
-    """Whether two tokens of a row may have one text, without those that end within a character."""
 
 
 class TokenPieces:
@@ -96,22 +93,19 @@ class TokenPieces:
         after: what is after its rank, with its own text: `,"decoded_token":"a"}`.
         texts: the text alone: `"a"`.
         lengths: characters of the text.
-        numbers: the number of the text.
     """
 
     def __init__(self, strings: TokenStrings) -> None:
         self._strings = strings
         self.before, self.after, self.texts = (np.zeros(0, object) for _ in range(3))
-        self.lengths, self.numbers = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        self._numbers: dict[str, int] = {}
+        self.lengths = np.zeros(0, np.int64)
         self._kinds = np.zeros(0, np.uint8)
 
-    def fill(self, token_ids: np.ndarray) -> tuple[list[int], bool]:
-        """Add these tokens [n]. Returns the places of those that end within a character, and whether two of the others
-        may have one text."""
+    def fill(self, token_ids: np.ndarray) -> list[int]:
+        """Add these tokens [n]. Returns the places of those that end within a character."""
         size = int(token_ids.max(initial=0)) + 1
         if size > len(self._kinds):
-            for table in (self.before, self.after, self.texts, self.lengths, self.numbers, self._kinds):
+            for table in (self.before, self.after, self.texts, self.lengths, self._kinds):
                 table.resize(size, refcheck=False)
         kinds = self._kinds[token_ids]
         # Searching bytes is faster than reducing a short array.
@@ -119,11 +113,7 @@ class TokenPieces:
             self._add(np.unique(token_ids[kinds == _UNKNOWN]).tolist())
             kinds = self._kinds[token_ids]
         places: list[int] = np.flatnonzero(kinds == _WITHIN_CHARACTER).tolist()
-        return places, _SHARED in kinds.tobytes()
-
-    def number(self, text: str) -> int:
-        """The number of a text, a new one if it has none. There are hardly more texts than characters and tokens."""
-        return self._numbers.setdefault(text, len(self._numbers))
+        return places
 
     def _add(self, token_ids: list[int]) -> None:
         for token_id, text in zip(token_ids, self._strings.texts_of(token_ids), strict=True):
@@ -131,9 +121,7 @@ class TokenPieces:
             self.texts[token_id] = orjson.dumps(text)
             self.after[token_id] = _after_rank(text)
             self.lengths[token_id] = len(text)
-            kind = _SHARED if text in self._numbers else _WHOLE
-            self._kinds[token_id] = _WITHIN_CHARACTER if text.endswith(INCOMPLETE) else kind
-            self.numbers[token_id] = self.number(text)
+            self._kinds[token_id] = _WITHIN_CHARACTER if text.endswith(INCOMPLETE) else _WHOLE
 
 
 class LogprobsWriter:
@@ -208,12 +196,12 @@ class LogprobsWriter:
     def _entries(self, token_ids: Sequence[int], rows: Rows, start: int) -> Entries:
         """What is written of rows of a prompt, of which the first is row `start`."""
         ids = rows.token_ids
-        within, may_share_texts = self._pieces.fill(ids.ravel())
+        within = self._pieces.fill(ids.ravel())
         logprobs = orjson.dumps(json_logprobs(rows.logprobs).ravel(), option=orjson.OPT_SERIALIZE_NUMPY)
         repeats: np.ndarray = ids == ids[:, :1]
         repeats[:, 0] = False
         completed = self._strings.texts_within(token_ids, start + 1, ids, within) if within else []
-        return Entries(logprobs[1:-1].split(b","), np.flatnonzero(repeats).tolist(), completed, may_share_texts)
+        return Entries(logprobs[1:-1].split(b","), np.flatnonzero(repeats).tolist(), completed)
 
     def _full(self, rows: Rows, entries: Entries) -> bytes:
         """vLLM's `prompt_logprobs`. Each entry has five pieces: what divides it from the one before it, the token's id,
@@ -240,7 +228,6 @@ class LogprobsWriter:
     def _openai(self, rows: Rows, entries: Entries, style: Style) -> OpenAI:
         assert style.num_top is not None
         ids, num_columns = rows.token_ids.ravel(), rows.num_columns
-        left_out, more_likely = _left_out(entries, rows.token_ids.shape, style.num_top), dict[int, int]()
         if style.as_token_ids:
             names = [b'"%b"' % format_token_id_placeholder(token_id).encode() for token_id in ids.tolist()]
             lengths = np.array(list(map(len, names[::num_columns])), np.int64) - 2
@@ -250,24 +237,10 @@ class LogprobsWriter:
                 names[place] = orjson.dumps(text)
                 if place % num_columns == 0:
                     lengths[place // num_columns] = len(text)
-            starts = {place - place % num_columns for place, _ in entries.completed}
-            if entries.may_share_texts or any(len({*names[at : at + num_columns]}) < num_columns for at in starts):
-                numbers = self._pieces.numbers[ids]
-                for place, text in entries.completed:
-                    numbers[place] = self._pieces.number(text)
-                # What is left out repeats nothing.
-                numbers[left_out] = np.arange(-len(left_out), 0)
-                repeated = _repeated(numbers, num_columns)
-                left_out += repeated
-                for place in repeated:
-                    row, column = divmod(place, num_columns)
-                    first = place - column
-                    if numbers[place] == numbers[first] and rows.logprobs[row, column] > rows.logprobs[row, 0]:
-                        more_likely.setdefault(first, place)
         return OpenAI(
             b",".join(names[::num_columns]),
             b",".join(entries.logprobs[::num_columns]),
-            _top(names, entries.logprobs, num_columns, left_out, more_likely),
+            _top(names, rows.logprobs, entries, style.num_top),
             lengths,
         )
 
@@ -319,30 +292,39 @@ def _left_out(entries: Entries, shape: tuple[int, ...], num_top: int) -> list[in
     return left_out
 
 
-def _repeated(numbers: np.ndarray, num_columns: int) -> list[int]:
-    """Find the numbers that their row has at an earlier place, and return their places in order. `numbers` is [rows *
-    num_columns]."""
-    places: set[int] = set()
-    for distance in range(1, num_columns):
-        later = distance + np.flatnonzero(numbers[distance:] == numbers[:-distance])
-        places.update(later[later % num_columns >= distance].tolist())
-    return sorted(places)
-
-
-def _top(
-    names: list[bytes], logprobs: list[bytes], num_columns: int, left_out: list[int], more_likely: dict[int, int]
-) -> bytes:
-    """OpenAI's `top_logprobs`, with the logprobs of more likely tokens at some places. Each entry has four pieces."""
+def _top(names: list[bytes], logprobs: np.ndarray, entries: Entries, num_top: int) -> bytes:
+    """OpenAI's `top_logprobs` of rows with these names and logprobs [rows, columns]. Each entry has four pieces."""
+    num_columns, left_out = logprobs.shape[1], _left_out(entries, logprobs.shape, num_top)
     pieces = [b","] * (4 * len(names))
-    pieces[0 :: 4 * num_columns] = [b"},{"] * (len(names) // num_columns)
+    pieces[0 :: 4 * num_columns] = [b"},{"] * len(logprobs)
     pieces[1::4] = names
     pieces[2::4] = [b":"] * len(names)
-    pieces[3::4] = logprobs
-    for place, other in more_likely.items():
-        pieces[4 * place + 3] = logprobs[other]
+    pieces[3::4] = entries.logprobs
+    # Different tokens may have one text. What is left out gets a name that no other has.
+    shown: list[Any] = list(names)
+    for place in left_out:
+        shown[place] = place
+    # Faster than a slice for each row.
+    for row, row_names in enumerate(zip(*[iter(shown)] * num_columns, strict=True)):
+        if len({*row_names}) < num_columns:
+            places = range(row * num_columns, (row + 1) * num_columns)
+            best = _most_likely(shown, logprobs.ravel(), places)
+            left_out += set(places) - best.keys()
+            for place, other in best.items():
+                pieces[4 * place + 3] = entries.logprobs[other]
     for place in left_out:
         pieces[4 * place : 4 * place + 4] = [b""] * 4
     return b"".join(pieces).removeprefix(b"},") + b"}"
+
+
+def _most_likely(names: list[Any], logprobs: np.ndarray, places: Iterable[int]) -> dict[int, int]:
+    """The first of the places of each name, and the place of that name's most likely token."""
+    firsts, best = dict[Any, int](), dict[int, int]()
+    for place in places:
+        first = firsts.setdefault(names[place], place)
+        if first not in best or logprobs[place] > logprobs[best[first]]:
+            best[first] = place
+    return best
 
 
 def _rank(rank: int) -> bytes:

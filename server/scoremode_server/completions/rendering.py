@@ -5,13 +5,15 @@ import inspect
 import threading
 from bisect import bisect_left
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from scoremode_server.errors import BusyError
+from scoremode_server.threads import CallThreads
 
 T = TypeVar("T")
 
@@ -35,7 +37,7 @@ class RenderingThreads:
     too."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="rendering")
+        self._threads = CallThreads(THREADS)
         self._here: set[Future[Any]] = set()
 
     async def run(self, work: Callable[[threading.Event], T]) -> T:
@@ -45,7 +47,7 @@ class RenderingThreads:
         if len(self._here) >= MAX_REQUESTS:
             raise BusyError(f"the conversations of {MAX_REQUESTS} requests are being rendered: try again later", None)
         is_over = threading.Event()
-        future = self._pool.submit(work, is_over)
+        future = self._threads.submit("conversations", partial(work, is_over))
         self._here.add(future)
         try:
             return await asyncio.wrap_future(future)
@@ -125,6 +127,7 @@ class TextEncoder:
 
     def _encoded(self, text: str) -> BatchEncoding:
         self._count(len(text))
-        options = {"add_special_tokens": False, "return_offsets_mapping": self._tokenizer.is_fast}
-        encoding: BatchEncoding = self._tokenizer(text, **options)
+        encoding: BatchEncoding = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=self._tokenizer.is_fast
+        )
         return encoding

@@ -266,9 +266,12 @@ class RequestQueue:
         self.num_cached_tokens += num_cached_tokens
         self.add(-1, -num_tokens)
 
-    async def in_order(self, coroutines: Iterable[Coroutine[Any, Any, T]], loads: float = 1) -> AsyncGenerator[T, None]:
-        """The results of coroutines that score one sequence each, in order. One more than `size.sequences` may run; if
-        they are counted as they begin, about `loads` times `size.tokens` tokens of them. If one fails or the reader
+    async def in_order(
+        self, coroutines: Iterable[Coroutine[Any, Any, T]], loads: float = 1, most: int | None = None
+    ) -> AsyncGenerator[T, None]:
+        """The results of coroutines that score one sequence each, in order. At most `most` may run or wait for the
+        reader, or one more than `size.sequences`; if they are counted as they begin, about `loads` times `size.tokens`
+        tokens of them. If one fails or the reader
         stops, the others are cancelled, and aborted in one call, because vLLM rebuilds its queue on each."""
         if self.num_sequences == 1:
             # Most requests have one sequence, which needs no task.
@@ -278,12 +281,13 @@ class RequestQueue:
         size = self.admission.size
         # Sequences that were accepted with the request may all begin; others leave space for other requests.
         most_tokens = math.inf if self.num_sequences else loads * size.tokens
+        # One more than the engine takes: the first may have left it, and wait for the reader.
+        most_tasks = size.sequences + 1 if most is None else most
         tasks: deque[asyncio.Task[T]] = deque()
         try:
             for coroutine in coroutines:
                 tasks.append(asyncio.create_task(coroutine))
-                # One more than the engine takes: the first may have left it, and wait for the reader.
-                while tasks and (len(tasks) > size.sequences or self.num_tokens > most_tokens):
+                while tasks and (len(tasks) >= most_tasks or self.num_tokens > most_tokens):
                     yield await _first(tasks)
             while tasks:
                 yield await _first(tasks)

@@ -19,10 +19,9 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ import torch
 
 from scoremode.windows import Window
 from scoremode.wire.references import REFERENCE_NAME
-from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import Manifest
 from scoremode_server.references.tensor_files import BrokenFileError, moved_to, read_tensors, write_tensors
 
@@ -234,22 +232,6 @@ class ReferenceDirectory:
             else:
                 # The target of a link stays.
                 each.unlink(missing_ok=True)
-
-    def largest_head(self, vocab_size: int, seconds: float) -> int:
-        """Bytes of the largest LM head for models with this vocabulary, 0 if there is none. References that do not
-        answer in this time, and heads with shorter files, do not count."""
-
-        def head_bytes(name: str) -> int:
-            reference = self.open(name)
-            head = reference.manifest.head
-            if head is None or head.vocab_size != vocab_size or reference.head_path.stat().st_size < head.num_bytes:
-                return 0
-            return head.num_bytes
-
-        # One that hangs must not hide the others.
-        threads = FileThreads()
-        done, _ = wait([threads.submit(name, partial(head_bytes, name)) for name in self.names()], seconds)
-        return max((size.result() for size in done if not size.exception()), default=0)
 
     def _unknown(self, name: str) -> NoReferenceError:
         names = self.names()

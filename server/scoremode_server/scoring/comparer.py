@@ -5,11 +5,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from vllm.engine.protocol import EngineClient
 from vllm.utils import random_uuid
 
 from scoremode.kld import KldPositions
@@ -25,7 +23,6 @@ from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings, Turns
 from scoremode_server.scoring.worker_files import STEPS_READ_AHEAD, UnreadableFileError, WorkerFiles
 from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
-from scoremode_server.vllm_patches.worker_extension import call_workers
 
 T = TypeVar("T")
 
@@ -149,11 +146,9 @@ class Comparer:
     """Compares the served model with a reference, window by window."""
 
     references: References
-    client: EngineClient
     engine: ScoringEngine
     turns: Turns
     files: WorkerFiles
-    _head_bytes: int | None = None
     _exported_bytes: int = 0
     """Of windows that exports may have between the engine and their clients."""
 
@@ -169,21 +164,9 @@ class Comparer:
             reason = "was made with another tokenizer"
         elif (longest := int((await self.references.text(reference)).num_tokens.max())) > limits.max_model_len:
             reason = f"has windows of {longest} tokens, and the served model takes {limits.max_model_len}"
-        elif head.num_bytes > (reserved := await self._reserved_bytes()):
-            reason = (
-                f"has an LM head of {head.num_bytes} bytes, and this server reserved {reserved}: "
-                "start it again now that the reference is there"
-            )
         else:
             return reference
         raise RequestError(f"reference {name!r} {reason}", "reference")
-
-    async def _reserved_bytes(self) -> int:
-        """Bytes of the largest LM head that fits. Asked once: it does not change, and workers answer between steps."""
-        if self._head_bytes is None:
-            answers = await call_workers(self.client, "scoremode_head_bytes")
-            self._head_bytes = min(answer for answer in answers if answer is not None)
-        return self._head_bytes
 
     def compare(
         self, reference: StoredReference, indices: list[int], settings: ScoreSettings
@@ -206,15 +189,8 @@ class Comparer:
         """The distributions of an opened reference at the targets of some windows, as llama.cpp keeps them: int32
         [scored, words] of each. The served model computes the windows too, and what it finds is not used. BusyError if
         other exports use all of `EXPORTED_BYTES`."""
-        starts = {index: asyncio.Event() for index in indices}
-        waiting = iter(starts.values())
-
-        def let_in(num_windows: int) -> None:
-            for start in islice(waiting, num_windows):
-                start.set()
 
         async def exported(window: MarkedWindow) -> np.ndarray:
-            await starts[window.mark.index].wait()
             rows, logprobs, _ = await self._columns(reference, window)
             window.check_rows(np.isnan(logprobs[:, 0]) | np.isnan(rows[:, 1].view(np.float32)))
             return rows
@@ -222,18 +198,20 @@ class Comparer:
         window_bytes = base_file_of(reference).window_size
         num_ahead = max(1, BYTES_AHEAD // window_bytes)
         with self._reserved(num_ahead * window_bytes):
-            let_in(num_ahead)
-            async with aclosing(self._in_order("export", reference, indices, settings, exported)) as in_order:
+            windows = self._in_order("export", reference, indices, settings, exported, most=num_ahead)
+            async with aclosing(windows) as in_order:
                 async for rows in in_order:
                     yield rows
-                    let_in(1)
 
     @contextmanager
     def _reserved(self, num_bytes: int) -> Iterator[None]:
         """Memory for the windows of one export."""
         if self._exported_bytes and self._exported_bytes + num_bytes > EXPORTED_BYTES:
-            message = f"exports to other clients may have {self._exported_bytes} of {EXPORTED_BYTES} bytes in memory"
-            raise BusyError(f"{message}: try again later", None)
+            raise BusyError(
+                f"exports to other clients may have {self._exported_bytes} of {EXPORTED_BYTES} bytes in memory: "
+                "try again later",
+                None,
+            )
         self._exported_bytes += num_bytes
         try:
             yield
@@ -247,11 +225,11 @@ class Comparer:
         indices: Sequence[int],
         settings: ScoreSettings,
         answer: Callable[[MarkedWindow], Coroutine[Any, Any, T]],
-        loads: int = 1,
+        **how_many: int,
     ) -> AsyncGenerator[T, None]:
         """The answers of some windows, in the order of `indices`."""
         windows = (answer(MarkedWindow.begin(action, reference, index, settings)) for index in indices)
-        async with aclosing(settings.queue.in_order(windows, loads=loads)) as in_order:
+        async with aclosing(settings.queue.in_order(windows, **how_many)) as in_order:
             async for each in in_order:
                 yield each
         # Fail if the reference was deleted meanwhile.

@@ -55,19 +55,24 @@ class Limits:
 
     def check_length(self, num_tokens: int, name: str) -> None:
         if num_tokens > self.max_model_len:
-            message = f"{name} has {num_tokens} tokens, but the model takes at most {self.max_model_len}"
-            raise RequestError(message, name.partition("[")[0])
+            raise RequestError(
+                f"{name} has {num_tokens} tokens, but the model takes at most {self.max_model_len}",
+                name.partition("[")[0],
+            )
 
     def check_vocabulary(self, token_ids: Sequence[int], name: str) -> None:
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id < self.vocab_size:
-                message = f"{name} has token id {token_id}, outside the vocabulary of {self.vocab_size} tokens"
-                raise RequestError(message, name.partition("[")[0])
+                raise RequestError(
+                    f"{name} has token id {token_id}, outside the vocabulary of {self.vocab_size} tokens",
+                    name.partition("[")[0],
+                )
 
     def check_single_tokens(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) > self.vocab_size:
-            message = f"token_ids has {len(token_ids)} tokens, and the vocabulary has {self.vocab_size}"
-            raise RequestError(message, "token_ids")
+            raise RequestError(
+                f"token_ids has {len(token_ids)} tokens, and the vocabulary has {self.vocab_size}", "token_ids"
+            )
         self.check_vocabulary(token_ids, "token_ids")
 
     def check_top_logprobs(self, top_logprobs: int) -> None:

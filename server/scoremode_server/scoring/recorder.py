@@ -133,8 +133,9 @@ class Recorder:
             async with asyncio.timeout(SECONDS_TO_WRITE):
                 await self.files.wait_until_done(ticket)
         except TimeoutError:
-            failure = f"{what} is not there after {SECONDS_TO_WRITE} s"
-            raise self.references.unwritable(reference.name, failure) from None
+            raise self.references.unwritable(
+                reference.name, f"{what} is not there after {SECONDS_TO_WRITE} s"
+            ) from None
         except UnreadableFileError as error:
             # Unless the reference was deleted.
             await self.references.current(reference)

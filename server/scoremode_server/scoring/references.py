@@ -16,9 +16,9 @@ from scoremode_server.references.directory import (
     StoredReference,
     StoredText,
 )
-from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import Manifest, ModelIdentity, Result
 from scoremode_server.references.tensor_files import BrokenFileError
+from scoremode_server.threads import CallThreads
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class References:
     directory: ReferenceDirectory
     model: ModelIdentity
     param: str
-    _threads: FileThreads = field(default_factory=FileThreads)
+    _threads: CallThreads = field(default_factory=CallThreads)
     _opened: LRUCache[str, StoredReference] = field(default_factory=lambda: LRUCache(KEPT_OPEN))
     """By name."""
 
@@ -63,8 +63,10 @@ class References:
             async with asyncio.timeout(SECONDS_TO_ANSWER):
                 return await asyncio.wrap_future(self._threads.submit(name, call))
         except TimeoutError:
-            message = f"the files of reference {name!r} do not answer within {SECONDS_TO_ANSWER} s"
-            raise UnavailableError(message, self.param if name else None) from None
+            raise UnavailableError(
+                f"the files of reference {name!r} do not answer within {SECONDS_TO_ANSWER} s",
+                self.param if name else None,
+            ) from None
 
     async def use(self, name: str, call: Callable[[], T]) -> T:
         """`in_thread` for a call that needs a reference: NotServedError if there is none of that name, ConflictError if
@@ -108,7 +110,7 @@ class References:
     def broken(self, name: str, error: BrokenFileError) -> ConflictError:
         """The error for a damaged file of a reference."""
         reason = self._without_folder(name, error)
-        return ConflictError(f"reference {name!r} is damaged: {reason}", self.param)
+        return ConflictError(f"reference {name!r} cannot be read: {reason}", self.param)
 
     def unwritable(self, name: str, failure: OSError | str) -> StorageError:
         """The error for a file of a reference that cannot be written."""

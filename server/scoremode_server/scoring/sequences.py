@@ -100,11 +100,11 @@ def _turns(request: ScoreRequest, conversations: list[TurnSequence], limits: Lim
             raise RequestError(f"{field} cannot be given with messages", field)
     if request.logprobs_from != 0:
         raise RequestError("logprobs_from: a turn's logprobs begin where it does", "logprobs_from")
-    limits.check_num_sequences(sum(len(each["turns"]) for each in conversations), "messages")
     sequences, counts = list[RequestedSequence](), Counter[int]()
     for each in conversations:
         index, token_ids = each["conversation"], each["token_ids"]
-        limits.check_sequence(token_ids, f"messages[{index}]")
+        # Its length, and the number of all turns, were checked when it was rendered.
+        limits.check_vocabulary(token_ids, f"messages[{index}]")
         for turn in each["turns"]:
             sequences.append(
                 RequestedSequence(
@@ -178,11 +178,13 @@ def _continuations(request: ScoreRequest, num_prompts: int) -> list[list[Any]]:
     if isinstance(given[0], str) or not given[0] or isinstance(given[0][0], int):
         return [given] * num_prompts
     if len(given) != num_prompts:
-        message = f"continuations has lists for {len(given)} prompts, and there are {num_prompts}"
-        raise RequestError(message, "continuations")
+        raise RequestError(
+            f"continuations has lists for {len(given)} prompts, and there are {num_prompts}", "continuations"
+        )
     if [] in given:
-        message = f"continuations[{given.index([])}] is empty: each prompt needs at least one"
-        raise RequestError(message, "continuations")
+        raise RequestError(
+            f"continuations[{given.index([])}] is empty: each prompt needs at least one", "continuations"
+        )
     per_prompt: list[list[Any]] = given
     return per_prompt
 
@@ -266,12 +268,15 @@ def _set_candidates(request: ScoreRequest, sequences: list[RequestedSequence], l
             sequence.candidates = shared
         return
     if request.continuations is not None:
-        message = "candidate_token_ids: with continuations, give one list for all positions"
-        raise RequestError(message, "candidate_token_ids")
+        raise RequestError(
+            "candidate_token_ids: with continuations, give one list for all positions", "candidate_token_ids"
+        )
     own = given if given[0] and isinstance(given[0][0], list) else [given]
     if len(own) != len(sequences):
-        message = f"candidate_token_ids has candidates for {len(own)} prompts, and there are {len(sequences)}"
-        raise RequestError(message, "candidate_token_ids")
+        raise RequestError(
+            f"candidate_token_ids has candidates for {len(own)} prompts, and there are {len(sequences)}",
+            "candidate_token_ids",
+        )
     for sequence, lists in zip(sequences, own, strict=True):
         num_positions = len(sequence.targets)
         if len(lists) != num_positions:
@@ -293,7 +298,9 @@ def _table(lists: Any, num_dimensions: int, limits: Limits) -> np.ndarray:
             "candidate_token_ids must be one or more token ids, the same number at each position", "candidate_token_ids"
         )
     if table.shape[-1] > MAX_CANDIDATES:
-        message = f"candidate_token_ids has {table.shape[-1]} tokens for a position, of at most {MAX_CANDIDATES}"
-        raise RequestError(message, "candidate_token_ids")
+        raise RequestError(
+            f"candidate_token_ids has {table.shape[-1]} tokens for a position, of at most {MAX_CANDIDATES}",
+            "candidate_token_ids",
+        )
     limits.check_vocabulary([int(table.min()), int(table.max())], "candidate_token_ids")
     return table

@@ -141,7 +141,6 @@ def _turn_windows(request: PerplexityRequest, conversations: list[TurnSequence],
         roles = [turn["role"] for turn in each["turns"]][: len(windows)]
         documents.append(TextDocument(each["token_ids"], None, windows, each["conversation"], roles))
     texts = TextWindows("conversation", context_length, context_length, documents)
-    limits.check_num_sequences(len(texts.windows), "messages")
     if not texts.windows:
         raise RequestError(f"no turn begins within context_length {context_length}", "context_length")
     return texts

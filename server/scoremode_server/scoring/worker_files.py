@@ -188,8 +188,11 @@ class WorkerFiles:
             async with asyncio.timeout(SECONDS_TO_READ):
                 await self.wait_until_done(ticket, engine.rank)
         except TimeoutError:
-            late = f"{what} was not read within {SECONDS_TO_READ} s; does its file system answer?"
-            raise UnavailableError(f"reference {mark.reference!r}: {late}", "reference") from None
+            raise UnavailableError(
+                f"reference {mark.reference!r}: {what} was not read within {SECONDS_TO_READ} s; does its file system "
+                "answer?",
+                "reference",
+            ) from None
 
     async def wait_until_done(self, ticket: str, rank: int | None = None) -> None:
         """Wait until all workers of engine `rank` have done what was ordered; if None, one worker of any engine."""

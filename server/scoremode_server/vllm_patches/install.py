@@ -11,9 +11,6 @@ from scoremode_server.settings import logprob_bytes, reference_directory
 from scoremode_server.vllm_patches import output_processor, scheduler
 from scoremode_server.vllm_patches.computed_by import describe_worker
 
-SECONDS_FOR_MANIFESTS = 10
-"""In which all manifests of references are read while a worker starts."""
-
 
 def install() -> None:
     """Patch the vLLM of this process; once is enough, and more does no harm. The model runners are patched when a
@@ -28,10 +25,8 @@ def install() -> None:
 
     def init_device_then_patch(self: Any) -> None:
         init_device(self)
-        # Ranks of a tensor-parallel group project together, so all of them take the budgets of the first.
-        group = get_tp_group()
-        head_bytes = largest_head(self.vllm_config.model_config) if group.rank_in_group == 0 else 0
-        patch_runners(*group.broadcast_object((budget, head_bytes)))
+        # Ranks of a tensor-parallel group project together, so all of them take the budget of the first.
+        patch_runners(get_tp_group().broadcast_object(budget))
 
     WorkerWrapperBase.init_device = init_device_then_patch
     # Not in the worker extension: without a folder for references the server has another one, or none.
@@ -39,18 +34,8 @@ def install() -> None:
     WorkerWrapperBase._scoremode_patched = True
 
 
-def largest_head(model: Any) -> int:
-    """Bytes of the largest LM head that the served model may be compared with: its own, or that of a reference in the
-    folder; 0 without a folder."""
-    if (root := reference_directory()) is None:
-        return 0
-    vocab_size = model.get_vocab_size()
-    served: int = vocab_size * (model.get_hidden_size() + 1) * model.dtype.itemsize
-    return max(served, ReferenceDirectory(root).largest_head(vocab_size, SECONDS_FOR_MANIFESTS))
-
-
-def patch_runners(budget_bytes: int, head_bytes: int = 0) -> None:
-    """Patch both model runners, once a process, with working memory for prompt logprobs and for a reference's head."""
+def patch_runners(budget_bytes: int) -> None:
+    """Patch both model runners, once a process, with working memory for prompt logprobs."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from scoremode_server.vllm_patches import runners
@@ -59,7 +44,7 @@ def patch_runners(budget_bytes: int, head_bytes: int = 0) -> None:
     if getattr(GPUModelRunner, "_scoremode_patched", False):
         return
     root = reference_directory()
-    windows = None if root is None else WorkerWindows(ReferenceDirectory(root), head_bytes)
+    windows = None if root is None else WorkerWindows(ReferenceDirectory(root))
     refuse_adapters_of_heads()
     runners.patch_v1(budget_bytes, windows)
     runners.patch_v2(budget_bytes, windows)

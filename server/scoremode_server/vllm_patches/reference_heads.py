@@ -21,8 +21,8 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from scoremode_server.kernels.fused_logprobs import LogitsFunction
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
-from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import HeadDtype, HeadFormat
+from scoremode_server.threads import CallThreads
 from scoremode_server.vllm_patches.lm_head import LogitsSource
 from scoremode_server.vllm_patches.row_spec import WindowMark
 
@@ -162,8 +162,8 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 class LeasedHead:
     """The LM head of the reference that an engine compares with, on the device. API servers hold the reference while
-    they have windows of it, and it is not replaced until none does. The memory is for this rank's part of a head of
-    `num_bytes` bytes."""
+    they have windows of it, and it is not replaced until none does. Memory for this rank's part of a head of
+    `num_bytes` bytes is allocated at once, and more when a larger head needs it."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class LeasedHead:
         device: torch.device,
         make_layer: Callable[[HeadFormat], HeadLayer],
         root: ReferenceDirectory,
-        threads: FileThreads,
+        threads: CallThreads,
     ) -> None:
         self._memory = torch.empty(num_bytes + PADDING_BYTES, dtype=torch.uint8, device=device)
         self._make_layer = make_layer
@@ -216,5 +216,8 @@ class LeasedHead:
         layer.read(self._root.open_same(mark.reference, mark.identity))
         # Reading may have taken so long that another head is loaded meanwhile, into the same memory.
         with self._placing:
-            if layer is self._layer:
-                layer.place(self._memory[: layer.num_bytes])
+            if layer is not self._layer:
+                return
+            if layer.num_bytes > len(self._memory):
+                self._memory = torch.empty(layer.num_bytes, dtype=torch.uint8, device=self._memory.device)
+            layer.place(self._memory[: layer.num_bytes])

@@ -12,9 +12,9 @@ from cachetools import FIFOCache
 from vllm.config import VllmConfig
 
 from scoremode_server.references.directory import ReferenceDirectory
-from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.references.tensor_files import BrokenFileError
+from scoremode_server.threads import CallThreads
 from scoremode_server.vllm_patches.reference_heads import HeadLayer, LeasedHead, ReferenceHead, copy_through_pinned
 from scoremode_server.vllm_patches.reference_orders import (
     IN_USE,
@@ -89,13 +89,11 @@ class WorkerWindows:
 
     root: ReferenceDirectory
     """Where references are."""
-    head_bytes: int = 0
-    """Memory for a reference's LM head, all ranks together."""
     leased: LeasedHead | None = None
     """Made while vLLM profiles, or, where it does not (on a CPU), when it is first needed."""
     _pins: bool = False
     """Whether hidden states are read to pinned memory, from which a GPU copies them."""
-    _threads: FileThreads = field(default_factory=FileThreads)
+    _threads: CallThreads = field(default_factory=CallThreads)
     _read: dict[str, Future[torch.Tensor]] = field(default_factory=dict)
     """Hidden states by ticket."""
     _written: FIFOCache[str, Future[str]] = field(default_factory=lambda: FIFOCache(MAX_WRITTEN))
@@ -113,9 +111,11 @@ class WorkerWindows:
         return ComparedWindow(mark.head, mark.action == "export", hidden_states, self.leased)
 
     def allocate_head(self, config: VllmConfig, device: torch.device) -> None:
-        """Make the memory for a reference's head, once."""
+        """Make the memory for a reference's head, once: as much as for the served model's, of which most are."""
         if self.leased is None:
-            num_bytes = self.head_bytes // config.parallel_config.tensor_parallel_size
+            model = config.model_config
+            num_bytes = model.get_vocab_size() * (model.get_hidden_size() + 1) * model.dtype.itemsize
+            num_bytes //= config.parallel_config.tensor_parallel_size
             self.leased = LeasedHead(num_bytes, device, partial(HeadLayer, config=config), self.root, self._threads)
             self._pins = device.type == "cuda"
 

@@ -16,12 +16,6 @@ class ReferenceWorker:
 
     model_runner: Any
 
-    def scoremode_head_bytes(self) -> int | None:
-        """Bytes of memory for a reference's LM head, all ranks together; None on a rank without one."""
-        if not get_pp_group().is_last_rank:
-            return None
-        return self._scoremode_windows().head_bytes
-
     def scoremode_describe_head(self) -> dict[str, Any] | str:
         """The served model's LM head (`HeadFormat`), or why references cannot keep it."""
         try:

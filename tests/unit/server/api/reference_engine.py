@@ -98,7 +98,6 @@ class ReferenceEngine(HeldEngine):
 
     async def _call_utility(self, call: str, method: str, *rest: Any) -> Any:
         methods = {
-            "scoremode_head_bytes": lambda: HEAD_FORMAT.num_bytes,
             "scoremode_describe_head": lambda: self.head,
             "scoremode_write_head": lambda *of: self.windows.write_head_later(*of, [self.model.weight]),
             "scoremode_exchange": lambda orders: self.windows.exchange(*orders[0]),

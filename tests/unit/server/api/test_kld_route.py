@@ -84,7 +84,7 @@ async def test_streams_parts_and_single_windows_are_the_whole(root, monkeypatch)
         for index in range(NUM_WINDOWS):
             answer = await client.post(KLD, json={**BODY, "windows": [index, index + 1]})
             assert answer.json()["data"] == whole["data"][index : index + 1]
-    assert (len(read), engine.asked.count("scoremode_head_bytes")) == (1, 1)
+    assert len(read) == 1
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,8 @@ async def test_fields_that_do_not_fit_the_reference_are_refused(root, field, val
     ("changes", "longest", "identity", "message"),
     [
         ({"head": HEAD_FORMAT.model_copy(update={"vocab_size": 10**12})}, 16, {}, f"a vocabulary of {10**12} tokens"),
-        (
-            {"head": HEAD_FORMAT.model_copy(update={"hidden_size": 10**12})},
-            16,
-            {},
-            f"LM head of {4 * 10**15} bytes",
-        ),
         *(({"result": None}, 16, {}, "is not complete"), ({"head": None}, 16, {}, "is not complete")),
         ({"head": HEAD}, 16, {}, "has a vocabulary of 100 tokens, and the served model one of 1000"),
-        ({"head": HEAD_FORMAT.model_copy(update={"hidden_size": 9})}, 16, {}, "bytes, and this server reserved 32000"),
         ({}, 16, {"tokenizer_fingerprint": "another"}, "another tokenizer"),
         ({}, 15, {}, "has windows of 16 tokens, and the served model takes 15"),
     ],
@@ -123,8 +116,16 @@ async def test_references_that_do_not_fit_the_server_are_refused(root, changes, 
     async with client_of(app) as client:
         status, param, text = error_of(await client.post(KLD, json=BODY))
     assert (status, param, message in text) == (400, "reference", True)
-    # Workers, which answer between two steps, are asked for nothing but their memory.
-    assert ("scoremode_head_bytes" in engine.asked) == ("bytes" in message)
+    # Workers, which answer between two steps, are not asked.
+    assert not engine.asked
+
+
+@pytest.mark.parametrize("hidden_size", [HEAD_FORMAT.hidden_size + 1, 10**12])
+async def test_a_head_of_another_size_than_its_windows_is_not_read(root, hidden_size):
+    reference = ReferenceDirectory(root).open("base")
+    head = HEAD_FORMAT.model_copy(update={"hidden_size": hidden_size})
+    reference.save(reference.manifest.model_copy(update={"head": head}))
+    assert error_of(await post(ReferenceEngine(root)))[:2] == (409, "reference")
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
@@ -135,7 +136,7 @@ async def test_an_error_names_the_damaged_file(root, name, is_missing):
     path.unlink() if is_missing else path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     status, param, message = error_of(await post(ReferenceEngine(root)))
     assert (status, param) == (409, "reference")
-    assert message.startswith(f"reference 'base' is damaged: {name}")
+    assert message.startswith(f"reference 'base' cannot be read: {name}")
     if name.startswith("windows"):
         assert events(await post(ReferenceEngine(root), stream=True))[-1]["error"]["message"] == message
         assert (await compared(root, windows=[0, 3]))["num_scored"] == 15 + 8 + 8

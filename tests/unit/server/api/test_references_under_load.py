@@ -229,7 +229,7 @@ async def test_damage_is_an_error_whatever_was_read_before(root: Path, name: str
         flip_a_bit(root / damaged / name)
         status, param, message = error_of(await kld(client, damaged))
         assert (status, param) == (409, "reference")
-        assert message == f"reference {damaged!r} is damaged: {name} was changed: its checksum does not match"
+        assert message == f"reference {damaged!r} cannot be read: {name} was changed: its checksum does not match"
         if of_copy:
             assert (await kld(client, "base")).status_code == 200
         flip_a_bit(root / damaged / name)
@@ -248,6 +248,6 @@ async def test_nothing_is_kept_of_what_was_read(root: Path, forget: Callable[[Pa
         files = app.state.scoremode.references.comparer.files
         await files._task
     assert not engine.windows._read
-    assert not engine.windows._threads._lanes
+    assert not engine.windows._threads._waiting
     assert engine.windows.leased is not None
     assert not engine.windows.leased._holders

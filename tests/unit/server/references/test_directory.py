@@ -13,7 +13,6 @@ import torch
 from reference_setup import (
     DOCUMENTS,
     FLOOR,
-    HEAD,
     HIDDEN,
     RESULT,
     TEXT,
@@ -26,7 +25,7 @@ from reference_setup import (
 
 from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import NoReferenceError, ReferenceDirectory
-from scoremode_server.references.manifest import HeadFormat, Manifest
+from scoremode_server.references.manifest import Manifest
 from scoremode_server.references.tensor_files import BrokenFileError
 
 
@@ -202,24 +201,3 @@ def test_deleting_a_link_leaves_what_it_leads_to_and_nothing_else(tmp_path: Path
         ReferenceDirectory(root).delete(name)
     assert os.listdir(root) == []
     assert files(elsewhere) == before
-
-
-def test_room_is_made_for_the_largest_head_that_can_be_compared(tmp_path: Path):
-    directory = ReferenceDirectory(tmp_path)
-    assert directory.largest_head(HEAD.vocab_size, seconds=10) == 0
-    heads: dict[str, HeadFormat | None] = {
-        "none": None,
-        "fits": HEAD,
-        "wider": HEAD.model_copy(update={"hidden_size": 2 * HIDDEN}),
-        "of-others": HEAD.model_copy(update={"vocab_size": 500}),
-        # Than its file holds.
-        "too-wide": HEAD.model_copy(update={"hidden_size": 10**12}),
-    }
-    for name, head in heads.items():
-        reference = directory.create(name, manifest(name, head), TEXT)
-        if head is not None:
-            reference.write_head(torch.zeros(head.vocab_size, min(head.hidden_size, 100), dtype=torch.bfloat16))
-    (tmp_path / "hangs").mkdir()
-    os.mkfifo(tmp_path / "hangs" / "manifest.json")
-    assert directory.largest_head(HEAD.vocab_size, seconds=1) == 2 * HEAD.num_bytes
-    os.close(os.open(tmp_path / "hangs" / "manifest.json", os.O_RDWR))

@@ -29,7 +29,7 @@ def make_scorer(
 
 def let_all_be_written(windows: WorkerWindows) -> None:
     """Wait until no thread of a worker has anything to do."""
-    while windows._threads._lanes:
+    while windows._threads._waiting:
         time.sleep(0.001)
 
 

@@ -102,3 +102,10 @@ def test_a_head_that_could_not_be_read_is_read_again(leased: LeasedHead, threads
     assert hold(leased, "a")
     threads.calls["a"]()
     assert leased.find("a", local=False) == "a"
+
+
+def test_a_larger_head_gets_more_memory(leased: LeasedHead, threads: Threads):
+    leased._memory = leased._memory[:0]
+    hold(leased, "a")
+    threads.calls["a"]()
+    assert leased.find("a", local=False) == "a"

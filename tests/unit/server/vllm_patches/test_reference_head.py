@@ -19,7 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from scoremode_server.kernels.working_memory import LogitsShape
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
-from scoremode_server.references.file_threads import FileThreads
+from scoremode_server.threads import CallThreads
 from scoremode_server.vllm_patches import worker_extension
 from scoremode_server.vllm_patches.lm_head import examine
 from scoremode_server.vllm_patches.reference_heads import (
@@ -127,7 +127,7 @@ def taken_from(model: Model, root: Path, name: str) -> StoredReference:
 
 def room_for(root: Path, num_bytes: int, config: VllmConfig) -> LeasedHead:
     num_bytes //= config.parallel_config.tensor_parallel_size
-    return LeasedHead(num_bytes, CPU, partial(HeadLayer, config=config), ReferenceDirectory(root), FileThreads())
+    return LeasedHead(num_bytes, CPU, partial(HeadLayer, config=config), ReferenceDirectory(root), CallThreads())
 
 
 def load(room: LeasedHead, reference: StoredReference, *, local: bool = False) -> ReferenceHead:
@@ -193,7 +193,7 @@ class Runner(SimpleNamespace):
 
 
 def worker_of(model: Model, config: VllmConfig) -> ReferenceWorker:
-    model_config = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: HIDDEN)
+    model_config = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: HIDDEN, get_vocab_size=lambda: 1000)
     vllm_config = SimpleNamespace(parallel_config=config.parallel_config, model_config=model_config)
     worker = ReferenceWorker()
     worker.model_runner = Runner(  # type: ignore[attr-defined]
@@ -203,13 +203,12 @@ def worker_of(model: Model, config: VllmConfig) -> ReferenceWorker:
 
 
 def what_api_servers_ask_of_workers(root: Path, config: VllmConfig) -> None:
-    windows = WorkerWindows(ReferenceDirectory(root), 1000 * HIDDEN * 4)
+    windows = WorkerWindows(ReferenceDirectory(root))
     Runner._scoremode_windows = windows  # type: ignore[attr-defined]
     group, worker = get_tp_group(), worker_of(Model(1000, scale=0.5), config)
     described = worker.scoremode_describe_head()
     assert described["vocab_size"] == 1000  # type: ignore[index]
     assert described["scale"] == 0.5  # type: ignore[index]
-    assert worker.scoremode_head_bytes() == 1000 * HIDDEN * 4
 
     worker.scoremode_write_head("none", "none", "first")
     let_all_be_written(windows)
@@ -257,7 +256,6 @@ def ranks_without_a_head(root: Path, config: VllmConfig) -> None:
 
     last, worker = worker_extension.get_pp_group, worker_of(Model(100), config)
     worker_extension.get_pp_group = lambda: SimpleNamespace(is_last_rank=False)
-    assert worker.scoremode_head_bytes() is None
     assert worker.scoremode_exchange({0: ([], [])}) is None
     assert worker.scoremode_describe_head() == "this rank has no LM head"
     worker.scoremode_write_head("none", "none", "first")

@@ -322,17 +322,6 @@ def test_a_file_of_another_size_is_not_read(windows: WorkerWindows):
     assert "000001.safetensors has hidden states (4, 8)" in str(told(windows, "1"))
 
 
-@pytest.mark.parametrize(("largest", "expected"), [(0, 1800), (5000, 5000)])
-def test_memory_for_a_head_is_what_the_largest_needs(monkeypatch: pytest.MonkeyPatch, largest: int, expected: int):
-    """That of the served model of 100 tokens, or of a reference."""
-    monkeypatch.setattr(install, "reference_directory", lambda: Path("root"))
-    monkeypatch.setattr(
-        ReferenceDirectory, "largest_head", lambda self, vocab_size, seconds: largest * (vocab_size == 100)
-    )
-    model = SimpleNamespace(get_vocab_size=lambda: 100, get_hidden_size=lambda: 8, dtype=torch.bfloat16)
-    assert install.largest_head(model) == expected
-
-
 def test_an_adapter_for_the_lm_head_is_refused_when_it_is_loaded(monkeypatch):
     monkeypatch.setattr(LogitsProcessorWithLoRA, "set_lora", LogitsProcessorWithLoRA.set_lora)
     install.refuse_adapters_of_heads()

@@ -2,11 +2,11 @@
 
 import threading
 
-from scoremode_server.references.file_threads import THREADS, FileThreads
+from scoremode_server.threads import THREADS, CallThreads
 
 
 def test_calls_that_hang_leave_other_references_alone():
-    threads, let_go = FileThreads(), threading.Event()
+    threads, let_go = CallThreads(), threading.Event()
     hang = [threads.submit("hangs", let_go.wait) for _ in range(2 * THREADS)]
     assert threads.submit("answers", lambda: 5).result(30) == 5
     assert sum(future.running() for future in hang) <= THREADS
