@@ -1,4 +1,4 @@
-"""Requests whose size is a product: what a short body asks for is refused, or not made before it is admitted."""
+"""Requests that a short body makes large: each is refused by the bound that is meant for it, before it costs much."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,8 +7,9 @@ import pytest
 from vllm.renderers.base import BaseRenderer
 
 from scoremode_server.scoring.sequences import ScoringPass
-from tests.bad_inputs import SCORE
+from tests.bad_inputs import COMPLETIONS, PERPLEXITY, SCORE
 from tests.unit.server.api.light_app import app_with_completions, client_of, error_of, light_app
+from tests.unit.server.completions.test_rendering import TURNS, counted
 from tests.unit.server.prefix_cache.cache_setup import LARGE
 
 CONTEXT = list(range(5, 905))
@@ -35,11 +36,89 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     tokenize = BaseRenderer.tokenize_prompts_async
 
     async def noted(self: BaseRenderer, prompts: Any, params: Any) -> Any:
-        lengths.extend(len(prompt["prompt"]) for prompt in prompts)
+        lengths.extend(len(prompt.get("prompt", "")) for prompt in prompts)
         return await tokenize(self, prompts, params)
 
     monkeypatch.setattr(BaseRenderer, "tokenize_prompts_async", noted)
     return lengths
+
+
+def chat(*contents: str) -> dict[str, Any]:
+    """A conversation with these contents, by turns."""
+    messages = [{"role": ("user", "assistant")[at % 2], "content": each} for at, each in enumerate(contents)]
+    return {"messages": messages}
+
+
+LINE = '{"a": [1, {"b": "\\"}"}]}\n'
+TOO_LONG = (400, "messages", "and the model takes at most")
+TOO_MANY_TOKENS = "tokens, but the model takes at most 2048"
+TOO_MANY_MESSAGES = (400, "messages", "messages, and can have at most 1024")
+MANY_PROMPTS = {"prompt": [[5] * 2000] * 140, "max_tokens": 1}
+PAIRS = {"prompt": [[5] * 2000] * 60, "continuations": [[each % 900, 6] for each in range(900)]}
+NOTHING = (0, 0)
+
+PRODUCTS = {
+    "600 messages": (SCORE, chat(*["Yes."] * 600), (400, "messages", TOO_MANY_TOKENS), (1, 40_000)),
+    "1,025 messages": (TURNS, chat(*["Yes."] * 1025), TOO_MANY_MESSAGES, NOTHING),
+    "20,000 messages": (PERPLEXITY, chat(*["Yes."] * 20_000), TOO_MANY_MESSAGES, NOTHING),
+    "66,560 messages of all": (
+        *(TURNS, {"messages": [chat(*["Why?"] * 1024)["messages"]] * 65}),
+        *((400, "messages", "has 66560 sequences to score"), NOTHING),
+    ),
+    "a long message": (TURNS, chat("word " * 200_000, "Yes."), TOO_LONG, (1, 0)),
+    # Brackets and commas in texts are not counted.
+    "JSON in messages": (TURNS, chat(*[LINE * 400] * 100), TOO_LONG, (1, 0)),
+    "JSON in a tool": (TURNS, chat("?", "So.") | {"tools": [{"type": LINE * 30_000}]}, (400, "tools", "type"), NOTHING),
+    # A prompt's length is checked before it is multiplied by continuations.
+    "long ids": (
+        *(SCORE, {"prompt": [5] * 10_000, "continuations": [[6]] * 3000}),
+        *((400, "prompt", TOO_MANY_TOKENS), NOTHING),
+    ),
+    "a long text": (
+        *(SCORE, {"prompt": "word " * 3000, "continuations": [" a", " b"]}),
+        *((400, "prompt", TOO_MANY_TOKENS), (0, 50_000)),
+    ),
+    "many ids": (SCORE, PAIRS | {"return_ranks": True}, (413, "prompt", "(--max-scoring-tokens)"), NOTHING),
+    **{
+        name: (
+            *(SCORE, {"prompt": prompts, "continuations": texts}),
+            *((413, "continuations", "(--max-request-bytes)"), NOTHING),
+        )
+        for name, prompts, texts in (
+            ("one context", "x" * 100_000, [" a"] * 4000),
+            ("many contexts", ["x" * 500] * 16_000, list("abcd")),
+            ("lists of their own", ["x" * 10_000] * 40, [[f" {each}" for each in range(50)]] * 40),
+        )
+    },
+    "a text after tokens": (
+        *(SCORE, {"prompt": [[5]] * 60_000, "continuations": [" a" * 1000]}),
+        *((413, "prompt", "60000000 logprobs"), (0, 2000)),
+    ),
+    **{
+        f"logprobs of {list(fields)}": (
+            *(COMPLETIONS, MANY_PROMPTS | fields),
+            *((413, "prompt", "logprobs with top tokens"), NOTHING),
+        )
+        for fields in (
+            *({"prompt_logprobs": 256}, {"echo": True, "logprobs": 250}),
+            {"echo": True, "prompt_logprobs": 240},
+        )
+    },
+}
+"""(route, body, error as status, field and a part of its message, most renderings and characters that are encoded)."""
+
+
+@pytest.mark.parametrize(("route", "body", "error", "work"), PRODUCTS.values(), ids=PRODUCTS)
+async def test_a_product_is_refused_by_its_bound(random_model, joined, encoded, route, body, error, work):
+    app, _ = app_with_completions(random_model)
+    async with client_of(app) as client:
+        status, param, message = error_of(await client.post(route, json=body))
+    assert (status, param) == error[:2]
+    assert error[2] in message
+    renderings, characters = counted(app)
+    assert renderings <= work[0]
+    assert characters + sum(encoded) <= work[1]
+    assert joined == []
 
 
 async def test_a_context_is_copied_for_what_was_admitted_alone(joined):
@@ -50,50 +129,6 @@ async def test_a_context_is_copied_for_what_was_admitted_alone(joined):
         alike = await client.post(SCORE, json={"prompt": CONTEXT, "continuations": pairs})
         assert len(alike.json()["data"]) == 3000
         assert joined == [903] * 60
-        joined.clear()
-        apart = await client.post(SCORE, json={"prompt": CONTEXT, "continuations": pairs, "return_ranks": True})
-        assert error_of(apart)[0] == 413
-        assert "2709000 tokens to score exceed" in error_of(apart)[2]
-        assert joined == []
-
-
-async def test_a_context_that_is_too_long_is_refused_before_its_continuations(joined, encoded, random_model):
-    ids = {"prompt": [5] * 10_000, "continuations": [[each % 900 + 5] for each in range(3000)]}
-    app, _ = app_with_completions(random_model)
-    async with client_of(app) as client:
-        for body in (ids, {"prompt": "word " * 3000, "continuations": [" a", " b"]}):
-            status, field, message = error_of(await client.post(SCORE, json=body))
-            assert (status, field) == (400, "prompt")
-            assert message.startswith("prompt[0] has ")
-            assert message.endswith(" tokens, but the model takes at most 2048")
-        assert joined == []
-
-
-@pytest.mark.parametrize(
-    ("prompts", "continuations"),
-    [
-        ("x" * 100_000, [" a"] * 4000),
-        (["x" * 1000] * 5000, [" a", " b", " c", " d"]),
-        (["x" * 10_000] * 40, [[f" {each}" for each in range(50)]] * 40),
-    ],
-    ids=["one context", "many contexts", "lists of their own"],
-)
-async def test_products_of_texts_are_bounded_before_any_is_encoded(encoded, random_model, prompts, continuations):
-    app, _ = app_with_completions(random_model)
-    async with client_of(app) as client:
-        answer = await client.post(SCORE, json={"prompt": prompts, "continuations": continuations})
-    status, field, message = error_of(answer)
-    assert (status, field) == (413, "continuations")
-    assert "(--max-request-bytes)" in message
-    assert encoded == []
-
-
-async def test_a_text_after_many_token_lists_is_encoded_once(joined, encoded, random_model):
-    app, _ = app_with_completions(random_model)
-    async with client_of(app) as client:
-        answer = await client.post(SCORE, json={"prompt": [[5]] * 60_000, "continuations": [" a" * 1000]})
-    assert error_of(answer)[:2] == (413, "prompt")
-    assert (encoded, joined) == ([2000], [])
 
 
 async def test_one_wrong_prompt_ends_the_encoding_of_the_others(encoded, random_model):

@@ -150,10 +150,16 @@ BY_TEMPLATE = {"chat_template_kwargs": {"chat_template": "{{ messages }}"}}
     [
         ("chatml", {"messages": [PLAIN, []]}, "messages[1] is empty: there is no message to score"),
         ("chatml", {"messages": "Hello"}, "messages: must be a list of messages, which are obj"),
-        (
-            "chatml",
-            {"messages": [COUNT | {"content": [IMAGE]}, ELEVEN]},
-            "messages[0][0] has a part of type",
+        *(
+            (
+                "chatml",
+                {"messages": [COUNT | {"content": ["A text", part]}, ELEVEN]},
+                f"messages[0][0] has a part of type '{part_type}' that is not a text, content[1]",
+            )
+            for part, part_type in (
+                *((IMAGE, "image_url"), ({"type": "text", "text": "a", "image_url": "b"}, "text")),
+                *((None, None), ([None], None), ({"text": "a"}, None)),
+            )
         ),
         ("chatml", {"messages": [{"content": "Hello"}]}, "messages[0][0] must have a role"),
         ("chatml", {"messages": PLAIN, "roles": ["tool"]}, "messages has no turn of tool to score"),

@@ -40,6 +40,9 @@ async def test_the_generate_route_refuses_with_the_name_of_the_field(random_mode
             ({"token_ids": [5, -1]}, (400, "token_ids")),
             ({"token_ids": [5] * 5}, (413, "token_ids")),
             ({"cache_salt": "a" * 2**24}, (413, None)),
+            # vLLM's own errors of these name no field.
+            ({"features": {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {}}}, (400, "features")),
+            ({"features": {"mm_hashes": {}, "mm_placeholders": {}, "mm_metadata": {"image": []}}}, (400, "features")),
         ):
             *found, message = error_of(await client.post(GENERATE, json=PRIME_RL | change))
             assert (tuple(found), len(message) < 1000) == (error, True)
