@@ -1,16 +1,23 @@
-"""The page at `/scoremode` in a real browser: what it shows is what `/v1/score` says, and text stays text."""
+"""The page at `/scoremode` in a real browser: what it shows is what `/v1/score` says, and text stays text.
 
+The second server answers as the first one does, with its logprobs changed on the way.
+"""
+
+import csv
+import io
+import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from scoremode.metrics import bits_per_byte, perplexity
+from scoremode.windows import cut_windows
 from tests.browser import visit
 from tests.shared_servers import API_KEY
 
@@ -32,28 +39,63 @@ ALPHA_TOLERANCE = 0.005
 """The page writes three digits, and the browser keeps eight bits."""
 SURPRISE = (255, 138, 61)
 """Of the light colours."""
+SECOND = "http://second.test"
+DOWN = "http://down.test"
+LOWEST_LOGPROB = -9999.0
+"""What stands for minus infinity in a server's JSON."""
+CONTEXT, STRIDE = 128, 32
+"""On `plugin_server`."""
 
 
 @contextmanager
-def opened(browser: Browser, *servers: str, failure: str | None = None, **options: Any) -> Iterator[Page]:
+def opened(browser: Browser, *servers: str, failure: str = "Failed to load resource") -> Iterator[Page]:
     """The page of the first of `servers`. It may ask these alone, and complain about nothing but `failure`."""
-    with visit(browser, **options) as seen:
+    with visit(browser, viewport={"width": 400, "height": 800}) as seen:
         seen.page.goto(f"{servers[0]}/scoremode")
         expect(seen.page.locator("#served")).not_to_have_text(re.compile("Asking"))
+        seen.page.locator("#servers").evaluate("details => { details.open = true; }")
         yield seen.page
         assert not [url for url in seen.requests if not url.startswith((*servers, "data:"))]
-        assert not [error for error in seen.errors if failure is None or failure not in error]
+        assert not [error for error in seen.errors if failure not in error]
 
 
 @pytest.fixture
 def page(browser: Browser, server: str) -> Iterator[Page]:
     """The page of `server`."""
-    with opened(browser, server) as page:
+    with opened(browser, server, SECOND, DOWN) as page:
         yield page
 
 
-def score(page: Page, text: str) -> None:
-    """Type a text in, have it scored, and wait until it is."""
+Change = Callable[[dict[str, Any]], None]
+
+
+def change_answers(page: Page, url: str, server: str, change: Change) -> None:
+    """Let a URL answer as a server does, but for a change of each result and the model's name."""
+
+    def answer(route: Route) -> None:
+        content = route.fetch(url=f"{server}/v1/score").json()
+        for result in content.get("data", ()):
+            change(result)
+        content["model"] = f"/models/of/{url.rpartition('/')[2]}"
+        route.fulfill(json=content, headers={"Access-Control-Allow-Origin": "*"})
+
+    page.context.route(f"{url}/v1/score", answer)
+
+
+def shifted(shift: float) -> Change:
+    """Add so many nats to each logprob."""
+
+    def change(result: dict[str, Any]) -> None:
+        result["logprobs"] = [logprob and logprob + shift for logprob in result["logprobs"]]
+
+    return change
+
+
+def score(page: Page, text: str, second: str | None = None, key: str = "") -> None:
+    """Type a text in, and the URL of a second server, have it scored, and wait until it is."""
+    if second is not None:
+        page.locator("#second-url").fill(second)
+        page.locator("#second-key").fill(key)
     page.locator("#text").fill(text)
     page.locator("#score").click()
     expect(page.locator("#score-status")).to_be_empty()
@@ -182,17 +224,6 @@ def test_the_tokens_of_another_tokenizer_are_the_text(plugin_server, browser):
             assert figures(page)["Tokens scored"] == [f"{tokens(page).count() - 1} of {tokens(page).count()}"]
 
 
-def test_text_never_becomes_html(page):
-    page.locator("#continuations").fill(MARKUP)
-    score(page, MARKUP)
-    page.locator("#compare").click()
-    expect(page.locator("#answers")).to_be_visible()
-    for index in range(tokens(page).count()):
-        tokens(page).nth(index).hover()
-    assert page.title() == "Scoremode"
-    assert page.locator("img, body script, #tokens b").count() == 0
-
-
 def test_a_key_is_asked_for_and_kept_for_the_tab_alone(plugin_server, browser):
     with opened(browser, plugin_server, failure="401") as page:
         expect(page.locator("#served")).to_contain_text("needs an API key")
@@ -212,30 +243,176 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(plugin_server, browser):
         expect(other.locator("#key")).to_have_value("")
 
 
-def compare_with(page: Page, second: str, key: str = "") -> None:
-    page.locator("#servers").evaluate("details => { details.open = true; }")
-    page.locator("#second-url").fill(second)
-    page.locator("#second-key").fill(key)
-
-
 def test_a_key_is_for_the_url_that_it_was_typed_for(page):
     one, other = "http://127.0.0.1:9", "http://127.0.0.1:9/below"
-    key = page.locator("#second-key")
-    compare_with(page, one, "the key of one")
-    page.locator("#second-url").fill(other)
-    page.locator("#text").focus()
-    expect(key).to_have_value("")
-    key.fill("the key of the other")
-    page.locator("#second-url").fill(f"{one}/")
-    page.locator("#text").focus()
-    expect(key).to_have_value("the key of one")
+    url, key = page.locator("#second-url"), page.locator("#second-key")
+    for typed, kept in ((one, ""), (other, ""), (f"{one}/", f"the key of {one}")):
+        url.fill(typed)
+        page.locator("#text").focus()
+        expect(key).to_have_value(kept)
+        key.fill(f"the key of {typed}")
 
 
 def test_servers_with_other_tokens_are_not_compared(server, plugin_server, browser):
     with opened(browser, server, plugin_server) as page:
-        compare_with(page, plugin_server, API_KEY)
-        score(page, "The capital of France")
+        score(page, "The capital of France", plugin_server, API_KEY)
         expect(page.locator("#score-error")).to_contain_text("cuts the text into other tokens")
         # What the first server says is there.
         assert backgrounds(page)[1][:3] == SURPRISE
         assert len(figures(page)["Perplexity"]) == 1
+
+
+def test_what_is_shown_is_what_is_chosen(page, server):
+    page.context.route(f"{DOWN}/**", lambda route: route.abort())
+    legend, difference = page.locator("#legend"), page.get_by_role("radio", name="difference")
+    score(page, PROSE, DOWN)
+    expect(page.locator("#score-error")).to_contain_text("The second server cannot be reached. If it runs")
+    expect(page.get_by_role("radio", name="surprise")).to_be_checked()
+    expect(difference).to_be_disabled()
+    for shift, colour in ((-0.25, "rgba(255, 138, 61, 0.25)"), (0.5, "rgba(92, 165, 255, 0.5)")):
+        change_answers(page, SECOND, server, shifted(shift))
+        score(page, PROSE, SECOND)
+        expect(page.locator("#score-error")).to_be_empty()
+        expect(difference).to_be_checked()
+        expect(legend).to_contain_text("less likely on the second server")
+        expect(tokens(page).nth(3)).to_have_css("background-color", colour)
+    score(page, PROSE, "")
+    expect(page.get_by_role("radio", name="surprise")).to_be_checked()
+    expect(legend).to_contain_text("surprising")
+
+
+def impossible(result: dict[str, Any]) -> None:
+    """Give the fourth token of a text no probability, and each token of a continuation."""
+    places = (3,) if result["logprobs"][0] is None else range(len(result["logprobs"]))
+    for place in places:
+        result["logprobs"][place] = LOWEST_LOGPROB
+
+
+def test_figures_without_a_finite_value(page, server):
+    change_answers(page, SECOND, server, impossible)
+    score(page, PROSE, SECOND)
+    found = figures(page)
+    assert [found[row][1] for row in ("Sum of logprobs (nats)", "Perplexity", "Bits per byte")] == [
+        "\N{MINUS SIGN}∞",
+        "∞",
+        "∞",
+    ]
+    token = tokens(page).nth(3)
+    assert backgrounds(page)[3] == (*SURPRISE, 1), "the full color of what is less likely"
+    token.hover()
+    expect(page.locator("#card tr", has_text="difference")).to_contain_text("\N{MINUS SIGN}∞")
+    change_answers(page, server, server, impossible)
+    score(page, PROSE)
+    assert backgrounds(page)[3] == (*SURPRISE, 0), "it is impossible on both"
+    page.locator("#continuations").fill("one\nanother")
+    page.locator("#compare").click()
+    expect(page.locator("#preferred")).to_contain_text("finds each of them impossible.")
+
+
+@pytest.mark.parametrize("body", ["<p>a proxy</p>", '{"data": [{"logprobs": [null]}]}'])
+def test_a_response_of_another_kind_of_server(page, body):
+    page.route("**/v1/score", lambda route: route.fulfill(body=body))
+    page.locator("#continuations").fill("and so on")
+    score(page, "a text")
+    page.locator("#compare").click()
+    for error in ("#score-error", "#compare-error"):
+        expect(page.locator(error)).to_have_text("This server did not answer like Scoremode.")
+    expect(page.locator("#preferred")).to_be_empty()
+
+
+def test_results_of_an_earlier_text_look_stale(page):
+    page.locator("#continuations").fill("one\ntwo")
+    score(page, "a text")
+    page.locator("#compare").click()
+    expect(page.locator("#answers")).to_be_visible()
+    notes = page.locator(".note")
+    expect(notes.locator("visible=true")).to_have_count(0)
+    page.locator("#continuations").fill("one\nthree")
+    assert [note.is_visible() for note in notes.all()] == [False, True]
+    page.locator("#text").fill("another")
+    assert [note.is_visible() for note in notes.all()] == [True, True]
+
+
+def test_both_servers_say_which_continuation_they_prefer(page, server):
+    for url, sums in ((server, (-9.0, -1.0)), (SECOND, (0.0, -1.0))):
+
+        def change(result: dict[str, Any], sums: tuple[float, float] = sums) -> None:
+            place = result["continuation_index"]
+            result |= {"sum_logprob": sums[place], "num_scored": 4, "is_greedy": sums[place] == 0}
+
+        change_answers(page, url, server, change)
+    page.locator("#second-url").fill(SECOND)
+    page.locator("#text").fill("it is")
+    page.locator("#continuations").fill("bbbbb\naaü")
+    page.locator("#compare").click()
+    expect(page.locator("#answers table")).to_have_count(2)
+    own, other = server.rpartition("/")[2], SECOND.rpartition("/")[2]
+    expect(page.locator("#preferred")).to_have_text(f"{own} prefers “aaü”. {other} prefers “bbbbb”.")
+    *_, first, second = [row.locator("td").all_inner_texts() for row in page.locator("#answers tbody tr").all()]
+    assert first == [*["0.000"] * 3, "4", "yes"]
+    # " aaü" is five bytes.
+    assert second == ["\N{MINUS SIGN}1.000", "\N{MINUS SIGN}0.250", "\N{MINUS SIGN}0.200", "4", "no"]
+
+
+def pasted(page: Page, button: str) -> str:
+    """What a button copies."""
+    page.get_by_role("button", name=button).click()
+    expect(page.locator("#copied")).to_contain_text("Copied")
+    page.locator("#continuations").fill("")
+    page.locator("#continuations").press("Control+V")
+    return page.locator("#continuations").input_value()
+
+
+def test_a_long_text_is_scored_in_the_windows_of_ppl_client(plugin_server, bos_client, browser, wikitext):
+    text = wikitext[:800]
+    ids = bos_client.tokenize(text)
+    windows = cut_windows(len(ids), "sliding", CONTEXT, STRIDE)
+    scores = bos_client.score([window.token_ids(ids) for window in windows])
+    with opened(browser, plugin_server, SECOND) as page:
+        change_answers(page, SECOND, plugin_server, shifted(-0.25))
+        page.locator("#key").fill(API_KEY)
+        score(page, text, SECOND, API_KEY)
+        expect(page.locator("#progress")).to_have_js_property("value", 2 * len(windows))
+        record = json.loads(pasted(page, "Copy as JSON"))
+        shown = figures(page)
+        page.context.route(f"{SECOND}/v1/score", lambda route: None)
+        page.locator("#score").click()
+        expect(page.locator("#progress")).to_have_js_property("value", len(windows))
+        page.locator("#stop").click()
+        expect(page.locator("#score-status")).to_be_empty()
+    first, second = record["data"]
+    expected = [
+        logprob for window, one in zip(windows, scores, strict=True) for logprob in one.logprobs[window.first_scored :]
+    ]
+    assert (first["logprobs"][0], first["token_ids"]) == (None, ids)
+    assert first["logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+    assert second["logprobs"][1:] == pytest.approx([each - 0.25 for each in expected], abs=1e-4)
+    assert record["windows"] == {"method": "sliding", "context_length": CONTEXT, "stride": STRIDE}
+    assert number(shown["Perplexity"][0]) == pytest.approx(math.exp(-math.fsum(expected) / len(expected)), rel=1e-4)
+
+
+def test_a_link_has_the_text_and_what_it_is_coloured_by(page):
+    text = "50 % & more #1\n+ “ü”"
+    score(page, text)
+    page.get_by_role("radio", name="rank").check()
+    url = pasted(page, "Copy a link")
+    assert page.url == url
+    page.get_by_role("radio", name="surprise").check()
+    assert page.url == url.replace("rank", "surprise"), "the address bar follows"
+    other = page.context.new_page()
+    other.goto(url)
+    expect(tokens(other)).to_have_count(tokens(page).count())
+    expect(other.locator("#text")).to_have_value(text)
+    expect(other.get_by_role("radio", name="rank")).to_be_checked()
+
+
+def test_the_figures_of_every_token_are_copied_as_csv(page, server):
+    text = 'a "text", of 2\nlines'
+    change_answers(page, SECOND, server, shifted(-0.25))
+    score(page, text, SECOND)
+    rows = list(csv.DictReader(io.StringIO(pasted(page, "Copy as CSV"))))
+    assert "".join(row["text"] for row in rows) == text
+    assert (rows[0]["logprob"], rows[0]["difference"]) == ("", "")
+    for row, logprob in zip(rows[1:], asked(server, text)["logprobs"][1:], strict=True):
+        found = [float(row[name]) for name in ("logprob", "second_logprob", "difference")]
+        assert found == pytest.approx([logprob, logprob - 0.25, -0.25], abs=1e-4)
