@@ -52,12 +52,6 @@ class BadInput(NamedTuple):
         assert set(error) == {"message", "type", "param", "code"}
 
 
-def scoring(**fields: Any) -> dict[str, Any]:
-    """A scoring completion."""
-    return {"prompt": [5, 6], "echo": True, "logprobs": 1, "max_tokens": 1, **fields}
-
-
-SCORING = json.dumps(scoring())[1:].encode()
 NOT_JSON = "the body is not valid JSON: "
 PROMPT_MUST_BE = f"prompt: {PROMPT_FORMS}"
 NO_TOKEN_OF_ITS_OWN = "continuations[1] after prompt[0] has no token of its own"
@@ -151,12 +145,14 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
     (COMPLETIONS,): [
         ("a negative token", {"prompt": [5, -1]}, "prompt", PROMPT_MUST_BE + "; [1] should be greater than"),
         ("no prompt", {}, "prompt", "Either prompt or prompt_embeds must be provided"),
-        ("a field given twice", b'{"echo": true, %s' % SCORING, "echo", "echo is given more than once"),
+        (
+            "a field given twice",
+            b'{"prompt": [5], "echo": true, "max_tokens": 0, "echo": 1}',
+            "echo",
+            "echo is given more than once",
+        ),
         ("too many prompts", {"prompt": ["a"] * 1025}, "prompt", "prompt list length 1025 exceeds"),
         ("a wrong stop string", {"prompt": [5], "stop": ["a", 5]}, "stop", "stop: should be"),
-        ("an unknown model", scoring(model="gpt-5"), "model", "The model `gpt-5` does not", True, 404),
-        ("a token past the vocabulary", scoring(prompt=[10**6]), None, "Token id 1000000", True),
-        ("a sequence too long", scoring(prompt=[5] * 2049), "input_tokens", "This model's", True),
     ],
     (REFERENCES,): [
         ("no name", {"prompt": [5, 6]}, "name", "name is required"),
@@ -197,6 +193,8 @@ WITH_ONE_FIELD: list[tuple[str, str, str, Any, str]] = [
     (SCORE, "a temperature too high", "temperature", 1e39, "temperature: should be less than or equal to 1000"),
     (SCORE, "a position past the prompt", "logprobs_from", 3, "logprobs_from is 3, but prompt[0] has 3 tokens"),
     (SCORE, "a negative position", "logprobs_from", -1, "logprobs_from is -1: positions count from 0"),
+    *((route, "a lane that the engine lacks", "lane", "verify", "lane") for route in (SCORE, PERPLEXITY)),
+    (SCORE, "a context without a lane", "context", 5, "context"),
     (PERPLEXITY, "a token past the vocabulary", "prompt", [5, 10**6], "prompt has token id 1000000"),
     (PERPLEXITY, "a window too long", "context_length", 2049, ""),
     (REFERENCES, "a path as name", "name", "../a", "name: String should match pattern"),

@@ -232,24 +232,3 @@ def test_a_prompt_may_fill_the_context_if_nothing_is_generated(plugin_server, by
     for of_prompt, expected in zip(found, oracle.logprobs(byte_fallback_model, prompts), strict=True):
         oracle.assert_close(of_prompt, expected)
     assert content["usage"]["prompt_tokens"] == 296
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"prompt": [5] * 128},
-        {"prompt": [5] * 129, "max_tokens": 0},
-        {"prompt": "", "max_tokens": 0},
-        {"prompt": [5, 10**6]},
-        {"prompt": [[5, 6], []]},
-        {"logprobs": 21},
-        {"temperature": -1},
-        {"model": "gpt-5"},
-        {"prompt": None},
-    ],
-)
-def test_errors_are_vllms(plugin_server, change):
-    with connect(plugin_server) as client:
-        ours, stock = answers(client, SCORING | change)
-    assert ours[0] >= 400
-    assert_same(ours, stock)

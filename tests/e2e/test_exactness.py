@@ -38,24 +38,3 @@ def test_a_token_after_bos_is_within_the_tolerance(smollm2_client):
     tokens, exact = oracle.FIRST_TOKENS
     (score,) = smollm2_client.score(tokens)
     oracle.assert_close(score.logprobs[2:], np.array([exact]))
-
-
-def test_continuations_equal_the_same_tokens_scored_whole(smollm2_client, smollm2):
-    context, continuations = "The capital of France is", [" Paris", " Rome", " the city of Lyon", "Ångström"]
-    scores = smollm2_client.score(context, continuations, return_ranks=True)
-    start = len(smollm2_client.tokenize(context))
-    for score, continuation in zip(scores, continuations, strict=True):
-        whole = smollm2_client.tokenize(context + continuation)
-        (expected,) = oracle.logprobs(smollm2, [whole])
-        (ranks,) = oracle.ranks(smollm2, [whole])
-        assert score.token_ids == whole[start:]
-        oracle.assert_close(score.logprobs, expected[start - 1 :])
-        assert score.ranks == ranks[start - 1 :].tolist()
-        assert score.is_greedy == all(rank == 1 for rank in ranks[start - 1 :])
-
-
-def test_a_sequence_as_long_as_the_context_is_scored(bos_client, byte_fallback_model):
-    tokens = np.random.default_rng(0).integers(3, 400, bos_client.info().max_model_len).tolist()
-    (score,) = bos_client.score(tokens)
-    (expected,) = oracle.logprobs(byte_fallback_model, [tokens])
-    oracle.assert_close(score.logprobs[1:], expected)

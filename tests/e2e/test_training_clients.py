@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests import oracle
-from tests.e2e.test_completions import assert_same, connect, name_the_most_likely
+from tests.e2e.test_completions import SCORING, assert_same, connect, name_the_most_likely
 
 VOCABULARY = 1024
 COMPLETIONS = "/v1/completions"
@@ -145,6 +145,14 @@ def test_the_generate_route(server, change):
         (GENERATE, VALID | {"sampling_params": {"max_tokens": 1, "prompt_logprobs": 257}}),
         (COMPLETIONS, {"prompt": [5, 6], "max_tokens": 1, "prompt_logprobs": 257}),
         (COMPLETIONS, {"prompt": [[5] * 2048], "max_tokens": 1, "prompt_logprobs": 1}),
+        *(
+            (COMPLETIONS, SCORING | change)
+            for change in (
+                *({"prompt": [5] * 2048}, {"prompt": [5] * 2049, "max_tokens": 0}, {"prompt": "", "max_tokens": 0}),
+                *({"prompt": [5, 10**6]}, {"prompt": [[5, 6], []]}, {"prompt": None}),
+                *({"logprobs": 257}, {"temperature": -1}, {"model": "gpt-5"}),
+            )
+        ),
     ],
 )
 def test_refusals_are_vllms(server, path, body):

@@ -17,6 +17,7 @@ from scoremode_server.scoring.tokenizer import Tokenizer
 from tests.bad_inputs import COMPLETIONS, JSON, KLD, PERPLEXITY, REFERENCES, SCORE
 from tests.unit.server.api.light_app import app_with_completions, client_of, leaving, light_app
 from tests.unit.server.api.reference_engine import BODY, ReferenceEngine, record
+from tests.unit.server.api.test_export_route import EXPORT
 from tests.unit.server.prefix_cache.cache_setup import LARGE
 from tests.unit.server.prefix_cache.fake_engine import HeldEngine
 
@@ -72,15 +73,17 @@ async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(random_mode
     assert answer.json().get("id", answer.json().get("request_id")).endswith("-the same")
 
 
-@pytest.mark.parametrize("route", [REFERENCES, KLD])
-async def test_a_client_that_leaves_ends_its_recording_or_comparison(tmp_path, route):
+@pytest.mark.parametrize(
+    ("method", "route", "body"),
+    [("POST", REFERENCES, BODY), ("POST", KLD, {"reference": "base"}), ("GET", EXPORT, None)],
+)
+async def test_a_client_that_leaves_ends_its_recording_or_its_reading(tmp_path, method, route, body):
     app, leave = light_app(engine := ReferenceEngine(tmp_path)), asyncio.Event()
     async with client_of(app) as client:
-        if route == KLD:
-            await record(client)
+        if route != REFERENCES:
+            await record(client, method="llama.cpp", stride=None)
         engine.let_go.clear()
-        body = {"reference": "base"} if route == KLD else BODY
-        leaves = asyncio.create_task(leaving(app, route, body, leave))
+        leaves = asyncio.create_task(leaving(app, route, body, leave, method=method))
         while not engine.num_running:  # noqa: ASYNC110
             await asyncio.sleep(0)
         leave.set()
