@@ -1,8 +1,6 @@
 """Scoring on an engine that drafts tokens with n-grams while it generates."""
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -16,7 +14,7 @@ from tests import oracle
 BLOCK = 32
 """What CPU attention has at least."""
 NUM_DRAFTS = 3
-NGRAMS = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+NGRAMS = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, "num_speculative_tokens": NUM_DRAFTS}
 
 
 def marked(tokens: list[int]) -> SamplingParams:
@@ -24,37 +22,29 @@ def marked(tokens: list[int]) -> SamplingParams:
     return RowsRequest.score(tokens, RowSpec(), request_id="id").params
 
 
-def check_scores_next_to_drafts(
-    model: Path,
-    drafts: dict[str, Any],
-    *,
-    ways: Sequence[Callable[[list[int]], SamplingParams]] = (marked,),
-    chunks: Sequence[int] = (),
-    scale: float = 1.0,
-    **options: Any,
-) -> None:
-    """Compare rows of several ways, and of lanes with so many tokens a step, with transformers, next to generation."""
+def test_scores_next_to_n_grams_equal_transformers(random_model: Path):
+    """Rows of both ways to score and of two lanes, next to generation."""
     engine = LLM(
-        str(model),
+        str(random_model),
         dtype="float32",
         max_model_len=256,
         max_num_seqs=8,
         block_size=BLOCK,
-        speculative_config=drafts | {"num_speculative_tokens": NUM_DRAFTS},
-        **options,
+        speculative_config=NGRAMS,
+        enforce_eager=True,
     )
     common = np.random.default_rng(3).integers(3, 1000, 4 * BLOCK + 2).tolist()
     # Of those that have whole blocks and one token more, all but one are in the prefix cache from the second time on.
     lengths = (2, 3, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK + 1, 2 * BLOCK + 2, 4 * BLOCK + 2)
     sequences = [common[:length] for length in lengths]
-    expected = oracle.logprobs(model, sequences)
+    expected = oracle.logprobs(random_model, sequences)
     generation = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
     # Repeated, so that there is something to draft.
     generating = [TokensPrompt(prompt_token_ids=common[:4] * 5)] * 2
     fed = [TokensPrompt(prompt_token_ids=tokens[:-1]) for tokens in sequences]
     try:
         for reads_cache in (False, False, True):
-            for make in ways:
+            for make in (score_params, marked):
                 params = [make(tokens) for tokens in sequences]
                 for each in params:
                     each.skip_reading_prefix_cache = not reads_cache
@@ -64,21 +54,16 @@ def check_scores_next_to_drafts(
                         cached = output.num_cached_tokens if reads_cache else 0
                         rows, missing = read_rows(tokens, 1, read_columns(output.prompt_logprobs, 1), cached)
                         assert missing == cached
-                        oracle.assert_close(rows.logprobs[missing:, 0], exact[missing:], scale=scale)
+                        oracle.assert_close(rows.logprobs[missing:, 0], exact[missing:])
                     elif not reads_cache:
-                        oracle.assert_close(read_score(tokens, 0, output).logprobs[1:], exact, scale=scale)
+                        oracle.assert_close(read_score(tokens, 0, output).logprobs[1:], exact)
         plain = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
-        for chunk in chunks:
+        for chunk in (1, 1 + NUM_DRAFTS):
             in_lane = [ScoringParams.of(plain, RowSpec(last_token=tokens[-1], chunk=chunk)) for tokens in sequences]
             for each in in_lane:
                 each.skip_reading_prefix_cache = True
             outputs = engine.generate([*generating, *fed], [generation] * 2 + in_lane, use_tqdm=False)[2:]
             for output, exact in zip(outputs, expected, strict=True):
-                oracle.assert_close(read_columns(output.prompt_logprobs, 1)[1][:, 0], exact, scale=scale)
+                oracle.assert_close(read_columns(output.prompt_logprobs, 1)[1][:, 0], exact)
     finally:
         engine.llm_engine.engine_core.shutdown()
-
-
-def test_scores_next_to_n_grams_equal_transformers(random_model: Path):
-    lanes = (1, 1 + NUM_DRAFTS)
-    check_scores_next_to_drafts(random_model, NGRAMS, ways=(score_params, marked), chunks=lanes, enforce_eager=True)

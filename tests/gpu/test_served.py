@@ -37,13 +37,6 @@ def test_sequences_of_every_length_alone_and_together(served: Served, tokens: li
         oracle.assert_close(other.logprobs[1:], exact, scale=SCALE)
 
 
-def test_an_echo_has_the_logprobs_of_score(served: Served, tokens: list[int]):
-    body = {"prompt": tokens[:300], "echo": True, "logprobs": 1, "max_tokens": 0}
-    (choice,) = httpx.post(f"{served.url}/v1/completions", json=body, timeout=300).json()["choices"]
-    (score,) = served.client.score(tokens[:300], use_cache=False)
-    oracle.assert_close(choice["logprobs"]["token_logprobs"][1:], np.array(score.logprobs[1:]), scale=SCALE)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_top_logprobs_and_candidates_at_a_temperature(served: Served, tokens: list[int], temperature: float):
     sequence, chosen = tokens[:200], [0, 17, 49_151]

@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from scoremode_server.prefix_cache.store import ENTRY_BYTES, BlockHasher, RowStore
 from scoremode_server.rows import Rows
@@ -69,24 +67,6 @@ def test_nothing_of_an_earlier_generation_stays():
     assert len(store) == 0
     store.put(1, [b"a"], {b"a": block(0)})
     assert len(store) == 1
-
-
-@settings(max_examples=200)
-@given(
-    st.integers(1, 5 * cost(block(0))),
-    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6), st.integers(1, 6)), max_size=40),
-)
-def test_the_bytes_stay_within_the_bound_at_every_step(max_bytes: int, sequences: list[tuple[int, int, int]]):
-    store = RowStore(SIZE, max_bytes)
-    put = num_evicted = 0
-    for start, length, num_columns in sequences:
-        hashes = [bytes([start, index]) for index in range(length)]
-        num_evicted += store.put(0, hashes, {block_hash: block(start, num_columns) for block_hash in hashes})
-        put += length
-        held = store.get([bytes([a, b]) for a in range(10) for b in range(6)], 1)
-        assert len(held) == len(store)
-        assert store.num_bytes == cost(*held.values()) <= max_bytes
-    assert num_evicted <= put - len(store)
 
 
 def test_a_sequence_that_is_larger_than_the_budget_leaves_its_first_blocks():
