@@ -66,7 +66,7 @@ test-avx2: $(INSTALLED) ## Run every test as on a CPU that has AVX2 and nothing 
 # Its PyTorch may have other warnings than those that pyproject.toml lists.
 ON_GPU := $(PYTEST) -W default
 test-gpu: $(INSTALLED) ## Run what needs an NVIDIA GPU: compiled kernels, both model runners, families of models
-	$(ON_GPU) --numprocesses 8 -m interpreter tests/unit/server/kernels
+	$(ON_GPU) --numprocesses 8 -m interpreter tests/unit/server
 	$(ON_GPU) -m "not matrix" tests/gpu/test_families.py tests/gpu/test_served.py
 
 test-gpu-drafts: $(INSTALLED) ## Score on an NVIDIA GPU next to n-grams, a draft model and EAGLE, on both model runners

@@ -3,7 +3,7 @@
 python scripts/check_vllm.py VERSION             print what is the same, changed (with the diff) or gone in VERSION
 python scripts/check_vllm.py VERSION --write     and record VERSION's hashes: from then on Scoremode runs on it
 
-Compared is every name in `vllm_patches/private.toml` and every name that server/ imports from vLLM, by syntax tree, so
+Compared is every name in `vllm_compat/private.toml` and every name that server/ imports from vLLM, by syntax tree, so
 that comments and formatting do not count. The exit status is 0 only if all hashes are those recorded for VERSION.
 Wheels are kept in .cache/vllm-wheels, or under SCOREMODE_CACHE.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from scoremode_server.vllm_patches.versions import HASHES_FILE, PRIVATE, Sources, digest, recorded_hashes
+from scoremode_server.vllm_compat.versions import HASHES_FILE, PRIVATE, Sources, digest, recorded_hashes
 from vllm_sources import PACKAGE, segment
 
 ROOT = Path(__file__).parents[1]

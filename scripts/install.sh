@@ -42,4 +42,4 @@ if [ -n "$vllm" ] && [ -n "${VLLM_VERSION:-}" ]; then
 fi
 "$python" -m uv pip install --python "$python" "${packages[@]}" "${flags[@]}" "$target"
 [ "$engine" != bundled ] ||
-  "$python" -c 'from scoremode_server.vllm_patches.versions import require_supported; require_supported()'
+  "$python" -c 'from scoremode_server.vllm_compat.versions import require_supported; require_supported()'

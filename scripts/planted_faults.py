@@ -93,32 +93,32 @@ CLIENT_FAULTS = {
 }
 
 SERVER_FAULTS = {
-    "vllm_patches/row_scorer.py < vllm_patches/test_row_scorer.py vllm_patches/test_reference_windows.py": [
+    "worker/row_scorer.py < worker/test_row_scorer.py references/worker/test_sinks.py": [
         ("max(part.position, spec.first - 1)", "max(part.position, spec.first)"),
         ("offset + end - 1)", "offset + end - 2)"),
         ("start += piece.rows.stop - piece.rows.start", "start += piece.num_wanted"),
     ],
-    "prefix_cache/store.py < prefix_cache/test_store.py": [
+    "engine/store.py < engine/test_store.py": [
         ("blake2b(first, key=key", "blake2b(key=key"),
         ("len(data) - step + 1, step", "len(data) - step, step"),
         ("in reversed(block_hashes):\n            block = self", "in block_hashes:\n            block = self"),
         ("popitem(last=False)[1]) + ENTRY_BYTES", "popitem(last=False)[1])"),
         ("if not blocks or generation != self.generation or not self.enabled:", "if not blocks or not self.enabled:"),
     ],
-    "prefix_cache/engine.py < prefix_cache scoring/test_scorer.py": [
+    "engine/engine.py < engine scoring/test_scorer.py": [
         ("repr((self._store.generation, adapter, salt,", "repr((self._store.generation, salt,"),
         ('f"{request.owner}.{salt}"', 'f"scoremode.{salt}"'),
     ],
-    "prefix_cache/request.py < prefix_cache": [
+    "engine/cached_request.py < engine": [
         ("num_left_out = -(-run.first // size)", "num_left_out = run.first // size"),
         ("if other is not None and other.num_columns >= self.num_columns:", "if other is not None:"),
     ],
-    "prefix_cache/admission.py < prefix_cache/test_admission.py prefix_cache": [
+    "engine/admission.py < engine/test_admission.py engine": [
         ("queue.add(-queue.num_sequences, -queue.num_tokens)", "queue.add(-queue.num_sequences, 0)"),
         ("self._waiting[first.queue] = line", "self._waiting = {first.queue: line, **self._waiting}"),
     ],
-    "prefix_cache/run.py < prefix_cache": [("num_fed - num_known", "num_fed")],
-    "kernels/torch_kernels.py < kernels/test_fused_logprobs.py kernels/test_kl_divergence.py": [
+    "engine/passes.py < engine": [("num_fed - num_known", "num_fed")],
+    "kernels/torch_kernels.py < kernels/test_fused_logprobs.py references/worker/test_kl_divergence.py": [
         ("torch.ge(values", "torch.gt(values"),
         ("(column < columns)", "(column < logits.shape[1])"),
         (".masked_fill_(p == q, 0.0)", ""),
@@ -133,17 +133,17 @@ SERVER_FAULTS = {
         ("1 / 2 + square * (1 / 24", "1 / 2 + square * (1 / 12"),
         ('if not (forward + backward < float("inf")):', 'if forward + backward == float("inf"):'),
     ],
-    "rows.py < test_rows.py prefix_cache": [("np.flatnonzero(~trusted)[-1]", "np.flatnonzero(~trusted)[0]")],
-    "vllm_patches/runners.py < vllm_patches/test_runners.py": [("position != rows.end", "False")],
-    "vllm_patches/output_processor.py < vllm_patches/test_engine_client.py completions": [
+    "rows.py < test_rows.py engine": [("np.flatnonzero(~trusted)[-1]", "np.flatnonzero(~trusted)[0]")],
+    "worker/runners.py < worker/test_runners.py": [("position != rows.end", "False")],
+    "vllm_compat/output_processor.py < vllm_compat/test_engine_client.py completions": [
         ("if not text or text.endswith(INCOMPLETE):", "if not text:")
     ],
-    "api/requests.py < api": [("size += len(chunk)", "size = len(chunk)")],
-    "api/middleware.py < api/test_middleware.py": [
+    "http/requests.py < http": [("size += len(chunk)", "size = len(chunk)")],
+    "http/middleware.py < http/test_middleware.py": [
         ('path.rstrip("/") in OPEN_PATHS', "path.startswith(tuple(OPEN_PATHS))")
     ],
-    "api/requests.py < api/test_refused_requests.py": [('str(detail["loc"][0])', 'str(detail["loc"][-1])')],
-    "api/references.py < api/test_kld_route.py api": [
+    "http/requests.py < http/test_refused_requests.py": [('str(detail["loc"][0])', 'str(detail["loc"][-1])')],
+    "references/routes.py < references/test_kld_route.py references": [
         ("list(windows)[::-1] if request.as_noise_floor else list(windows)", "list(windows)")
     ],
     "completions/logprobs_json.py < completions": [
@@ -151,24 +151,24 @@ SERVER_FAULTS = {
         ("shown.cumsum(axis=1) > num_top + 1", "shown.cumsum(axis=1) > num_top"),
         ("num_columns, style) for", "num_columns, Style(style.num_top, False)) for"),
     ],
-    "completions/prompt_texts.py < completions/test_prompt_texts.py": [
-        ("text.endswith(before.lstrip(INCOMPLETE))", "True")
-    ],
-    "json_fields.py < test_json_fields.py": [("if field in fields", "if field in ()")],
-    "references/manifest.py < references/test_tensor_files.py": [
+    "completions/texts.py < completions/test_texts.py": [("text.endswith(before.lstrip(INCOMPLETE))", "True")],
+    "http/json_fields.py < http/test_json_fields.py": [("if field in fields", "if field in ()")],
+    "references/files/manifest.py < references/files/test_tensors.py": [
         ("(_CHECKSUM, None) != _checksum(fields)", "(_CHECKSUM, None) not in (None, _checksum(fields))")
     ],
-    "references/tensor_files.py < references/test_tensor_files.py": [
+    "references/files/tensors.py < references/files/test_tensors.py": [
         ('        checksum.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())\n', ""),
     ],
-    "references/directory.py < references/test_directory.py scoring api/test_references_route.py": [
+    "references/files/directory.py < references/files/test_directory.py references/test_references_route.py": [
         ("_SHARD.fullmatch(path.name)", "_SHARD.search(path.name)"),
     ],
-    "references/directory.py < api scoring": [("reference.manifest.identity != identity", "reference.name != name")],
+    "references/files/directory.py < references": [
+        ("reference.manifest.identity != identity", "reference.name != name")
+    ],
 }
 
 ENGINE_FAULTS = {
-    "api/score.py < test_chosen_tokens.py": [
+    "scoring/score_routes.py < test_chosen_tokens.py": [
         ("(rows.ranks == 1).all()", "(rows.ranks == 1).any()"),
         ("logprobs[:, 1 : 1 + sequence.num_candidates]", "logprobs[:, -sequence.num_candidates :]"),
     ],

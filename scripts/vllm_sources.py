@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from scoremode_server.vllm_patches.versions import Sources, as_written
+from scoremode_server.vllm_compat.versions import Sources, as_written
 
 PACKAGE = "vllm"
 

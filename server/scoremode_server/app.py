@@ -17,29 +17,29 @@ from vllm.engine.protocol import EngineClient
 from vllm.envs import enable_envs_cache
 
 from scoremode.wire.protocol import ServerInfo
-from scoremode_server.completions.conversations import Conversations
 from scoremode_server.completions.handler import ScoringCompletions, ScoringHandler
 from scoremode_server.completions.logprobs_json import LogprobsWriter
+from scoremode_server.engine.admission import Admission, EngineSize
+from scoremode_server.engine.engine import ScoringEngine, make_store
+from scoremode_server.engine.passes import RowsRequest, run_engine
 from scoremode_server.metrics import Metrics
-from scoremode_server.prefix_cache.admission import Admission, EngineSize
-from scoremode_server.prefix_cache.engine import ScoringEngine, make_store
-from scoremode_server.prefix_cache.run import RowsRequest, run_engine
-from scoremode_server.references.directory import ReferenceDirectory
-from scoremode_server.references.manifest import ModelIdentity
-from scoremode_server.scoring.comparer import Comparer
+from scoremode_server.references.comparer import Comparer
+from scoremode_server.references.exchange import WorkerFiles
+from scoremode_server.references.files.directory import ReferenceDirectory
+from scoremode_server.references.recorder import Recorder
+from scoremode_server.references.service import References
+from scoremode_server.scoring.conversations import Conversations
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.model_files import model_identity, num_parameters, weight_bytes
-from scoremode_server.scoring.recorder import Recorder
-from scoremode_server.scoring.references import References
+from scoremode_server.scoring.model_identity import ModelIdentity
 from scoremode_server.scoring.scorer import Lanes, Scorer, Turns, check_engine
 from scoremode_server.scoring.tokenizer import Tokenizer
-from scoremode_server.scoring.worker_files import WorkerFiles
 from scoremode_server.settings import WORKER_EXTENSION, logprob_bytes, reference_directory
-from scoremode_server.vllm_patches.computed_by import what_computes
-from scoremode_server.vllm_patches.engine_client import bound_generation_alone
-from scoremode_server.vllm_patches.row_spec import RowSpec, guard_rows
-from scoremode_server.vllm_patches.served_models import ServedModels
-from scoremode_server.vllm_patches.shutdown import Shutdown
+from scoremode_server.vllm_compat.engine_client import bound_generation_alone
+from scoremode_server.vllm_compat.served_models import ServedModels
+from scoremode_server.vllm_compat.shutdown import Shutdown
+from scoremode_server.worker.computed_by import what_computes
+from scoremode_server.worker.row_spec import RowSpec, guard_rows
 
 GC_THRESHOLD = 20_000
 """Python's default of 700 takes 6 % of the event loop's time with 64 requests of 701 tokens in flight."""

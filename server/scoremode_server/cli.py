@@ -28,7 +28,7 @@ def serve(arguments: list[str]) -> None:
     run on this vLLM."""
     # vLLM reads its environment while it is imported.
     allow_plugin()
-    from scoremode_server.vllm_patches.versions import require_supported
+    from scoremode_server.vllm_compat.versions import require_supported
 
     try:
         require_supported()

@@ -12,7 +12,7 @@ from scoremode_server.rows import NO_RANK, NO_TOKEN, Rows, check_finished, missi
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.scorer import check_engine
 from scoremode_server.scoring.tokenizer import as_prompts
-from scoremode_server.vllm_patches.row_spec import ScoringParams
+from scoremode_server.worker.row_spec import ScoringParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,15 @@ class ScoremodeEndpoints:
     def attach_router(self, app: "FastAPI") -> None:
         """Add our routes before vLLM's, in place of its completions, chat completions and, if served,
         `/inference/v1/generate`. Add our middleware, and change the HTTP server."""
-        from scoremode_server.api import completions, page, perplexity, references, score
-        from scoremode_server.api.middleware import wrap
-        from scoremode_server.vllm_patches.http_server import change_http_server
+        from scoremode_server.completions import routes as completions
+        from scoremode_server.http import page
+        from scoremode_server.http.middleware import wrap
+        from scoremode_server.references import routes as references
+        from scoremode_server.scoring import perplexity_routes, score_routes
+        from scoremode_server.vllm_compat.http_server import change_http_server
 
         # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
-        ours = [each.router for each in (completions, perplexity, score, references, page)]
+        ours = [each.router for each in (completions, perplexity_routes, score_routes, references, page)]
         replaced = {completions.COMPLETIONS, completions.CHAT}
         if completions.serves_generate(app):
             ours.append(completions.generate_router)
@@ -44,8 +47,8 @@ class ScoremodeEndpoints:
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
         """Make the parts that routes share. `engine_client` is None only on servers without an engine, without
         routes."""
-        from scoremode_server.api.middleware import configured_keys
         from scoremode_server.app import make_state, prepare_process
+        from scoremode_server.http.middleware import configured_keys
         from scoremode_server.settings import server_settings
 
         assert engine_client is not None
@@ -60,10 +63,10 @@ def general_plugin() -> None:
     unless VLLM_PLUGINS names Scoremode. RuntimeError if it does, and Scoremode does not run on this vLLM."""
     if PLUGIN not in os.environ.get(PLUGINS_VARIABLE, "").split(","):
         return
-    from scoremode_server.vllm_patches.versions import require_supported
+    from scoremode_server.vllm_compat.versions import require_supported
 
     require_supported()
-    from scoremode_server.vllm_patches.install import install
+    from scoremode_server.vllm_compat.install import install
 
     install()
 
@@ -75,7 +78,7 @@ def enable() -> None:
     Raises:
         RuntimeError: Scoremode does not run on this vLLM.
     """
-    from scoremode_server.vllm_patches.versions import require_supported
+    from scoremode_server.vllm_compat.versions import require_supported
 
     require_supported()
     allow_plugin()

@@ -17,7 +17,7 @@ LOGPROB_VARIABLE = "SCOREMODE_LOGPROB_BYTES"
 MAX_SEQUENCES = 65_536
 
 REFERENCE_VARIABLE = "SCOREMODE_REFERENCE_DIR"
-WORKER_EXTENSION = "scoremode_server.vllm_patches.worker_extension.ReferenceWorker"
+WORKER_EXTENSION = "scoremode_server.references.worker.extension.ReferenceWorker"
 
 PLUGIN = "scoremode"
 """The name of both entry points in VLLM_PLUGINS."""

@@ -13,7 +13,7 @@ from vllm.entrypoints.scale_out.token_in_token_out import api_router as token_id
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from scoremode_server import cli, plugin
-from scoremode_server.api.completions import serves_generate
+from scoremode_server.completions.routes import serves_generate
 
 attach_router = plugin.ScoremodeEndpoints.attach_router
 

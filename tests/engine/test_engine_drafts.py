@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 from vllm import LLM, SamplingParams, TokensPrompt
 
+from scoremode_server.engine.passes import RowsRequest
 from scoremode_server.offline import read_score, score_params
-from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.rows import read_columns, read_rows
-from scoremode_server.vllm_patches.row_spec import RowSpec, ScoringParams
+from scoremode_server.worker.row_spec import RowSpec, ScoringParams
 from tests import oracle
 
 BLOCK = 32

@@ -26,9 +26,9 @@ def lane_logprobs(engine: Any, sequences: Sequence[Tokens], chunk: int, first: i
     """Logprobs [sequences, n - first] of tokens from `first` on, with `chunk` tokens a step, or as many as fit if 0."""
     from vllm import TokensPrompt
 
-    from scoremode_server.prefix_cache.run import RowsRequest
+    from scoremode_server.engine.passes import RowsRequest
     from scoremode_server.rows import read_columns
-    from scoremode_server.vllm_patches.row_spec import RowSpec
+    from scoremode_server.worker.row_spec import RowSpec
 
     spec = RowSpec(first, chunk=chunk, context=max(1, first - 1))
     requests = [RowsRequest.score(list(tokens), spec, request_id="") for tokens in sequences]

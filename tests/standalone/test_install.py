@@ -58,5 +58,5 @@ def test_unasked_its_plugins_print_nothing_and_import_nothing_that_patches():
     done = subprocess.run([sys.executable, "-c", LOAD], check=True, text=True, env=environment, **both)
     _, printed, imported = done.stdout.split("a line\n")
     assert printed == ""
-    ours = {"settings", "plugin", "vllm_patches", "vllm_patches.versions"}
+    ours = {"settings", "plugin", "vllm_compat", "vllm_compat.versions"}
     assert set(imported.split()) <= {"scoremode_server", *(f"scoremode_server.{name}" for name in ours)}

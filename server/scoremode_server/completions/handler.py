@@ -25,17 +25,17 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from scoremode_server.completions import logprobs_json
 from scoremode_server.completions.logprobs_json import LogprobsWriter, OpenAI, Style
-from scoremode_server.completions.prompt_texts import PromptTexts
 from scoremode_server.completions.requests import row_temperature
+from scoremode_server.completions.texts import PromptTexts
+from scoremode_server.engine.admission import Accept, cancel_and_wait
+from scoremode_server.engine.engine import EngineResult, ScoringEngine
+from scoremode_server.engine.passes import RowsRequest, engine_id, is_moved
 from scoremode_server.errors import EngineOutputError, RequestError, UnfinishedError
-from scoremode_server.prefix_cache.admission import Accept, cancel_and_wait
-from scoremode_server.prefix_cache.engine import EngineResult, ScoringEngine
-from scoremode_server.prefix_cache.run import RowsRequest, engine_id, is_moved
 from scoremode_server.rows import read_columns
 from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, Turns
 from scoremode_server.scoring.tokenizer import as_prompts
-from scoremode_server.vllm_patches.engine_client import exempt_from_queue_bounds
-from scoremode_server.vllm_patches.row_spec import RowSpec
+from scoremode_server.vllm_compat.engine_client import exempt_from_queue_bounds
+from scoremode_server.worker.row_spec import RowSpec
 
 DECODED_AT_ONCE = 8192
 """Tokens of a request whose text is decoded on the event loop, in some two milliseconds. vLLM decodes in a thread,

@@ -13,10 +13,10 @@ import orjson
 from cachetools import LRUCache
 from vllm.entrypoints.generate.base.serving import format_token_id_placeholder
 
-from scoremode_server.prefix_cache.engine import EngineResult
+from scoremode_server.engine.engine import EngineResult
 from scoremode_server.rows import Columns, Rows, json_logprobs
 from scoremode_server.scoring.tokenizer import TokenStrings
-from scoremode_server.vllm_patches.output_processor import INCOMPLETE
+from scoremode_server.vllm_compat.output_processor import INCOMPLETE
 
 PIECE_ENTRIES = 16_384
 """Logprobs in a piece of JSON, which is written in some five milliseconds."""

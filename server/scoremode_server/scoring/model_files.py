@@ -22,7 +22,7 @@ from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.logger import init_logger
 from xxhash import xxh3_128
 
-from scoremode_server.references.manifest import ModelIdentity
+from scoremode_server.scoring.model_identity import ModelIdentity
 
 # vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode.model_files")

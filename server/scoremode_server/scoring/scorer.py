@@ -13,13 +13,13 @@ from vllm.platforms import current_platform
 from vllm.utils import random_uuid
 
 from scoremode.wire.protocol import Lane, LaneFields
+from scoremode_server.engine.admission import RequestQueue
+from scoremode_server.engine.engine import ScoredRows, ScoringEngine
+from scoremode_server.engine.passes import RowsRequest
 from scoremode_server.errors import RequestError
-from scoremode_server.prefix_cache.admission import RequestQueue
-from scoremode_server.prefix_cache.engine import ScoredRows, ScoringEngine
-from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.rows import Rows
-from scoremode_server.vllm_patches.row_spec import RowSpec
-from scoremode_server.vllm_patches.scheduler import has_lanes
+from scoremode_server.vllm_compat.scheduler import has_lanes
+from scoremode_server.worker.row_spec import RowSpec
 
 ANSWERS_AT_ONCE = 12
 """Answers that are written, each in about a millisecond, before the event loop reads new requests."""

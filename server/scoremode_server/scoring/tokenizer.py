@@ -12,7 +12,7 @@ from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
 from scoremode_server.errors import RequestError
-from scoremode_server.vllm_patches.output_processor import INCOMPLETE, decode_within_character
+from scoremode_server.vllm_compat.output_processor import INCOMPLETE, decode_within_character
 
 CONTEXT = 4
 """Tokens before a position in which vLLM looks for the start of a character, without a prompt's first token."""

@@ -65,7 +65,7 @@ def test_after_max_retries_the_last_failure_is_raised(call, waits, failure, kind
 
 
 def test_a_reference_is_waited_for_as_long_as_others_compare_with_another(call, waits):
-    """However often the server says so. `tests/unit/server/api/test_references_under_load.py` has its answer."""
+    """However often the server says so. `tests/unit/server/references/test_references_under_load.py` has its answer."""
     in_use = httpx.Response(
         429, headers={"Retry-After": "2"}, json={"error": {"message": "later", "param": "reference"}}
     )

@@ -9,13 +9,14 @@ from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 
 from local_server import reserved_port
-from scoremode_server.vllm_patches import runners, worker_extension
+from scoremode_server.references.worker import extension
+from scoremode_server.worker import runners
 
 
 def run_ranks(num_ranks: int, check: Callable[..., None], *arguments: Any) -> None:
     """Call `check(rank, config, *arguments)` in each of so many ranks; what one of them raises is raised here."""
     # Forked from one process that has imported vLLM, which takes each process ten seconds.
-    torch.multiprocessing.set_forkserver_preload(["vllm.distributed", runners.__name__, worker_extension.__name__])
+    torch.multiprocessing.set_forkserver_preload(["vllm.distributed", runners.__name__, extension.__name__])
     with reserved_port() as port:
         torch.multiprocessing.start_processes(
             _one_rank, (num_ranks, port, check, arguments), nprocs=num_ranks, start_method="forkserver"

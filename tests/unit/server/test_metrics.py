@@ -9,7 +9,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
 from scoremode_server.metrics import Metrics
-from tests.unit.server.prefix_cache.cache_setup import Ask, outcome, setup
+from tests.unit.server.engine.cache_setup import Ask, outcome, setup
 
 TOKENS = "scoremode_scored_tokens_total"
 WAITING = "scoremode_request_waiting_seconds"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from scoremode_server.app import engine_size
-from scoremode_server.prefix_cache.admission import EngineSize
+from scoremode_server.engine.admission import EngineSize
 from scoremode_server.settings import (
     LOGPROB_VARIABLE,
     MAX_REQUEST_BYTES,

@@ -8,12 +8,12 @@ from typing import Any
 import orjson
 import pytest
 
-from scoremode_server.api.completions import GENERATE
 from scoremode_server.completions import handler
 from scoremode_server.completions.handler import GAP, filled
-from scoremode_server.prefix_cache.admission import EngineSize
+from scoremode_server.completions.routes import GENERATE
+from scoremode_server.engine.admission import EngineSize
 from tests.bad_inputs import COMPLETIONS, LONG_NAME
-from tests.unit.server.api.light_app import app_with_completions, client_of, error_of
+from tests.unit.server.light_app import app_with_completions, client_of, error_of
 
 ECHO = {"prompt": [[5, 6, 7], [8, 9]], "echo": True, "logprobs": 1, "max_tokens": 1}
 TRL = {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 1, "prompt_logprobs": 2, "return_token_ids": True}

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 
 from scoremode_server.completions import logprobs_json
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, openai_logprobs, prompt_logprobs
-from scoremode_server.prefix_cache.engine import EngineResult
+from scoremode_server.engine.engine import EngineResult
 from scoremode_server.rows import Rows
 from scoremode_server.scoring.tokenizer import TokenStrings
-from tests.unit.server.completions.test_prompt_texts import SIZE, block_hashes
+from tests.unit.server.completions.test_texts import SIZE, block_hashes
 
 STYLES = [Style(1, False), Style(1, True), Style(0, False), Style(None, False)]
 

@@ -6,12 +6,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from row_checks import DTYPES, Scores, check, in_parts, random_logits
 
 from scoremode_server.kernels import fused_logprobs
 from scoremode_server.kernels.fused_logprobs import MAX_TOP
 from scoremode_server.kernels.reduced_rows import ReducedRows, Shard
 from scoremode_server.kernels.working_memory import TILING, Tiling
+from tests.unit.server.kernels.row_checks import DTYPES, Scores, check, in_parts, random_logits
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

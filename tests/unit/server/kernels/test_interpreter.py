@@ -10,11 +10,11 @@ import pytest
 pytestmark = [pytest.mark.interpreter, pytest.mark.processes]
 
 
-@pytest.mark.parametrize("module", ["test_fused_logprobs.py", "test_kl_divergence.py"])
+@pytest.mark.parametrize("module", ["kernels/test_fused_logprobs.py", "references/worker/test_kl_divergence.py"])
 def test_kernels_in_the_interpreter(module: str):
     command = [sys.executable, "-m", "pytest", "-q", "-m", "interpreter", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, str(Path(__file__).with_name(module))],
+        [*command, str(Path(__file__).parents[1] / module)],
         cwd=Path(__file__).parents[4],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,

@@ -9,8 +9,9 @@ import torch
 
 from scoremode.windows import Window
 from scoremode.wire.references import NoiseFloor
-from scoremode_server.references.directory import ReferenceDirectory, StoredReference, StoredText
-from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, Result, TextPlan, text_fingerprint
+from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference, StoredText
+from scoremode_server.references.files.manifest import HeadFormat, Manifest, Result, TextPlan, text_fingerprint
+from scoremode_server.scoring.model_identity import ModelIdentity
 
 HIDDEN = 8
 HEAD = HeadFormat(

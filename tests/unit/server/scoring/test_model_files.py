@@ -16,7 +16,6 @@ from transformers import AutoConfig, Gemma2Config, LlamaConfig
 from vllm.config import LoadConfig, ModelConfig
 from vllm.lora.request import LoRARequest
 
-from scoremode_server.references.manifest import ModelIdentity
 from scoremode_server.scoring.model_files import (
     BLOCK_BYTES,
     MAX_TENSORS,
@@ -27,6 +26,7 @@ from scoremode_server.scoring.model_files import (
     weight_bytes,
     with_adapter,
 )
+from scoremode_server.scoring.model_identity import ModelIdentity
 from tests.models import int8_model, random_llama, random_model_of
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -9,10 +9,10 @@ from vllm.config import CUDAGraphMode
 from vllm.config.lora import LoRAConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from scoremode_server.prefix_cache.engine import ScoredRows
+from scoremode_server.engine.engine import ScoredRows
 from scoremode_server.scoring.scorer import Lanes, ScoredSequence, Scorer, ScoreSettings, Turns, check_engine
-from tests.unit.server.prefix_cache.cache_setup import Setup, setup
-from tests.unit.server.prefix_cache.fake_engine import expected_rows
+from tests.unit.server.engine.cache_setup import Setup, setup
+from tests.unit.server.engine.fake_engine import expected_rows
 
 TOKENS = list(range(20))
 

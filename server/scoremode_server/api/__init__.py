@@ -1,1 +1,0 @@
-"""HTTP: the routes, and what they share. Only `plugin` imports from here."""

@@ -1,0 +1,253 @@
+"""What every route does with a request: reads its body, ends it when the client leaves, logs how it ended, and answers
+errors in OpenAI's shape."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from functools import wraps
+from http import HTTPStatus
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect, load_aware_call, validate_json_request
+from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from scoremode.windows import WindowError
+from scoremode_server import errors
+from scoremode_server.app import ScoremodeState
+from scoremode_server.completions.requests import CompletionBody, GenerateBody
+from scoremode_server.engine.admission import Admission, RequestQueue, cancel_and_wait
+from scoremode_server.errors import MAX_NAME, RequestError
+from scoremode_server.http.json_fields import read_fields
+from scoremode_server.vllm_compat.served_models import ServedModel
+
+# vLLM prints what loggers below its own write.
+logger = init_logger("vllm.scoremode")
+
+T = TypeVar("T")
+P = ParamSpec("P")
+RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+STATUSES: dict[type[BaseException], HTTPStatus] = {
+    errors.RequestError: HTTPStatus.BAD_REQUEST,
+    errors.NotServedError: HTTPStatus.NOT_FOUND,
+    errors.ConflictError: HTTPStatus.CONFLICT,
+    errors.TooLargeError: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    errors.EncodingError: HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    errors.BusyError: HTTPStatus.TOO_MANY_REQUESTS,
+    errors.UnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
+    errors.OverdueError: HTTPStatus.GATEWAY_TIMEOUT,
+    errors.StorageError: HTTPStatus.INSUFFICIENT_STORAGE,
+}
+"""Of every error; no package below knows one."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""The status, in logs and metrics, of a request whose client left."""
+
+READ_AT_ONCE = 256 * 1024
+"""Bytes of a body that are decoded on the event loop, in a few milliseconds. Longer ones are decoded in a thread."""
+
+MAX_REPORTED = 5
+"""Faults of a body that one error names."""
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse, "description": "The request is at fault; `param` names the field."},
+    404: {"model": ErrorResponse, "description": "No such model."},
+    "4XX": {"model": ErrorResponse, "description": "Any other error of the request's, such as a missing API key."},
+}
+EVENT_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+
+_BODIES: dict[type[BaseModel], type[BaseModel]] = {CompletionRequest: CompletionBody, GenerateRequest: GenerateBody}
+"""What is read in place of vLLM's models."""
+
+
+class ScoremodeRoute(APIRoute):
+    """A route whose requests' errors have OpenAI's shape; all other errors go to vLLM's own handlers. Requests with a
+    body do not pass through FastAPI, whose models would look at each value again."""
+
+    def get_route_handler(self) -> RouteHandler:
+        handle = super().get_route_handler()
+        model: Any = None if self.body_field is None else self.body_field.field_info.annotation
+        # Chat completions are read by vLLM's model as on its own route.
+        if model not in (None, ChatCompletionRequest):
+            read_as = _BODIES.get(model, model)
+
+            async def handle(request: Request) -> Response:
+                response: Response = await self.endpoint(await _read_request(request, read_as), request)
+                return response
+
+        async def handle_with_errors(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                if model is ChatCompletionRequest:
+                    raise
+                # vLLM's check of the content type.
+                failure = RequestError("; ".join(map(str, error.errors())), None)
+            except ValidationError as error:
+                # One error whose `param` is the first field at fault, and whose message explains all faults.
+                details = error.errors(include_url=False, include_input=False)[:MAX_REPORTED]
+                # A union of types has an error for each of them.
+                failure = RequestError("; ".join(dict.fromkeys(map(_describe, details))), _field(details[0]))
+            except WindowError as error:
+                failure = RequestError(str(error), error.field)
+            except EngineDeadError:
+                failure = errors.engine_has_died()
+            except RequestError as error:
+                failure = error
+            can_retry = isinstance(failure, errors.BusyError | errors.UnavailableError)
+            headers = {"Retry-After": str(errors.RETRY_AFTER_SECONDS)} if can_retry else None
+            return JSONResponse(error_content(failure), status_code=status_of(failure), headers=headers)
+
+        return handle_with_errors
+
+
+def until_disconnect(
+    handler: Callable[Concatenate[T, Request, P], Coroutine[Any, Any, Response]],
+) -> Callable[Concatenate[T, Request, P], Coroutine[Any, Any, Response]]:
+    """A handler that counts in vLLM's load, has `--request-timeout`, and is cancelled when the client leaves. Unlike
+    vLLM's `with_cancellation`, this waits until the handler has ended: nothing of a request outlives its answer."""
+    counted = load_aware_call(handler)
+
+    @wraps(handler)
+    async def run(request: T, raw_request: Request, /, *args: P.args, **kwargs: P.kwargs) -> Response:
+        scoremode_state(raw_request).admission.start_clock()
+        handling = asyncio.create_task(counted(request, raw_request, *args, **kwargs))
+        leaving = asyncio.create_task(listen_for_disconnect(raw_request))
+        try:
+            await asyncio.wait((handling, leaving), return_when=asyncio.FIRST_COMPLETED)
+            return handling.result() if handling.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
+        finally:
+            await cancel_and_wait(handling, leaving)
+
+    return run
+
+
+def scoremode_state(request: Request) -> ScoremodeState:
+    """The state of the app that received a request."""
+    state: ScoremodeState = request.app.state.scoremode
+    return state
+
+
+@asynccontextmanager
+async def prepared(
+    raw_request: Request, model: str | None
+) -> AsyncGenerator[tuple[ScoremodeState, ServedModel, dict[str, Any]], None]:
+    """The state, the model of that name and the engine's options, if the server is not full. What is done inside, such
+    as tokenizing, ends when the server stops."""
+    state = scoremode_state(raw_request)
+    state.admission.check()
+    async with state.admission.until_stopped():
+        served = await state.models.resolve(model)
+        yield state, served, await state.models.engine_options(raw_request, served)
+
+
+@asynccontextmanager
+async def accepted(
+    admission: Admission, route: str, request_id: str, num_sequences: int = 0, num_tokens: int = 0
+) -> AsyncGenerator[RequestQueue, None]:
+    """`Admission.request`, with a line in the log at the end."""
+    queue, failure = None, None
+    try:
+        async with admission.request(num_sequences, num_tokens) as queue:
+            yield queue
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        if queue is not None:
+            now = time.monotonic()
+            entered = now if queue.entered is None else queue.entered
+            # Texts and tokens never get into the log.
+            logger.info(
+                "request id=%s route=%s status=%d sequences=%d tokens=%d cached=%d waited=%.3f ran=%.3f",
+                # Quoted: the client chose it, and must not write other fields or lines.
+                json.dumps(request_id),
+                route,
+                status_of(failure),
+                queue.num_scored,
+                queue.num_scored_tokens,
+                queue.num_cached_tokens,
+                entered - queue.accepted,
+                now - entered,
+            )
+
+
+def status_of(error: BaseException | None) -> int:
+    """The status of a request that ended with an error, or without one."""
+    if error is None:
+        return HTTPStatus.OK
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return CLIENT_CLOSED_REQUEST
+    return STATUSES.get(type(error), HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def error_content(error: Exception) -> dict[str, Any]:
+    """`{"error": {"message", "type", "param", "code"}}`. vLLM has the status of errors that are not a request's."""
+    if isinstance(error, RequestError):
+        status = STATUSES[type(error)]
+        kind = f"{status.phrase.title().replace(' ', '')}Error"
+        response = create_error_response(str(error), kind, status, error.param)
+    else:
+        response = create_error_response(error)
+    content: dict[str, Any] = response.model_dump()
+    return content
+
+
+def _field(detail: Any) -> str | None:
+    """The field of an error of pydantic; None for one of the whole body, such as of fields that exclude each other."""
+    return str(detail["loc"][0])[:MAX_NAME] if detail["loc"] else None
+
+
+def _describe(detail: Any) -> str:
+    place = (_field(detail) or "the body") + "".join(f"[{part}]" for part in detail["loc"][1:] if isinstance(part, int))
+    if detail["type"] == "missing":
+        return f"{'.'.join(map(str, detail['loc']))} is required"
+    if detail["type"] == "extra_forbidden":
+        return f"unknown field {place}"
+    return f"{place}: {detail['msg'].removeprefix('Input ').removeprefix('Value error, ')}"
+
+
+async def _read_request(request: Request, model: type[BaseModel]) -> BaseModel:
+    await validate_json_request(request)
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise errors.EncodingError(f"Content-Encoding {encoding} is not supported: send the body as it is", None)
+    state = scoremode_state(request)
+    async with state.admission.until_stopped():
+        body = await _read_body(request, state.limits.max_request_bytes)
+
+        def read() -> BaseModel:
+            return model.model_validate(read_fields(body))
+
+        return read() if len(body) <= READ_AT_ONCE else await asyncio.to_thread(read)
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    message = f"the body has more than {limit} bytes, which is this server's --max-request-bytes"
+    # uvicorn has checked that the length is a number.
+    if int(request.headers.get("content-length", 0)) > limit:
+        raise errors.TooLargeError(message, None)
+    chunks, size = [], 0
+    try:
+        async for chunk in request.stream():
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > limit:
+                raise errors.TooLargeError(message, None)
+    except ClientDisconnect:
+        raise RequestError("the client disconnected before it had sent the body", None) from None
+    return b"".join(chunks)

@@ -1,0 +1,130 @@
+"""Responses of JSON, written from numpy arrays without a Python object per token: one, or a stream of server-sent
+events."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from operator import itemgetter
+from typing import Any, TypeVar
+
+import numpy as np
+import orjson
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Send
+
+from scoremode_server.engine.admission import Admission, RequestQueue, cancel_and_wait
+from scoremode_server.errors import RequestError
+from scoremode_server.http.requests import accepted, error_content, logger
+from scoremode_server.rows import json_logprobs
+
+T = TypeVar("T")
+
+Events = Callable[[RequestQueue], AsyncGenerator[dict[str, Any], None]]
+"""The windows of a request, then its result."""
+
+
+def dump(content: Any) -> bytes:
+    """JSON of plain objects and contiguous numpy arrays; NaN becomes null."""
+    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def json_response(content: Any) -> Response:
+    return Response(dump(content), media_type="application/json")
+
+
+def top_entries(
+    token_ids: np.ndarray, logprobs: np.ndarray, texts_of: Callable[[Sequence[int]], list[str]] | None = None
+) -> list[list[dict[str, Any]]]:
+    """The top tokens [n, k] at each position, each as a `TopLogprob`, with texts if wanted."""
+    entries = [
+        [{"token_id": token_id, "logprob": logprob} for token_id, logprob in zip(*row, strict=True)]
+        for row in zip(token_ids.tolist(), json_logprobs(logprobs).tolist(), strict=True)
+    ]
+    if texts_of is not None:
+        for row in entries:
+            for entry, text in zip(row, texts_of([entry["token_id"] for entry in row]), strict=True):
+                entry["token"] = text
+    return entries
+
+
+async def respond(
+    admission: Admission, route: str, request_id: str, events: Events, *, stream: bool, with_windows: bool = False
+) -> Response:
+    """Accept a request, whose sequences count when they begin. Answer with a stream of all events, or with the result
+    alone, with the windows in `data` if wanted."""
+    in_queue = accepted(admission, route, request_id)
+    if stream:
+        return Stream(_written(in_queue, events, request_id), media_type="text/event-stream")
+    kept: deque[dict[str, Any]] = deque(maxlen=None if with_windows else 1)
+    async with in_queue as queue, aclosing(events(queue)) as all_events:
+        async for event in all_events:
+            kept.append(event)
+        result = kept.pop()
+        if with_windows:
+            result["data"] = sorted(kept, key=itemgetter("index"))
+        return json_response(result)
+
+
+class Stream(StreamingResponse):
+    """Content that ends when the client leaves, after a `beginning` that was taken from it."""
+
+    def __init__(self, content: AsyncGenerator[Any, None], beginning: Any = None, **options: Any) -> None:
+        self._content = content
+        super().__init__(self._all(beginning), **options)
+
+    async def _all(self, beginning: Any) -> AsyncGenerator[Any, None]:
+        if beginning is not None:
+            yield beginning
+        async for part in self._content:
+            yield part
+
+    async def stream_response(self, send: Send) -> None:
+        """Send all; Starlette would leave the end of the generator to the garbage collector."""
+        async with aclosing(self._content):
+            await super().stream_response(send)
+
+
+async def owned(
+    in_queue: AbstractAsyncContextManager[RequestQueue], parts: Callable[[RequestQueue], AsyncGenerator[T, None]]
+) -> AsyncGenerator[T, None]:
+    """The parts of the answer to a request that is `accepted`. A task of its own owns the request, whose time may run
+    out while the client reads. If the reader stops, the request ends at once."""
+    made: asyncio.Queue[T | None] = asyncio.Queue()
+
+    async def own() -> None:
+        async with in_queue as queue, aclosing(parts(queue)) as all_parts:
+            async for part in all_parts:
+                made.put_nowait(part)
+                # Until the client reads on.
+                await made.join()
+
+    owner = asyncio.create_task(own())
+    owner.add_done_callback(lambda _: made.put_nowait(None))
+    try:
+        while (part := await made.get()) is not None:
+            yield part
+            made.task_done()
+        await owner
+    finally:
+        await cancel_and_wait(owner)
+
+
+async def _written(
+    in_queue: AbstractAsyncContextManager[RequestQueue], events: Events, request_id: str
+) -> AsyncGenerator[bytes, None]:
+    """The events as JSON, and `[DONE]` at the end. An error is an event, because the status line was sent before."""
+    try:
+        async with aclosing(owned(in_queue, events)) as all_events:
+            async for event in all_events:
+                yield _event(event)
+    except Exception as error:
+        if not isinstance(error, RequestError):
+            logger.exception("Request %s failed", request_id)
+        yield _event(error_content(error))
+    yield b"data: [DONE]\n\n"
+
+
+def _event(content: Any) -> bytes:
+    return b"data: " + dump(content) + b"\n\n"

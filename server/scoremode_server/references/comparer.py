@@ -1,0 +1,260 @@
+"""Windows of a reference as requests to the engine, and their comparison with the served model. Threads and workers
+read files, the event loop none."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from vllm.utils import random_uuid
+
+from scoremode.kld import KldPositions
+from scoremode.wire.base_file import BaseFile
+from scoremode_server.engine.engine import ScoringEngine
+from scoremode_server.engine.passes import RowsRequest
+from scoremode_server.errors import RETRY_AFTER_SECONDS, BusyError, EngineOutputError, RequestError
+from scoremode_server.references.exchange import STEPS_READ_AHEAD, UnreadableFileError, WorkerFiles
+from scoremode_server.references.files.directory import StoredReference
+from scoremode_server.references.files.tensors import BrokenFileError
+from scoremode_server.references.service import References
+from scoremode_server.rows import Columns, missing_row
+from scoremode_server.scoring.limits import Limits
+from scoremode_server.scoring.scorer import ScoreSettings, Turns
+from scoremode_server.worker.row_spec import RowSpec, WindowMark
+
+T = TypeVar("T")
+
+TopOfSides = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Token ids and logprobs [scored, k] of the top k of both sides, by the names of their fields."""
+
+PositionsOfWindow = tuple[int, KldPositions, TopOfSides]
+"""A window's index, the figures of its targets, and the top tokens of both sides."""
+
+BYTES_AHEAD = 256 * 1024**2
+"""Of windows of an export between the engine and its client, unless one window alone is larger."""
+
+EXPORTED_BYTES = 2 * BYTES_AHEAD
+"""Of windows of all exports of this process between the engine and their clients, unless one export alone has more."""
+
+
+def llama_cpp_header(reference: StoredReference) -> bytes:
+    """What llama.cpp's base file begins with: context length, vocabulary, number of windows, and their tokens, which
+    are the text's. llama-perplexity itself puts BOS in the place of a window's first."""
+    file, plan, text = base_file_of(reference), reference.manifest.text, reference.text
+    if plan.method != "llama.cpp":
+        raise RequestError(
+            f"reference {reference.name!r} was recorded with method {plan.method!r}, and llama-perplexity reads "
+            "windows of method 'llama.cpp' alone",
+            "name",
+        )
+    ends = (text.windows[:, 0] + text.windows[:, 2])[:, None]
+    tokens = text.token_ids[ends + np.arange(-file.context_length, 0)]
+    numbers = np.array([file.context_length, file.vocab_size, file.num_windows])
+    return b"".join((b"_logits_", numbers.astype("<i4").data, np.ascontiguousarray(tokens, "<i4").data))
+
+
+def base_file_of(reference: StoredReference) -> BaseFile:
+    """The sizes of llama.cpp's base file for a reference that was recorded with method `llama.cpp`."""
+    head, plan = reference.manifest.head, reference.manifest.text
+    assert head is not None
+    return BaseFile(plan.context_length, plan.num_windows, plan.num_scored, head.vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedWindow:
+    """A window's tokens, and the mark that tells workers what to do with its hidden states."""
+
+    token_ids: list[int]
+    first: int
+    """Position of the first target."""
+    mark: WindowMark
+    settings: ScoreSettings
+    """Top tokens are wanted of both sides."""
+
+    @classmethod
+    def begin(
+        cls,
+        action: Literal["record", "compare", "export"],
+        reference: StoredReference,
+        index: int,
+        settings: ScoreSettings,
+    ) -> "MarkedWindow":
+        """A window of a reference whose text was read. Its tokens count in the queue until `done`."""
+        token_ids, first = reference.text.window(index)
+        settings.queue.add(1, len(token_ids))
+        mark = WindowMark(
+            action=action,
+            reference=reference.name,
+            identity=reference.manifest.identity,
+            index=index,
+            num_scored=len(token_ids) - first,
+            ticket=random_uuid(),
+            head=f"{reference.name}/{reference.manifest.identity}",
+        )
+        return cls(token_ids, first, mark, settings)
+
+    def request(self, rank: int | None = None) -> RowsRequest:
+        """The engine's request, for the data-parallel rank that has read its files; for any if None."""
+        options = self.settings.options
+        return RowsRequest.score(
+            self.token_ids,
+            self.settings.in_lane(RowSpec(self.first, num_top=self.settings.top_logprobs, window=self.mark)),
+            request_id=f"{self.settings.request_id}-{self.mark.index}",
+            # Cached positions have no hidden states, so a window must not hit another's prefix.
+            cache_salt=random_uuid(),
+            use_cache=False,
+            options=options if rank is None else {**options, "data_parallel_rank": rank},
+            queue=self.settings.queue,
+        )
+
+    def done(self) -> None:
+        self.settings.queue.done(len(self.token_ids), 0)
+
+    def check_rows(self, is_nan: np.ndarray) -> None:
+        """Check that each target has a row [scored], and that none is NaN."""
+        if len(is_nan) != self.mark.num_scored:
+            raise EngineOutputError(f"the engine computed {len(is_nan)} rows of the {self.mark.num_scored} of a window")
+        if is_nan.any():
+            raise missing_row(self.first + int(is_nan.argmax()))
+
+
+def _positions(index: int, columns: Columns) -> PositionsOfWindow:
+    """From a worker's columns, whose order `worker.row_scorer` decides."""
+    token_ids, logprobs, ranks = columns
+    width = token_ids.shape[1] // 2
+    positions = KldPositions(
+        token_ids=token_ids[:, 0],
+        kld=logprobs[:, -3],
+        reverse_kld=logprobs[:, -2],
+        acceptance=logprobs[:, -1],
+        logprobs=logprobs[:, 0],
+        reference_logprobs=logprobs[:, width],
+        ranks=ranks,
+        reference_ranks=token_ids[:, -1],
+        top_token_ids=token_ids[:, 1],
+        reference_top_token_ids=token_ids[:, width + 1],
+        reference_confidence=np.exp(logprobs[:, width + 1]),
+    )
+    sides = {"top_logprobs": slice(1, width), "reference_top_logprobs": slice(width + 1, 2 * width)}
+    return index, positions, {name: (token_ids[:, side], logprobs[:, side]) for name, side in sides.items()}
+
+
+@dataclass(slots=True)
+class Comparer:
+    """Compares the served model with a reference, window by window."""
+
+    references: References
+    engine: ScoringEngine
+    turns: Turns
+    files: WorkerFiles
+    _exported_bytes: int = 0
+    """Of windows that exports may have between the engine and their clients."""
+
+    async def open(self, name: str, limits: Limits) -> StoredReference:
+        """A reference that the served model can be compared with, with its text."""
+        reference = await self.references.open(name)
+        head, model = reference.manifest.head, reference.manifest.model
+        if head is None or reference.manifest.result is None:
+            reason = "is not complete: record it again to resume"
+        elif head.vocab_size != limits.vocab_size:
+            reason = f"has a vocabulary of {head.vocab_size} tokens, and the served model one of {limits.vocab_size}"
+        elif model.tokenizer_fingerprint != self.references.model.tokenizer_fingerprint:
+            reason = "was made with another tokenizer"
+        elif (longest := int((await self.references.text(reference)).num_tokens.max())) > limits.max_model_len:
+            reason = f"has windows of {longest} tokens, and the served model takes {limits.max_model_len}"
+        else:
+            return reference
+        raise RequestError(f"reference {name!r} {reason}", "reference")
+
+    def compare(
+        self, reference: StoredReference, indices: list[int], settings: ScoreSettings
+    ) -> AsyncGenerator[PositionsOfWindow, None]:
+        """Score the windows of an opened reference with the served model, in the order of `indices`."""
+
+        async def compared(window: MarkedWindow) -> PositionsOfWindow:
+            columns = await self._columns(reference, window)
+            # NaN is an error; an infinite divergence is not.
+            window.check_rows(np.any(np.isnan(columns[1]), axis=1))
+            await self.turns.wait()
+            return _positions(window.mark.index, columns)
+
+        # Read further ahead than the engine computes: workers report a file only between two steps.
+        return self._in_order("compare", reference, indices, settings, compared, loads=STEPS_READ_AHEAD)
+
+    async def export(
+        self, reference: StoredReference, indices: range, settings: ScoreSettings
+    ) -> AsyncGenerator[np.ndarray, None]:
+        """The distributions of an opened reference at the targets of some windows, as llama.cpp keeps them: int32
+        [scored, words] of each. The served model computes the windows too, and what it finds is not used. BusyError if
+        other exports use all of `EXPORTED_BYTES`."""
+
+        async def exported(window: MarkedWindow) -> np.ndarray:
+            rows, logprobs, _ = await self._columns(reference, window)
+            window.check_rows(np.isnan(logprobs[:, 0]) | np.isnan(rows[:, 1].view(np.float32)))
+            return rows
+
+        window_bytes = base_file_of(reference).window_size
+        num_ahead = max(1, BYTES_AHEAD // window_bytes)
+        with self._reserved(num_ahead * window_bytes):
+            windows = self._in_order("export", reference, indices, settings, exported, most=num_ahead)
+            async with aclosing(windows) as in_order:
+                async for rows in in_order:
+                    yield rows
+
+    @contextmanager
+    def _reserved(self, num_bytes: int) -> Iterator[None]:
+        """Memory for the windows of one export."""
+        if self._exported_bytes and self._exported_bytes + num_bytes > EXPORTED_BYTES:
+            raise BusyError(
+                f"exports to other clients may have {self._exported_bytes} of {EXPORTED_BYTES} bytes in memory: "
+                "try again later",
+                None,
+            )
+        self._exported_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._exported_bytes -= num_bytes
+
+    async def _in_order(
+        self,
+        action: Literal["compare", "export"],
+        reference: StoredReference,
+        indices: Sequence[int],
+        settings: ScoreSettings,
+        answer: Callable[[MarkedWindow], Coroutine[Any, Any, T]],
+        **how_many: int,
+    ) -> AsyncGenerator[T, None]:
+        """The answers of some windows, in the order of `indices`."""
+        windows = (answer(MarkedWindow.begin(action, reference, index, settings)) for index in indices)
+        async with aclosing(settings.queue.in_order(windows, **how_many)) as in_order:
+            async for each in in_order:
+                yield each
+        # Fail if the reference was deleted meanwhile.
+        await self.references.current(reference)
+
+    async def _columns(self, reference: StoredReference, window: MarkedWindow) -> Columns:
+        """What the engine computes for a window. BusyError if the engine compares with another reference, unless a
+        window of the same request was computed already: then this waits until it does not."""
+        while True:
+            try:
+                columns = await self._loaded_columns(reference, window)
+            except BusyError:
+                if window.settings.queue.entered is None:
+                    raise
+            else:
+                window.done()
+                return columns
+            await asyncio.sleep(RETRY_AFTER_SECONDS)
+
+    async def _loaded_columns(self, reference: StoredReference, window: MarkedWindow) -> Columns:
+        head, rank = reference.manifest.head, window.settings.options.get("data_parallel_rank")
+        assert head is not None
+        try:
+            async with self.files.loaded(window.mark, head, len(window.token_ids), rank) as loaded_rank:
+                return await self.engine.prompt_columns(window.request(loaded_rank))
+        except UnreadableFileError as error:
+            await self.references.current(reference)
+            raise self.references.broken(reference.name, BrokenFileError(str(error))) from None

@@ -1,0 +1,245 @@
+"""The folder of all references, `--reference-dir`. The folder of one has these files:
+
+    manifest.json           its description (`manifest.py`)
+    tokens.safetensors      token_ids [n] int32 of all documents, one after the other; windows [windows, 5] int32;
+                            origins [windows, 3] int32
+    lm_head.safetensors     weight [vocabulary, hidden] without padding; bias [vocabulary] where there is one
+    windows/000000.safetensors, ...
+                            hidden_states [scored, hidden] after the final norm; logprobs [scored] float32, nats
+
+A row of `windows` has the position of the document's first token in `token_ids`, and the window's start, end, first
+target and head (-1 for none) within the document. The targets are predicted from these hidden states. A row of
+`origins` has the index of the text or conversation, of its label and of the role of the turn, -1 for none; references
+of earlier versions have none.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from scoremode.windows import Window
+from scoremode.wire.references import REFERENCE_NAME
+from scoremode_server.references.files.manifest import Manifest
+from scoremode_server.references.files.tensors import BrokenFileError, moved_to, read_tensors, write_tensors
+
+_MANIFEST = "manifest.json"
+_SHARD = re.compile(r"(\d{6,})\.safetensors")
+_DELETED = ".deleted-"
+_MOST_NAMED = 20
+"""The most references that a message about an unknown one lists."""
+
+
+class NoReferenceError(Exception):
+    """There is no reference of that name."""
+
+
+@dataclass(frozen=True)
+class StoredReference:
+    """One reference. Its files are read on demand; what reads one raises BrokenFileError if it is missing, cut short or
+    changed."""
+
+    name: str
+    path: Path
+    manifest: Manifest
+
+    @cached_property
+    def text(self) -> "StoredText":
+        tensors = read_tensors(self.path / "tokens.safetensors", self.about("tokens"))
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        if "origins" not in arrays:
+            documents = np.unique(arrays["windows"][:, 0], return_inverse=True)[1]
+            arrays["origins"] = np.column_stack((documents, np.full((len(documents), 2), -1))).astype(np.int32)
+        return StoredText(**arrays)
+
+    def shard(self, index: int) -> Path:
+        return self.path / "windows" / f"{index:06}.safetensors"
+
+    def recorded(self) -> set[int]:
+        names = (_SHARD.fullmatch(path.name) for path in (self.path / "windows").glob("*"))
+        return {int(name[1]) for name in names if name}
+
+    def write_shard(self, index: int, hidden_states: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Write a window: [scored, hidden] in the served dtype, and [scored] float32."""
+        tensors = {"hidden_states": hidden_states, "logprobs": logprobs}
+        write_tensors(self.shard(index), tensors, self.about(f"window {index}"))
+
+    def read_shard(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and logprobs of a window."""
+        tensors = read_tensors(self.shard(index), self.about(f"window {index}"))
+        return tensors["hidden_states"], tensors["logprobs"]
+
+    @property
+    def head_path(self) -> Path:
+        return self.path / "lm_head.safetensors"
+
+    def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        write_tensors(self.head_path, tensors, self.about("LM head"))
+
+    def read_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weight [vocabulary, hidden] and the bias."""
+        tensors = read_tensors(self.head_path, self.about("LM head"))
+        return tensors["weight"], tensors.get("bias")
+
+    def save(self, manifest: Manifest) -> "StoredReference":
+        with moved_to(self.path / _MANIFEST) as partial:
+            partial.write_text(manifest.to_json())
+        return StoredReference(self.name, self.path, manifest)
+
+    def disk_bytes(self) -> int:
+        """The size of all files, without those that are being written."""
+        num_bytes = 0
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                # Written or deleted meanwhile.
+                with suppress(FileNotFoundError):
+                    num_bytes += 0 if name.startswith(".") else os.path.getsize(os.path.join(folder, name))
+        return num_bytes
+
+    def about(self, part: str) -> dict[str, str]:
+        """The identity that is written into a file, so that it is not taken for another reference's."""
+        return {"reference": self.manifest.identity, "part": part}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredText:
+    """Tokens [n] int32, windows [windows, 5] int32 and origins [windows, 3] int32, as on disk."""
+
+    token_ids: np.ndarray
+    windows: np.ndarray
+    origins: np.ndarray
+
+    @classmethod
+    def from_documents(
+        cls, documents: Sequence[tuple[Sequence[int], Sequence[Window]]], origins: Sequence[tuple[int, int, int]]
+    ) -> "StoredText":
+        """The text of documents with their windows."""
+        offset, rows = 0, []
+        for token_ids, windows in documents:
+            rows += [
+                (offset, window.start, window.end, window.first_target, -1 if window.head is None else window.head)
+                for window in windows
+            ]
+            offset += len(token_ids)
+        joined = [np.asarray(token_ids, np.int32) for token_ids, _ in documents]
+        return cls(np.concatenate(joined), np.array(rows, np.int32), np.array(origins, np.int32))
+
+    def window(self, index: int) -> tuple[list[int], int]:
+        """A window's tokens, and the position of its first target among them."""
+        offset, start, end, first_target, head = self.windows[index].tolist()
+        token_ids = self.token_ids[offset + start : offset + end].tolist()
+        window = Window(0, end - start, first_target - start, None if head < 0 else head)
+        return window.token_ids(token_ids), window.first_scored
+
+    @property
+    def num_context(self) -> np.ndarray:
+        """Tokens [windows] before the first target of each window."""
+        _, start, _, first_target, head = self.windows.T
+        return np.array(first_target - start + (head >= 0))
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        """The number of tokens [windows] of each window."""
+        _, start, end, _, head = self.windows.T
+        return np.array(end - start + (head >= 0))
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceDirectory:
+    """The folder of references. What needs a reference raises NoReferenceError if there is none of that
+    name, or the name is not valid, and BrokenFileError if its manifest cannot be read."""
+
+    root: Path
+
+    def names(self) -> list[str]:
+        """Everything in the folder that may be a reference. Nothing within is read, which could hang."""
+        try:
+            return sorted(name for name in os.listdir(self.root) if re.fullmatch(REFERENCE_NAME, name))
+        except FileNotFoundError:
+            return []
+
+    def open(self, name: str) -> StoredReference:
+        path = self._path(name)
+        try:
+            return StoredReference(name, path, Manifest.from_json((path / _MANIFEST).read_text()))
+        except (FileNotFoundError, NotADirectoryError):
+            raise self._unknown(name) from None
+        except (OSError, ValueError) as error:
+            raise BrokenFileError(f"{path / _MANIFEST}: {error}") from None
+
+    def open_same(self, name: str, identity: str) -> StoredReference:
+        """The reference of a name, if it still has this identity."""
+        reference = self.open(name)
+        if reference.manifest.identity != identity:
+            raise NoReferenceError(f"reference {name!r} was deleted meanwhile, and another has its name now")
+        return reference
+
+    def update(self, reference: StoredReference, changes: Callable[[Manifest], dict[str, Any]]) -> StoredReference:
+        """Change some fields of the manifest on disk, as `open_same` finds it. `changes` gets it as it is then, so that
+        no change of others is undone."""
+        folder = os.open(self.open(reference.name).path, os.O_RDONLY)
+        try:
+            # Keep out other threads and processes, also on other hosts if the file system can.
+            with suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            current = self.open_same(reference.name, reference.manifest.identity)
+            return current.save(current.manifest.model_copy(update=changes(current.manifest)))
+        finally:
+            os.close(folder)
+
+    def create(self, name: str, manifest: Manifest, text: StoredText) -> StoredReference:
+        """Create a reference; FileExistsError if there is one of that name."""
+        # Written elsewhere and moved, so that there is never a reference without a manifest.
+        path = self._path(name)
+        self.root.mkdir(parents=True, exist_ok=True)
+        partial = self.root / f".{uuid.uuid4().hex}"
+        reference = StoredReference(name, partial, manifest)
+        try:
+            (partial / "windows").mkdir(parents=True)
+            tensors = {each: torch.from_numpy(array) for each, array in asdict(text).items()}
+            write_tensors(partial / "tokens.safetensors", tensors, reference.about("tokens"))
+            reference.save(manifest)
+            os.rename(partial, path)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if path.exists():
+                raise FileExistsError(f"there is a reference {name!r} already") from error
+            raise
+        return StoredReference(name, path, manifest)
+
+    def delete(self, name: str) -> None:
+        path, trash = self._path(name), self.root / f"{_DELETED}{uuid.uuid4().hex}"
+        try:
+            # No call finds a part of it.
+            path.rename(trash)
+        except FileNotFoundError:
+            raise self._unknown(name) from None
+        # And those that were not removed completely, because a process was killed or a file was written.
+        for each in self.root.glob(f"{_DELETED}*"):
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                # The target of a link stays.
+                each.unlink(missing_ok=True)
+
+    def _unknown(self, name: str) -> NoReferenceError:
+        names = self.names()
+        named = [*names[:_MOST_NAMED], *([f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else [])]
+        there_are = f"; there are {', '.join(named)}" if named else ""
+        return NoReferenceError(f"there is no reference {name!r}{there_are}")
+
+    def _path(self, name: str) -> Path:
+        if not re.fullmatch(REFERENCE_NAME, name):
+            raise NoReferenceError(f"{name!r} is not a valid reference name")
+        return self.root / name

@@ -1,0 +1,122 @@
+"""`manifest.json` of a reference: the fields of `Manifest`, and a `checksum` of them."""
+
+import json
+from hashlib import blake2b
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import from_json
+
+from scoremode.windows import Method
+from scoremode.wire.protocol import Figure, Lane
+from scoremode.wire.references import CorpusInfo, NoiseFloor
+from scoremode_server.scoring.model_identity import ModelIdentity
+
+FORMAT_VERSION = 2
+"""Increased when an older server would misread a reference."""
+
+_CHECKSUM = "checksum"
+
+HeadDtype = Literal["float32", "float16", "bfloat16"]
+
+
+class HeadFormat(BaseModel):
+    """How hidden states become logits: scale * cap(hidden · weightᵀ + bias)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    weight_dtype: HeadDtype
+    """Of weight and bias, and of hidden states."""
+    head_dtype: HeadDtype
+    """Of logits."""
+    has_bias: bool
+    scale: float
+    soft_cap: float | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight and the bias."""
+        entry_bytes = {"float32": 4, "float16": 2, "bfloat16": 2}[self.weight_dtype]
+        return self.vocab_size * (self.hidden_size + self.has_bias) * entry_bytes
+
+
+class TextPlan(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    fingerprint: str
+    method: Method
+    context_length: int
+    stride: int
+    num_tokens: int
+    num_windows: int
+    num_scored: int
+    num_bytes: int | None
+    num_words: int | None
+    labels: list[str] = []
+    """That the text's `origins` count from 0, as they do roles."""
+    roles: list[str] = []
+
+
+class Result(BaseModel):
+    """Perplexity over all windows; NLLs in nats."""
+
+    perplexity: Figure
+    perplexity_stderr: float | None
+    nll_mean: float
+
+
+class Manifest(BaseModel):
+    """All fields. `identity` is written into every file of the reference."""
+
+    format_version: int = FORMAT_VERSION
+    identity: str
+    created: int
+    model: ModelIdentity
+    head: HeadFormat | None
+    """None until it is being written; it is on disk if there is a result."""
+    text: TextPlan
+    corpus: CorpusInfo | None = None
+    """The source of the text, from the client."""
+    result: Result | None = None
+    """None until all windows are on disk."""
+    noise_floor: NoiseFloor | None = None
+    lane_noise_floors: dict[Lane, NoiseFloor] = {}
+    """Of the other lanes than prefill."""
+
+    def noise_floor_changes(self, lane: Lane, floor: NoiseFloor) -> dict[str, Any]:
+        """The fields that change when a lane's noise floor is stored."""
+        of_lanes = {"lane_noise_floors": {**self.lane_noise_floors, lane: floor}}
+        return {"noise_floor": floor} if lane == "prefill" else of_lanes
+
+    def to_json(self) -> str:
+        fields = self.model_dump(mode="json")
+        return json.dumps({**fields, _CHECKSUM: _checksum(fields)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Manifest":
+        """The reverse of `to_json`; ValueError if it is not what was written, or has another version."""
+        fields = from_json(text)
+        if not isinstance(fields, dict):
+            raise ValueError("it is not a JSON object")
+        version = fields.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(f"it has format version {version}, and this server reads {FORMAT_VERSION}")
+        if fields.pop(_CHECKSUM, None) != _checksum(fields):
+            raise ValueError("it was changed: its checksum does not match")
+        return cls.model_validate(fields)
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    return blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def text_fingerprint(token_ids: np.ndarray, windows: np.ndarray, method: Method) -> str:
+    """A digest of tokens [n] int32, windows [windows, 5] int32 and method."""
+    fingerprint = blake2b(method.encode(), digest_size=16)
+    for array in (token_ids, windows):
+        fingerprint.update(f"{array.shape}".encode())
+        fingerprint.update(array.tobytes())
+    return fingerprint.hexdigest()

@@ -1,0 +1,179 @@
+"""Records the served model as a reference. The engine's workers write the files, and report when they have."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from vllm.engine.protocol import EngineClient
+from vllm.logger import init_logger
+
+from scoremode.metrics import perplexity
+from scoremode.wire.references import CorpusInfo
+from scoremode_server.engine.engine import ScoringEngine
+from scoremode_server.errors import ConflictError, RequestError
+from scoremode_server.references.comparer import MarkedWindow
+from scoremode_server.references.exchange import UnreadableFileError, WorkerFiles
+from scoremode_server.references.files.directory import StoredReference, StoredText
+from scoremode_server.references.files.manifest import HeadFormat, Manifest, Result, TextPlan, text_fingerprint
+from scoremode_server.references.files.tensors import BrokenFileError
+from scoremode_server.references.service import References
+from scoremode_server.references.worker.extension import call_workers
+from scoremode_server.rows import json_logprobs
+from scoremode_server.scoring.scorer import ScoreSettings, Turns
+from scoremode_server.scoring.text_windows import TextWindows
+
+# vLLM prints what loggers below its own write.
+logger = init_logger("vllm.scoremode.references")
+
+SECONDS_TO_WRITE = 120
+"""The time in which a computed window must be on disk, and after all windows the LM head."""
+
+WindowOnDisk = tuple[np.ndarray, np.ndarray | None]
+"""NLLs [scored] float64 in nats, and ranks [scored]; ranks are None if the window was on disk before this request."""
+
+
+@dataclass(slots=True)
+class Recorder:
+    references: References
+    client: EngineClient
+    engine: ScoringEngine
+    turns: Turns
+    files: WorkerFiles
+
+    async def begin(
+        self, name: str, texts: TextWindows, labels: list[str] | None = None, corpus: CorpusInfo | None = None
+    ) -> StoredReference:
+        """The reference to record into: a new one, or an incomplete one of the same model and text. `labels` has one
+        for each text or conversation. ConflictError if there is another reference of that name."""
+        text, plan = await asyncio.to_thread(_plan, texts, labels)
+        head, model = await self._served_head(), self.references.model
+        new = Manifest(
+            identity=uuid.uuid4().hex, created=int(time.time()), model=model, head=head, text=plan, corpus=corpus
+        )
+        try:
+            return await self.references.in_thread(name, partial(self.references.directory.create, name, new, text))
+        except FileExistsError:
+            reference = await self.references.open(name)
+        except OSError as error:
+            raise self.references.unwritable(name, error) from None
+        of_disk = reference.manifest
+        is_same_model = model.may_continue(of_disk.model)
+        if not is_same_model or of_disk.text.fingerprint != plan.fingerprint:
+            what = "text or other windows" if is_same_model else "model"
+            if is_same_model and plan.method == "conversation":
+                what += " (a chat template that writes the date renders another text each day)"
+            raise ConflictError(f"there is a reference {name!r} already, of another {what}", "name")
+        before, now = of_disk.model.computed_by, model.computed_by
+        if None not in (before, now) and before != now:
+            logger.warning("Reference %s was begun on other GPUs or kernels: %s; here: %s", name, before, now)
+        return await self.references.save(
+            reference, lambda manifest: {"head": manifest.head or head, "corpus": manifest.corpus or corpus}
+        )
+
+    async def _served_head(self) -> HeadFormat:
+        answers = await call_workers(self.client, "scoremode_describe_head")
+        described = next((each for each in answers if isinstance(each, dict)), None)
+        if described is None:
+            raise RequestError(f"this model cannot be a reference: {answers[-1]}", "model")
+        return HeadFormat.model_validate(described)
+
+    async def record(self, reference: StoredReference, settings: ScoreSettings) -> AsyncGenerator[WindowOnDisk, None]:
+        """Every window in order, once it is on disk. Windows that were recorded before are read."""
+        text = await self.references.text(reference)
+        recorded = await self.references.in_thread(reference.name, reference.recorded)
+        head_ticket = await self._write_head(reference)
+        windows = (
+            self._found(reference, index, settings)
+            if index in recorded
+            else self._recorded(reference, MarkedWindow.begin("record", reference, index, settings))
+            for index in range(len(text.windows))
+        )
+        # One load is in the engine while another is written.
+        async with aclosing(settings.queue.in_order(windows, loads=2)) as in_order:
+            async for window in in_order:
+                yield window
+        if head_ticket is not None:
+            await self._written(reference, head_ticket, "the LM head")
+
+    async def _write_head(self, reference: StoredReference) -> str | None:
+        """Have the LM head written while windows are recorded, unless it is on disk. Returns its ticket."""
+        try:
+            await self.references.in_thread(reference.name, reference.read_head)
+        except BrokenFileError:
+            ticket, identity = uuid.uuid4().hex, reference.manifest.identity
+            await call_workers(self.client, "scoremode_write_head", reference.name, identity, ticket)
+            return ticket
+        return None
+
+    async def _found(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
+        """A window that has a file. If that is damaged, the window is recorded again."""
+        try:
+            _, logprobs = await self.references.in_thread(reference.name, partial(reference.read_shard, index))
+        except BrokenFileError:
+            return await self._recorded(reference, MarkedWindow.begin("record", reference, index, settings))
+        return -json_logprobs(logprobs.numpy()), None
+
+    async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> WindowOnDisk:
+        _, columns, ranks = await self.engine.prompt_columns(window.request())
+        window.check_rows(np.isnan(columns[:, 0]))
+        await self._written(reference, window.mark.ticket, f"window {window.mark.index}")
+        # Until now its hidden states were in memory.
+        window.done()
+        await self.turns.wait()
+        return -json_logprobs(columns[:, 0]), ranks
+
+    async def _written(self, reference: StoredReference, ticket: str, what: str) -> None:
+        """Wait until a worker has written a window or the LM head."""
+        try:
+            async with asyncio.timeout(SECONDS_TO_WRITE):
+                await self.files.wait_until_done(ticket)
+        except TimeoutError:
+            raise self.references.unwritable(
+                reference.name, f"{what} is not there after {SECONDS_TO_WRITE} s"
+            ) from None
+        except UnreadableFileError as error:
+            # Unless the reference was deleted.
+            await self.references.current(reference)
+            raise self.references.unwritable(reference.name, str(error)) from None
+
+    async def finish(self, reference: StoredReference, nlls: list[np.ndarray]) -> None:
+        """Store the perplexity of a reference, after all windows are recorded."""
+        figures = await asyncio.to_thread(lambda: perplexity(np.concatenate(nlls).tolist()))
+        result = Result.model_validate(figures, from_attributes=True)
+        await self.references.save(reference, lambda _: {"result": result})
+
+
+def _plan(texts: TextWindows, labels: list[str] | None) -> tuple[StoredText, TextPlan]:
+    """What a reference stores of the texts and their windows."""
+    places = {label: place for place, label in enumerate(dict.fromkeys(labels or ()))}
+    roles = list(dict.fromkeys(role for document in texts.documents for role in document.roles))
+    origins = [
+        (
+            document.index,
+            places[labels[document.index]] if labels else -1,
+            roles.index(document.roles[place]) if document.roles else -1,
+        )
+        for document in texts.documents
+        for place in range(len(document.windows))
+    ]
+    documents = [(document.token_ids, document.windows) for document in texts.documents]
+    text = StoredText.from_documents(documents, origins)
+    plan = TextPlan(
+        fingerprint=text_fingerprint(text.token_ids, text.windows, texts.method),
+        method=texts.method,
+        context_length=texts.context_length,
+        stride=texts.stride,
+        num_tokens=len(text.token_ids),
+        num_windows=len(text.windows),
+        num_scored=sum(window.num_scored for window in texts.windows),
+        num_bytes=texts.num_bytes,
+        num_words=texts.num_words,
+        labels=list(places),
+        roles=roles,
+    )
+    return text, plan

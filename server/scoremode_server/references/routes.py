@@ -1,0 +1,273 @@
+"""`/v1/references`: records the served model's distributions over a text, to compare other models with. `/v1/kld`: the
+KL divergence of the served model from such a reference, position by position."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
+from scoremode.wire.arrays import encode_array, encode_top_logprobs
+from scoremode.wire.references import (
+    KldRequest,
+    KldResponse,
+    KldStatistics,
+    NoiseFloor,
+    Reference,
+    ReferenceDeleted,
+    ReferenceList,
+    ReferenceRequest,
+    ReferenceWindows,
+)
+from scoremode_server.app import ReferenceParts
+from scoremode_server.engine.admission import RequestQueue
+from scoremode_server.engine.passes import engine_id
+from scoremode_server.errors import NotServedError, RequestError
+from scoremode_server.http.requests import (
+    ERROR_RESPONSES,
+    EVENT_RESPONSES,
+    ScoremodeRoute,
+    accepted,
+    prepared,
+    scoremode_state,
+    until_disconnect,
+)
+from scoremode_server.http.responses import Stream, owned, respond, top_entries
+from scoremode_server.references.comparer import TopOfSides, base_file_of, llama_cpp_header
+from scoremode_server.rows import json_logprobs
+from scoremode_server.scoring.model_files import with_adapter
+from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.scoring.text_windows import RunningPerplexity, cut_texts
+
+ROUTE = "/v1/references"
+KLD_ROUTE = "/v1/kld"
+
+router = APIRouter(route_class=ScoremodeRoute, tags=["references"], responses=ERROR_RESPONSES)
+
+
+def references_of(raw_request: Request) -> ReferenceParts:
+    """What serves the routes of references, if the server has a folder for them."""
+    references = scoremode_state(raw_request).references
+    if references is None:
+        raise NotServedError("this server has no folder for references: start it with --reference-dir DIR", None)
+    return references
+
+
+@router.get(ROUTE, summary="All references")
+async def list_references(raw_request: Request) -> ReferenceList:
+    """The references in the server's folder, by name."""
+    return ReferenceList(data=await references_of(raw_request).stored.all())
+
+
+@router.get(f"{ROUTE}/{{name}}", summary="What is known of a reference")
+async def get_reference(name: str, raw_request: Request) -> Reference:
+    """One reference, complete or not."""
+    return await references_of(raw_request).stored.describe(name)
+
+
+@router.get(f"{ROUTE}/{{name}}/windows", summary="Where a reference's windows are from")
+async def get_windows(name: str, raw_request: Request) -> ReferenceWindows:
+    """The document, the label and the role of each window, and how many tokens it has before its targets."""
+    stored = references_of(raw_request).stored
+    reference = await stored.open(name)
+    text, plan = await stored.text(reference), reference.manifest.text
+    documents, labels, roles = text.origins.T.tolist()
+    return ReferenceWindows(
+        name=name,
+        text_fingerprint=plan.fingerprint,
+        num_context=text.num_context.tolist(),
+        documents=documents,
+        labels=[plan.labels[index] for index in labels] if plan.labels else None,
+        roles=[plan.roles[index] for index in roles] if plan.roles else None,
+    )
+
+
+@router.delete(f"{ROUTE}/{{name}}", summary="Delete a reference")
+async def delete_reference(name: str, raw_request: Request) -> ReferenceDeleted:
+    """Remove a reference from disk. Running comparisons with it end with an error."""
+    await references_of(raw_request).stored.delete(name)
+    return ReferenceDeleted(name=name)
+
+
+@router.post(
+    ROUTE, response_model=Reference, responses=EVENT_RESPONSES, summary="Record the served model as a reference"
+)
+@until_disconnect
+async def record_reference(request: ReferenceRequest, raw_request: Request) -> Response:
+    """Score a text's windows and store their hidden states. The same request again resumes where it was interrupted."""
+    references = references_of(raw_request)
+    async with prepared(raw_request, request.model) as (state, model, options):
+        conversations = None if request.messages is None else await state.conversations.sequences(request)
+        texts = await cut_texts(request, conversations, state.tokenizer, state.limits, state.info)
+        num_texts = len(request.conversations if request.messages is not None else request.texts or [request.prompt])
+        if request.labels is not None and len(request.labels) != num_texts:
+            raise RequestError(f"labels has {len(request.labels)} labels for {num_texts} texts", "labels")
+        if request.lane != "prefill" or request.context is not None:
+            raise RequestError("lane: a reference is recorded in the prefill lane, for all lanes", "lane")
+        if model.lora is not None:
+            raise RequestError("an adapter cannot be recorded as a reference", "model")
+        reference = await references.recorder.begin(request.name, texts, request.labels, request.corpus)
+    request_id = f"ppl-{raw_request.state.request_id}"
+
+    async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
+        """Each window that was not there before, in order; then the reference with its perplexity. The files of a
+        complete one are read too, so that the same request again repairs what is damaged."""
+        running = RunningPerplexity(len(texts.windows))
+        settings = ScoreSettings(request_id=engine_id(request_id), queue=queue, options=options)
+        async with aclosing(references.recorder.record(reference, settings)) as windows:
+            async for nlls, ranks in windows:
+                so_far = running.add(nlls)
+                if ranks is None:
+                    continue
+                if request.return_ranks:
+                    so_far.logprobs, so_far.ranks = (-nlls).tolist(), ranks.tolist()
+                yield so_far.model_dump(exclude=None if request.return_ranks else {"logprobs", "ranks"})
+        await references.recorder.finish(reference, running.nlls)
+        yield (await references.stored.describe(reference.name)).model_dump()
+
+    return await respond(state.admission, ROUTE, request_id, events, stream=request.stream)
+
+
+@router.get(
+    f"{ROUTE}/{{name}}/llama.cpp",
+    response_class=Response,
+    responses={200: {"content": {"application/octet-stream": {}}}},
+    summary="A reference as the base file of llama-perplexity",
+)
+async def export_reference(name: str, raw_request: Request, first: int = 0) -> Response:
+    """What `llama-perplexity --kl-divergence-base FILE --kl-divergence` reads, of a reference that was recorded with
+    method `llama.cpp`. `first` leaves out the header and the windows before it. If the server cannot continue, the
+    connection ends."""
+    return await _export(name, raw_request, first)
+
+
+@until_disconnect
+async def _export(name: str, raw_request: Request, first: int) -> Response:
+    references = references_of(raw_request)
+    async with prepared(raw_request, None) as (state, _, options):
+        reference = await references.comparer.open(name, state.limits)
+        num_windows, header = reference.manifest.text.num_windows, llama_cpp_header(reference)
+        if not 0 <= first < num_windows:
+            raise RequestError(f"first must be one of the {num_windows} windows of the reference", "first")
+    request_id = f"export-{raw_request.state.request_id}"
+
+    async def parts(queue: RequestQueue) -> AsyncGenerator[bytes | memoryview, None]:
+        settings = ScoreSettings(request_id=engine_id(request_id), queue=queue, options=options)
+        async with aclosing(references.comparer.export(reference, range(first, num_windows), settings)) as in_order:
+            before = b"" if first else header
+            async for rows in in_order:
+                content = rows.data.cast("B")
+                yield b"".join((before, content)) if before else content
+                before = b""
+
+    layout = base_file_of(reference)
+    headers = {"Content-Length": str(layout.size - layout.end_of(first))}
+    written = owned(accepted(state.admission, f"{ROUTE}/llama.cpp", request_id), parts)
+    # What is wrong with the first window has a status.
+    return Stream(written, await anext(written), media_type="application/octet-stream", headers=headers)
+
+
+@router.post(
+    KLD_ROUTE,
+    response_model=KldResponse,
+    responses=EVENT_RESPONSES,
+    summary="KL divergence of the served model from a reference",
+)
+@until_disconnect
+async def create_kld(request: KldRequest, raw_request: Request) -> Response:
+    """Score windows of a reference with the served model, and compare the distributions over the whole vocabulary."""
+    references = references_of(raw_request)
+    async with prepared(raw_request, request.model) as (state, model, options):
+        state.limits.check_top_logprobs(request.top_logprobs)
+        reference = await references.comparer.open(request.reference, state.limits)
+        windows = _windows(request, reference.manifest.text.num_windows)
+        # Streamed windows are written one at a time.
+        num_scored = (reference.text.num_tokens - reference.text.num_context)[windows.start : windows.stop]
+        num_values = (2 * (1 + request.top_logprobs) * num_scored).tolist()
+        at_once = [max(num_values)] if request.stream else num_values
+        state.limits.check_num_values(at_once, request.encoding_format, "windows")
+        is_own = references.stored.model.may_continue(reference.manifest.model) and model.lora is None
+        if request.as_noise_floor and not is_own:
+            raise RequestError(
+                "a noise floor is of the reference's own model, and this server serves another", "as_noise_floor"
+            )
+        lane = state.lanes.settings(request)
+    request_id = f"kld-{raw_request.state.request_id}"
+
+    async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
+        """Each window; then all but `data`. A noise floor is stored in the reference."""
+        # A noise floor's windows are computed with other windows than when they were recorded.
+        indices = list(windows)[::-1] if request.as_noise_floor else list(windows)
+        settings = ScoreSettings(
+            request_id=engine_id(request_id), queue=queue, top_logprobs=request.top_logprobs, options=options, **lane
+        )
+        compared = references.comparer.compare(reference, indices, settings)
+        positions: dict[int, KldPositions] = {}
+        async with aclosing(compared) as in_order:
+            async for index, of_window, top in in_order:
+                positions[index] = of_window
+                yield await asyncio.to_thread(_window, request, index, of_window, top)
+        parts = [positions[index] for index in windows]
+        lengths = list(map(len, parts))
+        figures = await asyncio.to_thread(lambda: statistics(KldPositions.concatenate(parts), lengths, windows.start))
+        if request.as_noise_floor:
+            floor = _noise_floor(figures)
+            stored = references.comparer.references
+            await stored.save(reference, lambda manifest: manifest.noise_floor_changes(request.lane, floor))
+        num_tokens = int(reference.text.num_tokens[windows.start : windows.stop].sum())
+        yield {
+            "id": request_id,
+            "object": "kld",
+            "created": int(time.time()),
+            "model": model.name,
+            "reference": reference.name,
+            "fingerprint": await with_adapter(references.stored.model.fingerprint, model.lora),
+            "windows": [windows.start, windows.stop],
+            "num_scored": figures["num_scored"],
+            "statistics": figures,
+            "usage": {"prompt_tokens": num_tokens, "cached_tokens": 0, "total_tokens": num_tokens},
+            **({"lane": request.lane, "mean_batch": queue.mean_batch} if request.lane != "prefill" else {}),
+        }
+
+    return await respond(state.admission, KLD_ROUTE, request_id, events, stream=request.stream, with_windows=True)
+
+
+def _noise_floor(figures: KldStatistics) -> NoiseFloor:
+    kld = figures["kld"]
+    if None in (kld["mean"], kld["p99"], kld["max"]):
+        raise RequestError("the noise floor is infinite", "as_noise_floor")
+    return NoiseFloor.model_validate({**kld, "num_scored": figures["num_scored"], "created": int(time.time())})
+
+
+def _windows(request: KldRequest, num_windows: int) -> range:
+    """The indices of the requested windows, of a reference that has `num_windows`."""
+    first, last = request.windows or (0, num_windows)
+    if not 0 <= first < last <= num_windows:
+        raise RequestError(
+            f"windows must be [first, last) within the {num_windows} of the reference, not {[first, last]}", "windows"
+        )
+    if request.as_noise_floor and (first, last) != (0, num_windows):
+        raise RequestError("a noise floor is of all windows", "windows")
+    return range(first, last)
+
+
+def _window(request: KldRequest, index: int, positions: KldPositions, top: TopOfSides) -> dict[str, Any]:
+    encoded = request.encoding_format == "base64"
+    content: dict[str, Any] = {"object": "kld.window", "index": index, "num_scored": len(positions)}
+    for name, dtype in POSITION_DTYPES.items():
+        values = getattr(positions, name)
+        if encoded:
+            content[name] = encode_array(values, dtype)
+        elif name.endswith("logprobs"):
+            content[name] = json_logprobs(values)
+        else:
+            # As float64, because the shortest digits of a float32 read back as another float64.
+            content[name] = values.astype(np.float64 if dtype == "<f4" else np.int32)
+    if request.top_logprobs:
+        write: Callable[..., Any] = encode_top_logprobs if encoded else top_entries
+        content |= {name: write(*of_side) for name, of_side in top.items()}
+    return content

@@ -1,0 +1,144 @@
+"""The references of a server. Threads read and write their files."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from cachetools import LRUCache
+
+from scoremode.wire.references import Reference
+from scoremode_server.errors import ConflictError, NotServedError, StorageError, UnavailableError
+from scoremode_server.references.files.directory import (
+    NoReferenceError,
+    ReferenceDirectory,
+    StoredReference,
+    StoredText,
+)
+from scoremode_server.references.files.manifest import Manifest, Result
+from scoremode_server.references.files.tensors import BrokenFileError
+from scoremode_server.scoring.model_identity import ModelIdentity
+from scoremode_server.threads import CallThreads
+
+T = TypeVar("T")
+
+SECONDS_TO_ANSWER = 120
+"""The time that a call may take that reads or writes files of a reference."""
+
+SECONDS_TO_LIST = 10
+"""The time in which a reference's files must answer for it to be listed."""
+
+KEPT_OPEN = 8
+"""References whose tokens stay in memory: a client requests a reference's windows one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class References:
+    """The references in a folder, on a server of a model, for requests whose field `param` names one of them."""
+
+    directory: ReferenceDirectory
+    model: ModelIdentity
+    param: str
+    _threads: CallThreads = field(default_factory=CallThreads)
+    _opened: LRUCache[str, StoredReference] = field(default_factory=lambda: LRUCache(KEPT_OPEN))
+    """By name."""
+
+    async def all(self) -> list[Reference]:
+        """All references whose files can be read."""
+        names = await self.in_thread("", self.directory.names)
+        described = await asyncio.gather(*map(self._listed, names))
+        return [reference for reference in described if reference is not None]
+
+    async def _listed(self, name: str) -> Reference | None:
+        try:
+            async with asyncio.timeout(SECONDS_TO_LIST):
+                return await self.in_thread(name, lambda: _describe(self.directory.open(name)))
+        except (NoReferenceError, BrokenFileError, TimeoutError):
+            return None
+
+    async def in_thread(self, name: str, call: Callable[[], T]) -> T:
+        """The result of a call that reads or writes files of a reference. A call that hangs affects no other reference,
+        and is an UnavailableError."""
+        try:
+            async with asyncio.timeout(SECONDS_TO_ANSWER):
+                return await asyncio.wrap_future(self._threads.submit(name, call))
+        except TimeoutError:
+            raise UnavailableError(
+                f"the files of reference {name!r} do not answer within {SECONDS_TO_ANSWER} s",
+                self.param if name else None,
+            ) from None
+
+    async def use(self, name: str, call: Callable[[], T]) -> T:
+        """`in_thread` for a call that needs a reference: NotServedError if there is none of that name, ConflictError if
+        it is damaged, StorageError if a file cannot be written."""
+        try:
+            return await self.in_thread(name, call)
+        except NoReferenceError as error:
+            self._opened.pop(name, None)
+            raise NotServedError(str(error), self.param) from None
+        except BrokenFileError as error:
+            raise self.broken(name, error) from None
+        except OSError as error:
+            raise self.unwritable(name, error) from None
+
+    async def open(self, name: str) -> StoredReference:
+        reference = await self.use(name, lambda: self.directory.open(name))
+        # With the tokens that were read for it, if the manifest is the same.
+        known = self._opened.get(name)
+        self._opened[name] = reference = known if known == reference else reference
+        return reference
+
+    async def describe(self, name: str) -> Reference:
+        reference = await self.open(name)
+        return await self.in_thread(name, lambda: _describe(reference))
+
+    async def delete(self, name: str) -> None:
+        await self.use(name, lambda: self.directory.delete(name))
+
+    async def save(self, reference: StoredReference, changes: Callable[[Manifest], dict[str, Any]]) -> StoredReference:
+        """As `ReferenceDirectory.update`."""
+        return await self.use(reference.name, lambda: self.directory.update(reference, changes))
+
+    async def current(self, reference: StoredReference) -> StoredReference:
+        """A reference with its manifest on disk now."""
+        name, identity = reference.name, reference.manifest.identity
+        return await self.use(name, lambda: self.directory.open_same(name, identity))
+
+    async def text(self, reference: StoredReference) -> StoredText:
+        return await self.use(reference.name, lambda: reference.text)
+
+    def broken(self, name: str, error: BrokenFileError) -> ConflictError:
+        """The error for a damaged file of a reference."""
+        reason = self._without_folder(name, error)
+        return ConflictError(f"reference {name!r} cannot be read: {reason}", self.param)
+
+    def unwritable(self, name: str, failure: OSError | str) -> StorageError:
+        """The error for a file of a reference that cannot be written."""
+        reason = self._without_folder(name, failure)
+        return StorageError(f"reference {name!r} could not be written: {reason}", "name")
+
+    def _without_folder(self, name: str, reason: object) -> str:
+        """A reason without the server's folder, whose path clients do not learn."""
+        root = self.directory.root
+        return str(reason).replace(f"{root / name}{os.sep}", "").replace(f"{root}{os.sep}", "")
+
+
+def _describe(reference: StoredReference) -> Reference:
+    manifest, text, model = reference.manifest, reference.manifest.text, reference.manifest.model
+    result = manifest.result
+    return Reference(
+        name=reference.name,
+        created=manifest.created,
+        complete=result is not None,
+        **model.model_dump(exclude={"tokenizer_fingerprint"}),
+        vocab_size=0 if manifest.head is None else manifest.head.vocab_size,
+        text_fingerprint=text.fingerprint,
+        **text.model_dump(exclude={"fingerprint"}),
+        corpus=manifest.corpus,
+        num_recorded=len(reference.recorded()),
+        disk_bytes=reference.disk_bytes(),
+        **(dict(result) if result else dict.fromkeys(Result.model_fields)),
+        noise_floor=manifest.noise_floor,
+        lane_noise_floors=manifest.lane_noise_floors,
+    )

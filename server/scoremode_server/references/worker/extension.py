@@ -1,0 +1,75 @@
+"""What API servers ask of engine workers by vLLM's `collective_rpc`, and its `--worker-extension-cls`."""
+
+from typing import Any
+
+from vllm.distributed import get_pp_group, get_tp_group
+
+from scoremode_server.references.files.manifest import HeadFormat
+from scoremode_server.references.worker.heads import describe_head, gather_weight
+from scoremode_server.references.worker.sinks import WorkerWindows
+from scoremode_server.worker.lm_head import LogitsSource, examine
+
+
+class ReferenceWorker:
+    """Methods of every worker. All that they take and return can be sent as JSON. A failure is returned as text: of an
+    exception vLLM makes one line that names neither its type nor the worker."""
+
+    model_runner: Any
+
+    def scoremode_describe_head(self) -> dict[str, Any] | str:
+        """The served model's LM head (`HeadFormat`), or why references cannot keep it."""
+        try:
+            return self._scoremode_head()[1].model_dump()
+        except ValueError as error:
+            return str(error)
+
+    def scoremode_write_head(self, name: str, identity: str, ticket: str) -> None:
+        """Begin to write the served model's LM head into a reference. Whether it was, `scoremode_exchange` says of the
+        ticket."""
+        if not get_pp_group().is_last_rank:
+            return
+        group, (source, head) = get_tp_group(), self._scoremode_head()
+        parts = [part.data for part in (source.lm_head.weight, source.bias) if part is not None]
+        weights = [gather_weight(part, head.vocab_size, group) for part in parts]
+        if group.rank_in_group == 0:
+            self._scoremode_windows().write_head_later(name, identity, ticket, weights)
+
+    def scoremode_exchange(self, orders: dict[int, tuple[list[dict[str, Any]], list[str]]]) -> dict[str, Any] | None:
+        """Begin what an API server orders of its engines, by their data-parallel indices, and tell how far the files
+        are: see `WorkerWindows.exchange`. None on a rank without an LM head."""
+        runner = self.model_runner
+        index = runner.vllm_config.parallel_config.data_parallel_index
+        if not get_pp_group().is_last_rank or index not in orders:
+            return None
+        windows = self._scoremode_windows()
+        windows.allocate_head(runner.vllm_config, runner.device)
+        return windows.exchange(*orders[index])
+
+    def _scoremode_head(self) -> tuple[LogitsSource, HeadFormat]:
+        config = self.model_runner.model_config
+        hidden_size, dtype = config.get_hidden_size(), config.dtype
+        if not get_pp_group().is_last_rank:
+            raise ValueError("this rank has no LM head")
+        head = examine(self.model_runner.model.compute_logits, hidden_size, dtype, get_tp_group())
+        described = describe_head(head.source, hidden_size, dtype)
+        assert head.source is not None
+        return head.source, described
+
+    def _scoremode_windows(self) -> WorkerWindows:
+        windows: WorkerWindows = type(self.model_runner)._scoremode_windows
+        return windows
+
+
+async def call_engines(client: Any, method: str, *args: Any) -> list[list[Any]]:
+    """What a method of `ReferenceWorker` returns on each worker, engine by engine."""
+    # Not by the client's own `collective_rpc`: with several engines it returns what the first one's workers do, and it
+    # is wrapped to drop the cached rows, since weights may change by it. They do not change by these methods.
+    of_engines: list[list[Any]] = await client.engine_core.call_utility_all_async(
+        "collective_rpc", method, None, args, {}
+    )
+    return of_engines
+
+
+async def call_workers(client: Any, method: str, *args: Any) -> list[Any]:
+    """What a method of `ReferenceWorker` returns on each worker of each engine."""
+    return [result for results in await call_engines(client, method, *args) for result in results]

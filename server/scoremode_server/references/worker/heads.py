@@ -1,0 +1,223 @@
+"""LM heads in an engine worker: the served model's, which a reference keeps, and that of the reference to compare with.
+
+A reference's head is a layer of vLLM's own, so that its logits are rounded, padded, divided among ranks, scaled and
+capped as the server that recorded it did.
+"""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Any, get_args
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.utils import set_weight_attrs
+
+from scoremode_server.kernels.fused_logprobs import LogitsFunction
+from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
+from scoremode_server.references.files.manifest import HeadDtype, HeadFormat
+from scoremode_server.threads import CallThreads
+from scoremode_server.worker.lm_head import LogitsSource
+from scoremode_server.worker.row_spec import WindowMark
+
+GATHERED_ROWS = 8192
+"""Rows of the vocabulary that ranks send each other at a time."""
+
+PINNED_BYTES = 16 * 1024**2
+"""That weights are copied through."""
+
+PADDING_BYTES = 64 * 32_768 * 4
+"""Added to the memory: vLLM pads the vocabulary to a multiple of 64 rows. No hidden state has more entries."""
+
+
+def describe_head(source: LogitsSource | None, hidden_size: int, hidden_dtype: torch.dtype) -> HeadFormat:
+    """The format of the served model's head. ValueError if its logits are not those of one unquantized projection,
+    scaled and capped."""
+    if source is None:
+        raise ValueError(
+            "its logits are not one projection of its hidden states that vLLM's LogitsProcessor scales and caps"
+        )
+    method = getattr(source.lm_head, "quant_method", None)
+    if not isinstance(method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod):
+        raise ValueError(f"its LM head is quantized ({type(method).__name__})")
+    weight, processor = source.lm_head.weight, source.processor
+    if weight.shape[1:] != (hidden_size,) or weight.dtype != hidden_dtype:
+        raise ValueError(f"its LM head is {tuple(weight.shape)} {weight.dtype}, not (…, {hidden_size}) {hidden_dtype}")
+    head_dtype = processor.head_dtype or weight.dtype
+    dtypes: list[Any] = [str(each).removeprefix("torch.") for each in (weight.dtype, head_dtype)]
+    if unknown := set(dtypes) - set(get_args(HeadDtype)):
+        raise ValueError(f"its LM head is of {', '.join(unknown)}")
+    return HeadFormat(
+        vocab_size=processor.org_vocab_size,
+        hidden_size=hidden_size,
+        weight_dtype=dtypes[0],
+        head_dtype=dtypes[1],
+        has_bias=source.bias is not None,
+        scale=float(processor.scale),
+        soft_cap=None if processor.soft_cap is None else float(processor.soft_cap),
+    )
+
+
+def gather_weight(part: torch.Tensor, vocab_size: int, group: Any) -> torch.Tensor:
+    """Weight [vocabulary, hidden] or bias [vocabulary] of all ranks. Every rank must call this at the same time. With
+    one rank the result stays on its device, with several it is on the CPU."""
+    if group.world_size == 1:
+        return part[:vocab_size].contiguous()
+    rows = len(part)
+    whole = torch.empty((group.world_size, *part.shape), dtype=part.dtype)
+    for start in range(0, rows, GATHERED_ROWS):
+        chunk = part[start : start + GATHERED_ROWS].contiguous()
+        gathered = group.all_gather(chunk, 0).view(group.world_size, *chunk.shape)
+        whole[:, start : start + len(chunk)] = gathered.cpu()
+    return whole.flatten(0, 1)[:vocab_size].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceHead:
+    """A reference's head, ready for use."""
+
+    logits_fn: LogitsFunction
+    """[rows, hidden] -> logits [rows, vocabulary], or those of this rank's part and its padding."""
+    logit_bytes: int
+    """Bytes per logit at the peak of `logits_fn`."""
+
+
+class HeadLayer:
+    """A layer of vLLM's for a reference's head: made without weights, which are then read to the host, and copied to
+    where steps find them. What touches no file and no device may be called between steps."""
+
+    def __init__(self, head: HeadFormat, config: VllmConfig) -> None:
+        self._head = head
+        self._dtype = getattr(torch, head.weight_dtype)
+        with set_current_vllm_config(config), torch.device("meta"):
+            self._layer = ParallelLMHead(
+                head.vocab_size, head.hidden_size, params_dtype=self._dtype, org_num_embeddings=head.vocab_size
+            )
+            self._processor = LogitsProcessor(head.vocab_size, scale=head.scale, soft_cap=head.soft_cap)
+        self._processor.head_dtype = getattr(torch, head.head_dtype)
+        rows = self._layer.num_embeddings_per_partition
+        self._shapes = [(rows, head.hidden_size), (rows,)][: 1 + head.has_bias]
+        self._weights: list[torch.Tensor] = []
+        # Of this rank's part.
+        self.num_bytes = sum(map(math.prod, self._shapes)) * self._dtype.itemsize
+
+    def read(self, reference: StoredReference) -> None:
+        """Read this rank's part to the host. BrokenFileError if the file is not what was written."""
+        tensors = [tensor for tensor in reference.read_head() if tensor is not None]
+        with torch.inference_mode():
+            parts = [_parameter(torch.empty(shape, dtype=self._dtype)) for shape in self._shapes]
+            for part, tensor in zip(parts, tensors, strict=True):
+                self._layer.weight_loader(part, tensor)
+        self._weights = [part.data for part in parts]
+
+    def place(self, memory: torch.Tensor) -> None:
+        """Copy the weights that were read to memory [num_bytes] of the device, and free those on the host."""
+        with torch.inference_mode():
+            parts = memory.split([weight.nbytes for weight in self._weights])
+            placed = [
+                _parameter(copy_through_pinned(weight, part.view(weight.dtype).view(weight.shape)))
+                for weight, part in zip(self._weights, parts, strict=True)
+            ]
+            self._weights = []
+            self._layer.weight, self._bias = placed[0], placed[1] if self._head.has_bias else None
+            self._layer.quant_method.process_weights_after_loading(self._layer)
+
+    def ready(self, *, local: bool) -> ReferenceHead:
+        """The head, once it was placed; with `local` this rank's part of it."""
+        copies = 1 if self._head.soft_cap is None else 2
+        logits_fn = partial(self._processor, self._layer, embedding_bias=self._bias, skip_gather=local)
+        return ReferenceHead(logits_fn, copies * self._processor.head_dtype.itemsize)
+
+
+def copy_through_pinned(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Copy a weight between the host and a GPU next to what the GPU computes; it is there when this returns. While
+    memory that is not pinned is copied, the process can launch nothing: half a gigabyte kept an engine waiting for 0.3
+    seconds."""
+    if not source.is_cuda and not target.is_cuda:
+        return target.copy_(source)
+    rows = max(1, PINNED_BYTES // (source[:1].numel() * source.itemsize))
+    pinned = torch.empty((rows, *source.shape[1:]), dtype=source.dtype, pin_memory=True)
+    stream = torch.cuda.Stream(target.device if target.is_cuda else source.device)
+    with torch.cuda.stream(stream):
+        for part, place in zip(source.split(rows), target.split(rows), strict=True):
+            pinned[: len(part)].copy_(part, non_blocking=True)
+            stream.synchronize()
+            place.copy_(pinned[: len(part)], non_blocking=True)
+            stream.synchronize()
+    return target
+
+
+def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(tensor, requires_grad=False)
+    # By these vLLM's loader knows which dimension is the vocabulary.
+    set_weight_attrs(parameter, {"input_dim": 1, "output_dim": 0})
+    return parameter
+
+
+class LeasedHead:
+    """The LM head of the reference that an engine compares with, on the device. API servers hold the reference while
+    they have windows of it, and it is not replaced until none does. Memory for this rank's part of a head of
+    `num_bytes` bytes is allocated at once, and more when a larger head needs it."""
+
+    def __init__(
+        self,
+        num_bytes: int,
+        device: torch.device,
+        make_layer: Callable[[HeadFormat], HeadLayer],
+        root: ReferenceDirectory,
+        threads: CallThreads,
+    ) -> None:
+        self._memory = torch.empty(num_bytes + PADDING_BYTES, dtype=torch.uint8, device=device)
+        self._make_layer = make_layer
+        self._root = root
+        self._threads = threads
+        self._placing = Lock()
+        self._key = ""
+        self._layer: HeadLayer | None = None
+        self._loaded: Future[None] = Future()
+        self._holders: set[str] = set()
+        self.num_refused = 0
+        """How often a reference was refused because another one was held."""
+
+    def hold(self, mark: WindowMark, holder: str, head: HeadFormat) -> bool:
+        """Hold the reference of a window for an API server, and begin to load its head unless it is there. Returns
+        False if another reference is held."""
+        if mark.head != self._key and self._holders:
+            self.num_refused += 1
+            return False
+        if mark.head != self._key or (self._loaded.done() and self._loaded.exception()):
+            self._key, self._layer = mark.head, self._make_layer(head)
+            self._loaded = self._threads.submit(mark.reference, partial(self._load, self._layer, mark))
+        self._holders.add(holder)
+        return True
+
+    def release(self, key: str, holder: str) -> None:
+        """Hold a reference no longer. Its head stays until another reference is held."""
+        if key == self._key:
+            self._holders.discard(holder)
+
+    def progress(self, key: str) -> Future[None] | None:
+        """The loading of a head; None if another one is held."""
+        return self._loaded if key == self._key else None
+
+    def find(self, key: str, *, local: bool) -> ReferenceHead | None:
+        """A head that was loaded; with `local` this rank's part of it."""
+        if self._layer is None or key != self._key or not self._loaded.done() or self._loaded.exception():
+            return None
+        return self._layer.ready(local=local)
+
+    def _load(self, layer: HeadLayer, mark: WindowMark) -> None:
+        layer.read(self._root.open_same(mark.reference, mark.identity))
+        # Reading may have taken so long that another head is loaded meanwhile, into the same memory.
+        with self._placing:
+            if layer is not self._layer:
+                return
+            if layer.num_bytes > len(self._memory):
+                self._memory = torch.empty(layer.num_bytes, dtype=torch.uint8, device=self._memory.device)
+            layer.place(self._memory[: layer.num_bytes])

@@ -1,0 +1,210 @@
+"""Windows of references in an engine worker: what becomes of their rows, and the files and the memory for that."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from cachetools import FIFOCache
+from vllm.config import VllmConfig
+
+from scoremode_server.references.files.directory import ReferenceDirectory
+from scoremode_server.references.files.manifest import HeadFormat
+from scoremode_server.references.files.tensors import BrokenFileError
+from scoremode_server.references.worker.heads import HeadLayer, LeasedHead, ReferenceHead, copy_through_pinned
+from scoremode_server.references.worker.orders import (
+    IN_USE,
+    ForgetWindow,
+    HoldReference,
+    Order,
+    ReadWindow,
+    ReleaseReference,
+)
+from scoremode_server.threads import CallThreads
+from scoremode_server.worker.row_spec import WindowMark
+
+MAX_UNWRITTEN_BYTES = 2 * 1024**3
+"""Of windows of a reference that are computed and not on disk yet. API servers send fewer; more come only where the
+disk does not answer, and fail."""
+
+MAX_WRITTEN = 4096
+"""Files whose state is kept until an API server asks for it. None asks for those of a request that has ended."""
+
+
+@dataclass(slots=True)
+class ComparedWindow:
+    """A window whose rows are compared with those of a reference or, for an export, replaced by them."""
+
+    key: str
+    """Of the reference's LM head."""
+    is_export: bool
+    hidden_states: torch.Tensor | None
+    """The reference's, on the host; None if they could not be read."""
+    leased: LeasedHead
+
+    def head(self, *, local: bool) -> ReferenceHead | None:
+        """The reference's head, with `local` this rank's part of it, but whole for an export; None if this rank cannot
+        compare."""
+        return None if self.hidden_states is None else self.leased.find(self.key, local=local and not self.is_export)
+
+
+@dataclass(slots=True)
+class RecordedWindow:
+    """A window whose hidden states and logprobs go to a file."""
+
+    mark: WindowMark
+    write: Callable[["RecordedWindow"], None]
+    hidden_states: list[torch.Tensor] = field(default_factory=list)
+    logprobs: list[torch.Tensor] = field(default_factory=list)
+    copied: Any = None
+    """An event of the device, after which both are on the host; None on a CPU."""
+
+    def add(self, hidden_states: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Copy some rows to the host."""
+        self.hidden_states.append(_to_host(hidden_states))
+        self.logprobs.append(_to_host(logprobs))
+
+    def finish(self) -> None:
+        """All rows were given."""
+        if self.hidden_states[0].is_pinned():
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+        self.write(self)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+@dataclass(slots=True)
+class WorkerWindows:
+    """The files that windows in this worker need, and the LM head of the reference to compare with. No step and no call
+    waits for a file: threads read what API servers order before they send a window, and write what windows leave."""
+
+    root: ReferenceDirectory
+    """Where references are."""
+    leased: LeasedHead | None = None
+    """Made while vLLM profiles, or, where it does not (on a CPU), when it is first needed."""
+    _pins: bool = False
+    """Whether hidden states are read to pinned memory, from which a GPU copies them."""
+    _threads: CallThreads = field(default_factory=CallThreads)
+    _read: dict[str, Future[torch.Tensor]] = field(default_factory=dict)
+    """Hidden states by ticket."""
+    _written: FIFOCache[str, Future[str]] = field(default_factory=lambda: FIFOCache(MAX_WRITTEN))
+    """By ticket: why something was not written, or "" if it was."""
+    _unwritten: list[tuple[Future[str], str, int]] = field(default_factory=list)
+    """Windows that are being written, with the name of the reference and bytes."""
+
+    def begin(self, mark: WindowMark, *, writes: bool) -> RecordedWindow | ComparedWindow | None:
+        """What becomes of a window's rows on this rank, of which one writes; None if they are only returned."""
+        if mark.action == "record":
+            return RecordedWindow(mark, self._write_window_later) if writes else None
+        assert self.leased is not None
+        read = self._read.get(mark.ticket)
+        hidden_states = None if read is None or not read.done() or read.exception() else read.result()
+        return ComparedWindow(mark.head, mark.action == "export", hidden_states, self.leased)
+
+    def allocate_head(self, config: VllmConfig, device: torch.device) -> None:
+        """Make the memory for a reference's head, once: as much as for the served model's, of which most are."""
+        if self.leased is None:
+            model = config.model_config
+            num_bytes = model.get_vocab_size() * (model.get_hidden_size() + 1) * model.dtype.itemsize
+            num_bytes //= config.parallel_config.tensor_parallel_size
+            self.leased = LeasedHead(num_bytes, device, partial(HeadLayer, config=config), self.root, self._threads)
+            self._pins = device.type == "cuda"
+
+    def exchange(self, orders: list[dict[str, Any]], tickets: list[str]) -> dict[str, Any]:
+        """Begin what an API server orders, and return at once.
+
+        Returns:
+            outcomes: by ticket, or by an LM head's key: why its last order failed, "" if it succeeded, None until
+                then. The outcome of a write is returned once.
+            num_refused: how often a reference was refused because another one was held.
+        """
+        assert self.leased is not None
+        outcomes: dict[str, str | None] = {}
+        for order in msgspec.convert(orders, list[Order]):
+            match order:
+                case ReadWindow(mark):
+                    self._read[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark))
+                case ForgetWindow(ticket):
+                    if ticket in self._read:
+                        self._read.pop(ticket).cancel()
+                case HoldReference(mark, holder, head):
+                    if not self.leased.hold(mark, holder, HeadFormat(**head)):
+                        outcomes[mark.head] = IN_USE
+                case ReleaseReference(key, holder):
+                    self.leased.release(key, holder)
+        outcomes = {ticket: self._outcome(ticket) for ticket in tickets} | outcomes
+        return {"outcomes": outcomes, "num_refused": self.leased.num_refused}
+
+    def _outcome(self, ticket: str) -> str | None:
+        assert self.leased is not None
+        if (written := self._written.get(ticket)) is not None:
+            # Returned once: what is kept must not push out a file that is asked for later, such as the LM head.
+            return self._written.pop(ticket).result() if written.done() else None
+        begun = self._read.get(ticket) or self.leased.progress(ticket)
+        if begun is None or not begun.done():
+            return None
+        return "" if (error := begun.exception()) is None else _reason(error)
+
+    def _read_shard(self, mark: WindowMark) -> torch.Tensor:
+        # Opened anew for each: it may have been deleted or moved, and another may have its name.
+        reference = self.root.open_same(mark.reference, mark.identity)
+        hidden_states, _ = reference.read_shard(mark.index)
+        head = reference.manifest.head
+        if head is None or hidden_states.shape != (mark.num_scored, head.hidden_size):
+            raise BrokenFileError(f"{reference.shard(mark.index)} has hidden states {tuple(hidden_states.shape)}")
+        return hidden_states.pin_memory() if self._pins else hidden_states
+
+    def write_head_later(self, name: str, identity: str, ticket: str, weights: list[torch.Tensor]) -> None:
+        """Write an LM head into a reference while windows are computed: it takes as long as dozens of them."""
+
+        def write() -> None:
+            on_host = [copy_through_pinned(each, torch.empty_like(each, device="cpu")) for each in weights]
+            self.root.open_same(name, identity).write_head(*on_host)
+
+        self._submit_write(name, ticket, write)
+
+    def _write_window_later(self, window: RecordedWindow) -> None:
+        mark = window.mark
+        num_bytes = sum(states.numel() * states.itemsize for states in window.hidden_states)
+
+        def write() -> None:
+            if window.copied is not None:
+                window.copied.synchronize()
+            logprobs = torch.cat(window.logprobs)
+            if logprobs.isnan().any():
+                raise ValueError("the model computed NaN")
+            reference = self.root.open_same(mark.reference, mark.identity)
+            reference.write_shard(mark.index, torch.cat(window.hidden_states), logprobs)
+
+        self._submit_write(mark.reference, mark.ticket, write, num_bytes)
+
+    def _submit_write(self, name: str, ticket: str, write: Callable[[], None], num_bytes: int = 0) -> None:
+        def attempt() -> str:
+            try:
+                write()
+            # As text: an exception would keep the tensors of the calls that it came through.
+            except Exception as error:
+                return _reason(error)
+            return ""
+
+        self._unwritten = [each for each in self._unwritten if not each[0].done()]
+        if num_bytes + sum(size for _, other, size in self._unwritten if other == name) > MAX_UNWRITTEN_BYTES:
+            written = Future[str]()
+            written.set_result(f"{MAX_UNWRITTEN_BYTES} bytes wait for the disk already")
+        else:
+            written = self._threads.submit(name, attempt)
+            self._unwritten.append((written, name, num_bytes))
+        self._written[ticket] = written
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or repr(error)

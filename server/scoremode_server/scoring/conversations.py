@@ -1,0 +1,338 @@
+"""Conversations to score: rendered by vLLM as in `/v1/chat/completions`, and which of their tokens the model generates.
+
+A turn of the assistant is what the template's `{% generation %}` marks contain. Without marks, and for other roles, it
+is what a message adds to the conversation before it, which ends in the generation prompt. A turn that the template
+renders in another way once more messages follow, such as without its reasoning, is a sequence of its own.
+"""
+
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from jinja2 import TemplateError
+from pydantic import ValidationError
+from vllm.config import ModelConfig
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.exceptions import VLLMClientError
+from vllm.renderers import ChatParams
+from vllm.renderers.chat_utils import parse_chat_messages
+from vllm.renderers.hf import (
+    HfRenderer,
+    resolve_chat_template,
+    resolve_chat_template_content_format,
+    safe_apply_chat_template,
+)
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.renderers.params import merge_kwargs
+
+from scoremode.wire.protocol import Messages, MessagesFields, Tools, Turn, TurnSequence
+from scoremode_server.errors import MAX_NAME, RequestError
+from scoremode_server.metrics import Metrics
+from scoremode_server.scoring.limits import Limits
+from scoremode_server.scoring.rendering import MarkedRendering, RenderingThreads, Span, TextEncoder
+
+MAX_MESSAGES = 1024
+"""Messages of a conversation. Without marks, each turn takes up to three renderings of what comes before it."""
+
+MAX_MERGED = 8
+"""Tokens at the end of a rendered conversation that may become others when a message follows: the tokenizer joins what
+is on both sides."""
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+"""The key of the text of each type of part."""
+
+
+class Conversations:
+    """Renders with the served model's chat template."""
+
+    def __init__(self, online: OnlineRenderer, model: ModelConfig, limits: Limits, metrics: Metrics) -> None:
+        self.online, self.model, self.limits, self.metrics = online, model, limits, metrics
+        ends = model.try_get_generation_config().get("eos_token_id")
+        self.ends = {*(ends if isinstance(ends, list) else [ends]), getattr(self.tokenizer, "eos_token_id", None)}
+        """Tokens that end a turn."""
+        self._threads = RenderingThreads()
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.online.renderer.tokenizer
+
+    async def sequences(self, request: MessagesFields) -> list[TurnSequence]:
+        """Sequences of the conversations of a request, each of which has at least one turn to score. TooLargeError if
+        they have too many tokens, BusyError if too many other requests have conversations."""
+        if not isinstance(self.online.renderer, HfRenderer) or self.online.use_harmony or self.tokenizer is None:
+            raise RequestError("messages: this server renders conversations without a Jinja template", "messages")
+        refused = self.online.validate_chat_template(
+            None, request.chat_template_kwargs, self.online.trust_request_chat_template
+        )
+        if refused is not None:
+            raise RequestError(refused.error.message, "chat_template_kwargs")
+        conversations, tools = request.conversations, request.tools or []
+        if tools and not isinstance(tools[0], dict) and len(tools) != len(conversations):
+            raise RequestError(
+                f"tools has lists for {len(tools)} conversations, and there are {len(conversations)}", "tools"
+            )
+        # Each conversation has a message, or is refused.
+        self.limits.check_num_sequences(sum(map(len, conversations)), "messages")
+        longest = max(map(len, conversations))
+        if longest > MAX_MESSAGES:
+            raise RequestError(
+                f"messages: a conversation has {longest} messages, and can have at most {MAX_MESSAGES}", "messages"
+            )
+        return await self._threads.run(partial(self._rendered, request))
+
+    def _rendered(self, request: MessagesFields, is_over: threading.Event) -> list[TurnSequence]:
+        """The sequences of a request. For a thread, which ends once the request is over."""
+        tools: Any = request.tools or []
+        is_shared = not tools or isinstance(tools[0], dict)
+        shared = self._params("tools", tools or None, request.chat_template_kwargs) if is_shared else None
+        sequences, num_tokens = list[TurnSequence](), 0
+        for index, messages in enumerate(request.conversations):
+            name = f"messages[{index}]"
+            params = shared or self._params(name, tools[index], request.chat_template_kwargs)
+            conversation = _Conversation(self, name, _read(name, messages), set(request.roles), params, is_over)
+            for sequence in conversation.sequences(index):
+                sequences.append(sequence)
+                # Turns that are sequences of their own have the same beginnings.
+                num_tokens += len(sequence["token_ids"])
+                self.limits.check_num_values([num_tokens], "float", "messages")
+        if not sequences:
+            raise RequestError(f"messages has no turn of {' or '.join(request.roles)} to score", "messages")
+        return sequences
+
+    def _params(self, name: str, tools: Tools | None, chat_template_kwargs: dict[str, Any] | None) -> ChatParams:
+        """What vLLM's `preprocess_chat` makes of a request, without a generation prompt."""
+        variables = dict(chat_template_kwargs or {})
+        request = _checked(
+            name,
+            messages=[],
+            tools=tools,
+            # A template among the variables would come after the server's.
+            chat_template=variables.pop("chat_template", None),
+            chat_template_kwargs=variables,
+            add_generation_prompt=False,
+        )
+        own = None if request.tools is None else [tool.model_dump() for tool in request.tools]
+        params = request.build_chat_params(self.online.chat_template, self.online.chat_template_content_format)
+        defaults = merge_kwargs(self.online.default_chat_template_kwargs, {"tools": own, "tokenize": False})
+        return params.with_defaults(defaults)
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """Renders the beginnings of one conversation, without a generation prompt unless one is wanted."""
+
+    shared: Conversations
+    name: str
+    messages: Messages
+    roles: set[str]
+    params: ChatParams
+    is_over: threading.Event
+    _parsed: list[Any] = field(init=False)
+    """The messages as the template gets them."""
+    _encoder: TextEncoder = field(init=False)
+    """Of the whole conversation."""
+
+    def sequences(self, index: int) -> Iterator[TurnSequence]:
+        """The sequences with turns to score, and with the conversation's index."""
+        self._parsed = self._parse()
+        tokenizer, has_marks = self.shared.tokenizer, self.roles == {"assistant"} and self._has_marks()
+        marked = MarkedRendering(tokenizer)
+        text = self._render(len(self.messages), marked if has_marks else tokenizer)
+        self._encoder = TextEncoder(tokenizer, text, self.shared.metrics.encoded_characters.inc)
+        whole = self._encoder.token_ids
+        self.shared.limits.check_length(len(whole), self.name)
+        turns = self._marked_turns(text, marked.spans)
+        for place, message in enumerate(() if has_marks else self.messages):
+            # Nothing prompts for a first message, so it is context if it is the assistant's.
+            if message["role"] not in self.roles or (place == 0 and message["role"] == "assistant"):
+                continue
+            until = self._tokens(place + 1) if place + 1 < len(self.messages) else whole
+            turn = self._turn(place, until)
+            if whole[: turn["end"]] == until[: turn["end"]]:
+                turns.append(turn)
+            elif turn["first"] < turn["end"]:
+                yield {"conversation": index, "token_ids": until[: turn["end"]], "turns": [turn]}
+        # An empty message adds nothing.
+        turns = [turn for turn in turns if turn["first"] < turn["end"]]
+        if turns:
+            yield {"conversation": index, "token_ids": whole, "turns": turns}
+
+    def _marked_turns(self, text: str, spans: list[Span]) -> list[Turn]:
+        """A turn for each span, if the assistant says what is in it."""
+        said = [_said(message) for message in self.messages if message["role"] == "assistant"]
+        for start, end in spans:
+            if not any(each in text[start:end] for of_message in said for each in of_message):
+                raise RequestError(
+                    f"{self.name} cannot be scored: the chat template marks {text[start:end][:MAX_NAME]!r} as "
+                    "generated, which the assistant does not say",
+                    "messages",
+                )
+        # Parts of one message follow each other.
+        turns: list[Turn] = []
+        for start, end in _joined(spans) if len(spans) > len(said) else spans:
+            first, last, is_merged = self._encoder.tokens_of((start, end))
+            # The first token of a sequence has no logprob.
+            turns.append({"role": "assistant", "first": max(1, first), "end": last, "is_merged": is_merged})
+        return turns
+
+    def _turn(self, place: int, until: list[int]) -> Turn:
+        """The tokens that a message adds, given the conversation up to it."""
+        role = self.messages[place]["role"]
+        prompt = self._tokens(place, add_generation_prompt=role == "assistant") if place else []
+        first, is_merged = _num_shared(prompt, until), False
+        if first < len(prompt):
+            # The generation prompt, or a part of it, is not kept; the conversation must be.
+            plain = self._tokens(place)
+            if _num_shared(plain, until) < len(plain) - MAX_MERGED:
+                raise self._refused(place, "changes messages before it")
+            prompt_end, added = prompt[first:], until[first:]
+            num_redivided = self._num_redivided(prompt_end, added)
+            first += num_redivided
+            decode = self.shared.tokenizer.decode
+            rest = decode(prompt_end).removeprefix(decode(added[:num_redivided]))
+            is_merged = bool(rest) and decode(until[first : first + 1]).startswith(rest)
+        first = max(1, first)
+        end = len(until)
+        if role == "assistant":
+            # What the template adds after the token that ends a turn is not generated, not even another such token.
+            end = next((at + 1 for at in range(first, end) if until[at] in self.shared.ends), end)
+            if not _has_thoughts(self.shared.tokenizer.decode(until[first:end]), self.messages[place]):
+                raise self._refused(place, "drops its reasoning, so it is not as it was generated")
+        return {"role": role, "first": first, "end": end, "is_merged": is_merged}
+
+    def _num_redivided(self, prompt_end: list[int], added: list[int]) -> int:
+        """Leading tokens of what a message adds whose text ends the prompt: a tokenizer may divide line breaks one way
+        at the end of a text, and another way before a word."""
+        decode, text = self.shared.tokenizer.decode, self.shared.tokenizer.decode(prompt_end)
+        num = 0
+        while num < len(added) and (beginning := decode(added[: num + 1])) and text.startswith(beginning):
+            num += 1
+        return num
+
+    def _has_marks(self) -> bool:
+        tokenizer, tools = self.shared.tokenizer, self.params.chat_template_kwargs.get("tools")
+        template = resolve_chat_template(tokenizer, self.params.chat_template, tools, model_config=self.shared.model)
+        return bool(tokenizer.is_fast and _MARKS.search(template or ""))
+
+    def _parse(self) -> list[Any]:
+        params, model = self.params, self.shared.model
+        content_format = resolve_chat_template_content_format(
+            params.chat_template,
+            params.chat_template_kwargs.get("tools"),
+            params.chat_template_content_format,
+            self.shared.tokenizer,
+            model_config=model,
+        )
+        try:
+            parsed: list[Any] = parse_chat_messages(self.messages, model, content_format)[0]
+        except (VLLMClientError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise RequestError(f"{self.name} cannot be read: {error}", "messages") from None
+        return parsed
+
+    def _tokens(self, num_messages: int, *, add_generation_prompt: bool = False) -> list[int]:
+        """The tokens of a beginning of the conversation."""
+        text = self._render(num_messages, self.shared.tokenizer, add_generation_prompt=add_generation_prompt)
+        token_ids = self._encoder.encode(text)
+        self.shared.limits.check_length(len(token_ids), self.name)
+        return token_ids
+
+    def _render(self, num_messages: int, tokenizer: Any, *, add_generation_prompt: bool = False) -> str:
+        """The text of a beginning of the conversation."""
+        if self.is_over.is_set():
+            raise TimeoutError("the request has ended")
+        self.shared.metrics.renderings.inc()
+        kwargs = self.params.get_apply_chat_template_kwargs() | {"add_generation_prompt": add_generation_prompt}
+        try:
+            text = safe_apply_chat_template(self.shared.model, tokenizer, self._parsed[:num_messages], **kwargs)
+        except (VLLMClientError, ValueError, TypeError, KeyError, TemplateError) as error:
+            beginning = f"{self.name}: its first {num_messages} messages cannot be rendered"
+            raise RequestError(f"{beginning}: {error}", "messages") from None
+        most = self.shared.limits.max_model_len * self.shared.tokenizer.max_chars_per_token
+        if len(text) > most:
+            # Too long in any tokens, so it need not be encoded.
+            raise RequestError(
+                f"{self.name} has {len(text)} characters, and the model takes at most {most} of them", "messages"
+            )
+        return str(text)
+
+    def _refused(self, place: int, reason: str) -> RequestError:
+        return RequestError(f"{self.name}[{place}] cannot be scored: the chat template {reason}", "messages")
+
+
+def _read(name: str, messages: Messages) -> Messages:
+    """The messages of a conversation in vLLM's form: all of their content is text."""
+    if not messages:
+        raise RequestError(f"{name} is empty: there is no message to score", "messages")
+    for place, each in enumerate(messages):
+        if not isinstance(each.get("role"), str):
+            raise RequestError(f"{name}[{place}] must have a role", "messages")
+        parts = each.get("content")
+        for at, part in enumerate(parts if isinstance(parts, list) else ()):
+            _check_part(f"{name}[{place}]", at, part)
+    # vLLM's model renames fields in the messages themselves.
+    _checked(name, messages=messages)
+    return messages
+
+
+def _check_part(message: str, at: int, part: Any) -> None:
+    """Refuse a part of a message's content that vLLM would not render as its text alone."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    key = _TEXT_KEYS.get(kind) if isinstance(kind, str) else None
+    is_text = key is not None and part.keys() == {"type", key} and isinstance(part[key], str)
+    if not is_text and not isinstance(part, str):
+        raise RequestError(
+            f"{message} has a part of type {str(kind)[:MAX_NAME]!r} that is not a text, content[{at}]: give a string, "
+            'or an object with nothing but its type and text, such as {"type": "text", "text": "Hello"}',
+            "messages",
+        )
+
+
+def _checked(name: str, **fields: Any) -> ChatCompletionRequest:
+    """vLLM's request with these fields."""
+    try:
+        return ChatCompletionRequest(**fields)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        field = str(detail["loc"][0]) if detail["loc"] else "messages"
+        field = "chat_template_kwargs" if field == "chat_template" else field
+        raise RequestError(f"{name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}", field) from None
+    except VLLMClientError as error:
+        raise RequestError(f"{name}: {error}", "messages") from None
+
+
+def _said(message: dict[str, Any]) -> list[str]:
+    """The texts that a template may render of a message: reasoning, thoughts between tags, and the answer."""
+    texts = [message[name] for name in ("reasoning", "content") if isinstance(message.get(name), str)]
+    return [part.rpartition("<think>")[2].strip() for text in texts for part in text.split("</think>")] or [""]
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Spans, of which those that touch are one."""
+    joined: list[Span] = []
+    for start, end in spans:
+        if joined and joined[-1][1] == start:
+            start, _ = joined.pop()
+        joined.append((start, end))
+    return joined
+
+
+def _has_thoughts(text: str, message: dict[str, Any]) -> bool:
+    """Whether a text has a message's reasoning: in a field of its own or between tags, in this order."""
+    content = message.get("content")
+    *thoughts, _ = _said({**message, "content": content if isinstance(content, str) else ""})
+    at = 0
+    for thought in thoughts:
+        at = text.find(thought, at)
+        if at < 0:
+            return False
+    return True
+
+
+def _num_shared(one: list[int], other: list[int]) -> int:
+    """Tokens that two sequences begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (mine, yours) in enumerate(pairs) if mine != yours), min(len(one), len(other)))

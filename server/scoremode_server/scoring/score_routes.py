@@ -1,0 +1,186 @@
+"""`/v1/score`: exact log-probabilities of prompts, or of continuations of them, or of turns of conversations, which
+`/v1/turns` shows. `/v1/tokens`: texts of tokens."""
+
+import asyncio
+import math
+import time
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from scoremode.wire.arrays import encode_array, encode_top_logprobs
+from scoremode.wire.protocol import (
+    ScoreRequest,
+    ScoreResponse,
+    ServerInfo,
+    TokensRequest,
+    TokensResponse,
+    TurnsRequest,
+    TurnsResponse,
+    Usage,
+)
+from scoremode_server.engine.engine import ScoredRows
+from scoremode_server.engine.passes import engine_id
+from scoremode_server.http.requests import (
+    ERROR_RESPONSES,
+    ScoremodeRoute,
+    accepted,
+    prepared,
+    scoremode_state,
+    until_disconnect,
+)
+from scoremode_server.http.responses import json_response, top_entries
+from scoremode_server.rows import NO_TOKEN, Rows, json_logprobs
+from scoremode_server.scoring.model_files import with_adapter
+from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, ScoreSettings
+from scoremode_server.scoring.sequences import RequestedSequence, ScoringPass, read_sequences
+from scoremode_server.scoring.tokenizer import TokenStrings
+
+router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"], responses=ERROR_RESPONSES)
+
+
+@router.get("/v1/score", summary="What is served")
+async def score_info(raw_request: Request, model: str | None = None) -> ServerInfo:
+    """The model or the LoRA adapter `model`, its bounds, its special tokens, and what computes its scores."""
+    state = scoremode_state(raw_request)
+    served = await state.models.resolve(model)
+    if served.lora is None or state.info.fingerprint is None:
+        return state.info
+    fingerprint = await with_adapter(state.info.fingerprint, served.lora)
+    return state.info.model_copy(update={"fingerprint": fingerprint})
+
+
+@router.post("/v1/score", response_model=ScoreResponse, summary="Log-probabilities of given text")
+@until_disconnect
+async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
+    """Score every token of every prompt, or every token of every continuation of every prompt."""
+    async with prepared(raw_request, request.model) as (state, model, options):
+        state.limits.check_top_logprobs(request.top_logprobs)
+        conversations = None if request.messages is None else await state.conversations.sequences(request)
+        sequences, passes = await read_sequences(request, conversations, state.tokenizer, state.limits)
+    num_tokens = sum(each.sequence.num_tokens for each in passes)
+    # Logprobs in the answer for each sequence.
+    num_values = [len(each.targets) * (1 + each.num_candidates + request.top_logprobs) for each in sequences]
+    state.limits.check_num_values(num_values, request.encoding_format)
+    lane = state.lanes.settings(request)
+    request_id = f"score-{raw_request.state.request_id}"
+    async with accepted(state.admission, "/v1/score", request_id, len(passes), num_tokens) as queue:
+        settings = ScoreSettings(
+            request_id=engine_id(request_id),
+            queue=queue,
+            top_logprobs=request.top_logprobs,
+            temperature=request.temperature,
+            use_cache=request.use_cache,
+            cache_salt=request.cache_salt,
+            owner=state.owner(raw_request.headers),
+            options=options,
+            **lane,
+        )
+        joined = (each.scored() for each in passes)
+        async with aclosing(state.scorer.scores(joined, settings)) as scores:
+            answers = [answer async for answer in scores]
+
+        def write() -> Response:
+            strings, num_cached = state.tokenizer.strings, sum(answer.num_cached_tokens for answer in answers)
+            results = [
+                _result(request, strings, each, passes[each.pass_index], answers[each.pass_index]) for each in sequences
+            ]
+            return json_response(
+                {
+                    "id": request_id,
+                    "object": "score",
+                    "created": int(time.time()),
+                    "model": model.name,
+                    "data": [{"index": index, **result} for index, result in enumerate(results)],
+                    "usage": Usage(prompt_tokens=num_tokens, cached_tokens=num_cached, total_tokens=num_tokens),
+                    **({"lane": request.lane, "mean_batch": queue.mean_batch} if request.lane != "prefill" else {}),
+                }
+            )
+
+        # Within the request, so that a server that shuts down waits for it.
+        return await asyncio.to_thread(write) if sum(num_values) > WRITTEN_AT_ONCE else write()
+
+
+@router.post("/v1/turns", response_model=TurnsResponse, summary="Tokens of conversations")
+@until_disconnect
+async def create_turns(request: TurnsRequest, raw_request: Request) -> Response:
+    """Conversations as the chat template renders them, and where each scored turn is among their tokens."""
+    async with prepared(raw_request, request.model) as (state, _, _):
+        return json_response({"object": "turns", "data": await state.conversations.sequences(request)})
+
+
+@router.post("/v1/tokens", response_model=TokensResponse, summary="Texts of single tokens")
+async def create_tokens(request: TokensRequest, raw_request: Request) -> Response:
+    """The text of each token alone. An incomplete character becomes U+FFFD."""
+    state = scoremode_state(raw_request)
+    await state.models.resolve(request.model)
+    state.limits.check_single_tokens(request.token_ids)
+    tokens = await asyncio.to_thread(state.tokenizer.texts_of, request.token_ids)
+    return json_response({"object": "tokens", "tokens": tokens})
+
+
+def _result(
+    request: ScoreRequest,
+    strings: TokenStrings,
+    sequence: RequestedSequence,
+    scored_by: ScoringPass,
+    answer: ScoredRows,
+) -> dict[str, Any]:
+    """One entry of `data`."""
+    token_ids, rows = sequence.targets, answer.rows
+    # A prompt's first token has no context, so no row.
+    num_without = len(token_ids) - len(rows)
+    logprobs = rows.logprobs[:, 0]
+    if sequence.column:
+        logprobs = np.append(logprobs[:-1], rows.logprobs[-1, sequence.column])
+    scored = json_logprobs(logprobs)
+    candidate_logprobs = rows.logprobs[:, 1 : 1 + sequence.num_candidates]
+    first_top = 1 + scored_by.num_candidates
+    top = slice(first_top, first_top + request.top_logprobs)
+    top_ids, top_logprobs = rows.token_ids[:, top], rows.logprobs[:, top]
+    result: dict[str, Any] = {
+        "prompt_index": sequence.prompt_index,
+        "continuation_index": sequence.continuation_index,
+        "token_ids": token_ids,
+        "sum_logprob": math.fsum(scored),
+        "num_scored": len(rows),
+    }
+    if request.return_ranks:
+        result["ranks"] = [*[None] * num_without, *rows.ranks.tolist()]
+    if request.return_ranks or sequence.continuation_index is not None:
+        result["is_greedy"] = bool(
+            (rows.ranks[:-1] == 1).all() and _is_most_likely(rows, sequence, first_top)
+            if sequence.column
+            else (rows.ranks == 1).all()
+        )
+    if request.return_tokens:
+        result["tokens"] = strings.texts_of(token_ids)
+    if request.encoding_format == "base64":
+        result["logprobs"] = encode_array(_padded(logprobs, num_without), "<f4")
+        if sequence.candidates is not None:
+            padded = _padded(candidate_logprobs, num_without)
+            result["candidate_logprobs"] = {"shape": list(padded.shape), "logprobs": encode_array(padded, "<f4")}
+        if request.top_logprobs:
+            padded_ids = _padded(top_ids, num_without, NO_TOKEN)
+            result["top_logprobs"] = encode_top_logprobs(padded_ids, _padded(top_logprobs, num_without))
+        return result
+    result["logprobs"] = _padded(scored, num_without)
+    if sequence.candidates is not None:
+        result["candidate_logprobs"] = [*[None] * num_without, *json_logprobs(candidate_logprobs).tolist()]
+    if request.top_logprobs:
+        texts = strings.texts_of if request.return_tokens else None
+        result["top_logprobs"] = [*[None] * num_without, *top_entries(top_ids, top_logprobs, texts)]
+    return result
+
+
+def _is_most_likely(rows: Rows, sequence: RequestedSequence, first_top: int) -> bool:
+    """Whether the last token, a candidate of the last row of a pass that it shares, is the only most likely one."""
+    first, second = rows.logprobs[-1, first_top : first_top + 2]
+    return bool(rows.token_ids[-1, first_top] == sequence.targets[-1] and first > second)
+
+
+def _padded(values: np.ndarray, num_without: int, missing: float = np.nan) -> np.ndarray:
+    """Values after a filler for each position without a row; contiguous."""
+    return np.concatenate([np.full((num_without, *values.shape[1:]), missing, values.dtype), values])

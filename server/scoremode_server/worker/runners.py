@@ -1,0 +1,211 @@
+"""vLLM's V1 and V2 model runners, patched: their prompt logprobs are those of a `RowScorer`.
+
+The V1 runner projects all of a step's rows at once, [tokens, vocabulary] in float32. That is not in the memory that
+vLLM profiles, and a server that has given the rest to its KV cache dies of it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed import get_tp_group
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+from vllm.v1.worker.gpu.sample import prompt_logprob
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from scoremode_server.kernels.fused_logprobs import LogitsFunction
+from scoremode_server.kernels.working_memory import LogitsShape, row_bytes_fused, rows_per_chunk
+from scoremode_server.references.worker.sinks import WorkerWindows
+from scoremode_server.worker.row_scorer import RowScorer, StepPart
+from scoremode_server.worker.row_spec import RowSpec
+
+
+def patch_v1(budget_bytes: int, windows: WorkerWindows | None) -> None:
+    """Patch the V1 model runner."""
+
+    def scorer_of(runner: Any) -> RowScorer:
+        scorer: RowScorer | None = getattr(runner, "_scoremode_scorer", None)
+        if scorer is None:
+            scorer = runner._scoremode_scorer = _make_scorer(runner, budget_bytes, windows)
+        return scorer
+
+    def get_prompt_logprobs_dict(
+        self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, LogprobsTensors]:
+        early: dict[str, LogprobsTensors] | None = self.__dict__.pop("_scoremode_early", None)
+        return prompt_logprobs(self, scorer_of(self), hidden_states, num_scheduled_tokens) if early is None else early
+
+    stock_sample_tokens = GPUModelRunner.sample_tokens
+
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        # vLLM drafts before it makes prompt logprobs, and a drafter's CUDA graph overwrites the hidden states that they
+        # are made of (vLLM #53488).
+        state = self.execute_model_state
+        if state is not None and self.speculative_config is not None:
+            step = state.scheduler_output
+            hidden_states = state.hidden_states[: step.total_num_scheduled_tokens]
+            self._scoremode_early = prompt_logprobs(self, scorer_of(self), hidden_states, step.num_scheduled_tokens)
+        return stock_sample_tokens(self, grammar_output)
+
+    def reserve(runner: Any, hidden_states: torch.Tensor) -> None:
+        # A step still holds the logits that it sampled from when it computes prompt logprobs.
+        sampled_logits = runner.model.compute_logits(hidden_states)
+        scorer_of(runner).reserve(runner, hidden_states)
+        del sampled_logits
+
+    GPUModelRunner._get_prompt_logprobs_dict = get_prompt_logprobs_dict
+    GPUModelRunner.sample_tokens = sample_tokens
+    GPUModelRunner._scoremode_windows = windows
+    if current_platform.is_cpu():
+        Sampler.compute_logprobs = staticmethod(exact_logprobs)
+    _add_to_profile(GPUModelRunner, reserve)
+
+
+def exact_logprobs(logits: torch.Tensor) -> torch.Tensor:
+    """`Sampler.compute_logprobs` with sums in float64: PyTorch's float32 sums on a CPU move all logprobs by 8e-6 nats
+    in one direction, so that sampled tokens' would not be as those of prompts."""
+    return logits.double().log_softmax(-1).float()
+
+
+def prompt_logprobs(
+    runner: Any, scorer: RowScorer, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+) -> dict[str, LogprobsTensors]:
+    """The rows of the prompts that are complete with this step."""
+    for request_id in scorer.requests.keys() - runner.requests.keys():
+        del scorer.requests[request_id]
+    parts = []
+    targets = np.zeros(len(hidden_states), np.int64)
+    for request_id in runner.num_prompt_logprobs:
+        request, num_tokens = runner.requests[request_id], num_scheduled_tokens.get(request_id)
+        # Preempted in its prefill; or given as embeddings, without tokens to score.
+        if num_tokens is None or request.prompt_token_ids is None:
+            continue
+        position, rows = request.num_computed_tokens, scorer.requests.get(request_id)
+        if rows is None or position != rows.end:
+            # Begun, or begun again after it was preempted.
+            spec = RowSpec.read(request.sampling_params)
+            assert spec is not None
+            scorer.begin(request_id, spec)
+        row = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]].item()
+        following = request.prompt_token_ids[position + 1 : position + 1 + num_tokens]
+        targets[row : row + len(following)] = following
+        parts.append(StepPart(request_id, position, row, num_tokens, len(request.prompt_token_ids)))
+    if not parts:
+        return {}
+    parts.sort(key=lambda part: part.row)
+    on_device = async_tensor_h2d(targets, device=runner.device)
+    found = scorer.score(parts, hidden_states, on_device, runner.model.compute_logits)
+    complete = {}
+    for part in parts:
+        if part.position + part.num_tokens >= part.num_fed:
+            del runner.num_prompt_logprobs[part.request_id]
+            if part.request_id in found:
+                complete[part.request_id] = found[part.request_id].to_cpu_nonblocking()
+    if complete:
+        # Copies to the host do not block.
+        runner._sync_device()
+    return complete
+
+
+def patch_v2(budget_bytes: int, windows: WorkerWindows | None) -> None:
+    """Patch the V2 model runner."""
+    load_model = GPUModelRunnerV2.load_model
+
+    def load_model_then_set_scorer(self: Any, *args: Any, **options: Any) -> None:
+        load_model(self, *args, **options)
+        # Of vLLM's own chunks, for prompts with `prompt_logprob_token_ids`.
+        prompt_logprob.CHUNK_SIZE = rows_per_chunk(budget_bytes, row_bytes_fused(_logits_shape(self), 0, None))
+        if self.prompt_logprobs_worker is not None:
+            self.prompt_logprobs_worker._scoremode_scorer = _make_scorer(self, budget_bytes, windows)
+
+    def reserve(runner: Any, hidden_states: torch.Tensor) -> None:
+        runner.prompt_logprobs_worker._scoremode_scorer.reserve(runner, hidden_states)
+
+    GPUModelRunnerV2.load_model = load_model_then_set_scorer
+    GPUModelRunnerV2._scoremode_windows = windows
+    _patch_worker(prompt_logprob.PromptLogprobsWorker)
+    _add_to_profile(GPUModelRunnerV2, reserve)
+
+
+def _patch_worker(worker_class: Any) -> None:
+    add_request, remove_request = worker_class.add_request, worker_class.remove_request
+
+    def add_request_and_begin(self: Any, req_id: str, req_idx: int, sampling_params: Any) -> None:
+        add_request(self, req_id, req_idx, sampling_params)
+        spec = RowSpec.read(sampling_params)
+        if spec is not None:
+            self._scoremode_scorer.begin(req_id, spec)
+
+    def remove_request_and_drop(self: Any, req_id: str) -> None:
+        remove_request(self, req_id)
+        self._scoremode_scorer.requests.pop(req_id, None)
+
+    worker_class.add_request = add_request_and_begin
+    worker_class.remove_request = remove_request_and_drop
+    worker_class.compute_prompt_logprobs = compute_prompt_logprobs
+
+
+def compute_prompt_logprobs(
+    self: Any,
+    logits_fn: LogitsFunction,
+    hidden_states: torch.Tensor,
+    input_batch: Any,
+    all_token_ids: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    prompt_lens: np.ndarray,
+) -> dict[str, LogprobsTensors]:
+    """The rows of the prompts that are complete with this step."""
+    scorer, parts = self._scoremode_scorer, []
+    for place, req_id in enumerate(input_batch.req_ids):
+        if req_id not in scorer.requests:
+            continue
+        position = int(input_batch.num_computed_prefill_tokens_np[place])
+        num_fed = int(prompt_lens[input_batch.idx_mapping_np[place]])
+        # As in vLLM: the rows of a request that was preempted after its prompt have been returned.
+        if position >= num_fed or num_fed < input_batch.prefill_len_np[place]:
+            del scorer.requests[req_id]
+            continue
+        row, num_tokens = int(input_batch.query_start_loc_np[place]), int(input_batch.num_scheduled_tokens[place])
+        parts.append(StepPart(req_id, position, row, num_tokens, num_fed))
+    if not parts:
+        return {}
+    targets = prompt_logprob.get_prompt_logprobs_token_ids(
+        input_batch.num_tokens, input_batch.query_start_loc, input_batch.idx_mapping, num_computed_tokens, all_token_ids
+    )
+    found: dict[str, LogprobsTensors] = scorer.score(parts, hidden_states, targets, logits_fn)
+    return found
+
+
+def _add_to_profile(runner_class: Any, reserve: Callable[[Any, torch.Tensor], None]) -> None:
+    """Let `reserve(runner, hidden states of the sampled rows)` run after the sampler's dummy run.
+
+    vLLM makes that run while it profiles, on the last pipeline rank and for models that generate, and holds the hidden
+    states of a full batch. The V1 runner repeats it after capturing CUDA graphs: its allocator already has the memory.
+    """
+    dummy_sampler_run = runner_class._dummy_sampler_run
+
+    @torch.inference_mode()
+    def dummy_sampler_run_then_reserve(self: Any, hidden_states: torch.Tensor) -> Any:
+        output = dummy_sampler_run(self, hidden_states)
+        if not self.vllm_config.is_mm_encoder_only:
+            reserve(self, hidden_states)
+        return output
+
+    runner_class._dummy_sampler_run = dummy_sampler_run_then_reserve
+
+
+def _make_scorer(runner: Any, budget_bytes: int, windows: WorkerWindows | None) -> RowScorer:
+    # Prompt tokens are not sampled, so that processed and raw logprobs are the same.
+    if not (mode := runner.model_config.logprobs_mode).endswith("_logprobs"):
+        raise ValueError(f"Scoremode needs --logprobs-mode raw_logprobs or processed_logprobs, got {mode}")
+    return RowScorer(budget_bytes, _logits_shape(runner), get_tp_group(), windows)
+
+
+def _logits_shape(runner: Any) -> LogitsShape:
+    config = runner.model_config
+    return LogitsShape(config.get_vocab_size(), config.head_dtype.itemsize, runner.parallel_config.tensor_parallel_size)

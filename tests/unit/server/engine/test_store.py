@@ -1,0 +1,105 @@
+"""The store as a data structure, and block hashes: the same for the same tokens, and for nothing else."""
+
+import numpy as np
+import pytest
+
+from scoremode_server.engine.store import ENTRY_BYTES, BlockHasher, RowStore
+from scoremode_server.rows import Rows
+
+SIZE = 2
+ROOM = 1 << 20
+HASHER = BlockHasher(4)
+
+
+def block(value: int, num_columns: int = 1) -> bytes:
+    ids = np.full((SIZE, num_columns), value)
+    return Rows.from_arrays(ids, -ids.astype(np.float32), ids[:, 0]).table.tobytes()
+
+
+def cost(*blocks: bytes) -> int:
+    return sum(len(each) + ENTRY_BYTES for each in blocks)
+
+
+def test_rows_come_back_bit_for_bit_in_as_many_columns_as_requested():
+    store = RowStore(SIZE, ROOM)
+    ids = np.arange(12).reshape(4, 3)
+    logprobs = np.array([[-0.0, -1e-30, -np.inf]] * 4, np.float32) - ids.astype(np.float32)
+    ranks = np.array([1, 200_000, 3, 4])
+    rows = Rows.from_arrays(ids, logprobs, ranks)
+    hashes = [b"a", b"b"]
+    blocks = store.split(hashes, rows)
+    assert blocks == {b"a": rows[:2].table.tobytes(), b"b": rows[2:].table.tobytes()}
+    store.put(0, hashes, blocks)
+    for num_columns in (1, 2, 3):
+        found = store.get(hashes, num_columns)
+        got = store.join([found[block_hash] for block_hash in hashes], num_columns)
+        expected = ids[:, :num_columns], logprobs[:, :num_columns], ranks
+        for one, put in zip((got.token_ids, got.logprobs, got.ranks), expected, strict=True):
+            assert one.astype(put.dtype).tobytes() == np.ascontiguousarray(put).tobytes()
+    assert store.get(hashes, 4) == {}
+
+
+def test_only_a_block_with_more_columns_replaces_another():
+    store = RowStore(SIZE, ROOM)
+    for block_put, kept in [(block(1), block(1)), (block(2, 2), block(2, 2)), (block(3), block(2, 2))]:
+        store.put(0, [b"a"], {b"a": block_put})
+        assert store.get([b"a"], 1) == {b"a": kept}
+        assert store.num_bytes == cost(kept)
+
+
+def test_the_last_blocks_of_the_least_recently_used_sequence_go_first():
+    store = RowStore(SIZE, 4 * cost(block(0)))
+    store.put(0, [b"a", b"b", b"c"], {key: block(0) for key in (b"a", b"b", b"c")})
+    store.put(0, [b"x"], {b"x": block(0)})
+    assert store.put(0, [b"y"], {b"y": block(0)}) == 1
+    assert [key for key in (b"a", b"b", b"c") if store.get([key], 1)] == [b"a", b"b"]
+    store.get([b"a", b"b"], 1)
+    store.put(0, [b"z", b"w"], {b"z": block(0), b"w": block(0)})
+    assert list(store.get([b"a", b"b", b"x", b"y", b"z", b"w"], 1)) == [b"w", b"z", b"b", b"a"]
+
+
+def test_nothing_of_an_earlier_generation_stays():
+    store = RowStore(SIZE, ROOM)
+    store.put(0, [b"a"], {b"a": block(0)})
+    store.clear()
+    assert (len(store), store.num_bytes, store.generation) == (0, 0, 1)
+    store.put(0, [b"a"], {b"a": block(0)})
+    assert len(store) == 0
+    store.put(1, [b"a"], {b"a": block(0)})
+    assert len(store) == 1
+
+
+def test_a_sequence_that_is_larger_than_the_budget_leaves_its_first_blocks():
+    store = RowStore(SIZE, 3 * cost(block(0)))
+    hashes = [b"%d" % index for index in range(50)]
+    assert store.put(0, hashes, {block_hash: block(7) for block_hash in hashes}) == 47
+    assert set(store.get(hashes, 1)) == set(hashes[:3])
+
+
+def hashes(*token_ids: int, identity: str = "m") -> list[bytes]:
+    return HASHER.hashes(np.array(token_ids, np.int32), identity)
+
+
+@pytest.mark.parametrize(("length", "num_blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (4001, 1000)])
+def test_a_hash_for_each_whole_block_after_the_first_token(length: int, num_blocks: int):
+    assert len(set(hashes(*range(length)))) == num_blocks
+
+
+def test_every_token_up_to_the_end_of_a_block_matters():
+    """The first token too, which has no row."""
+    unchanged = hashes(*range(13))
+    seen = {tuple(unchanged)}
+    for position in range(13):
+        changed = list(range(13))
+        changed[position] += 1
+        others = hashes(*changed)
+        first = max(0, (position - 1) // 4)
+        assert others[:first] == unchanged[:first]
+        assert not set(others[first:]) & set(unchanged)
+        seen.add(tuple(others))
+    assert len(seen) == 14
+
+
+def test_another_process_has_other_hashes():
+    of_another_process = BlockHasher(4).hashes(np.arange(9, dtype=np.int32), "m")
+    assert not set(of_another_process) & set(hashes(*range(9)))

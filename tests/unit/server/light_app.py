@@ -1,0 +1,185 @@
+"""Scoremode's routes and vLLM's error handlers on the fake engine, without a model, and requests to them."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from copy import copy
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
+import httpx
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from starlette.datastructures import State
+from vllm.config import ModelConfig, VllmConfig
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.renderers import renderer_from_config
+from vllm.renderers.online_renderer import OnlineRenderer
+
+from scoremode_server.completions import routes
+from scoremode_server.completions.handler import ScoringCompletions, ScoringHandler
+from scoremode_server.completions.logprobs_json import LogprobsWriter
+from scoremode_server.engine.admission import EngineSize
+from scoremode_server.engine.engine import ScoringEngine
+from scoremode_server.engine.store import RowStore
+from scoremode_server.metrics import Metrics
+from scoremode_server.plugin import ScoremodeEndpoints
+from scoremode_server.scoring.conversations import Conversations
+from scoremode_server.scoring.limits import Limits
+from scoremode_server.scoring.scorer import Lanes, Scorer, Turns
+from scoremode_server.scoring.tokenizer import Tokenizer, TokenStrings
+from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
+from scoremode_server.vllm_compat.served_models import ServedModels
+from tests.unit.server.engine.cache_setup import LARGE
+from tests.unit.server.engine.fake_engine import MAX_TOP, VOCABULARY, FakeEngine, HeldEngine
+from tests.unit.server.references.reference_engine import ReferenceEngine
+
+BLOCK_SIZE = 16
+MODEL = SimpleNamespace(max_model_len=2048)
+
+
+def light_app(
+    engine: FakeEngine | None = None,
+    *,
+    max_request_bytes: int = MAX_REQUEST_BYTES,
+    size: EngineSize = LARGE,
+    tokenizer: Any = None,
+) -> FastAPI:
+    """The app. A request that vLLM's own routes would answer fails with 500."""
+    engine = engine or FakeEngine(BLOCK_SIZE)
+    renderer = SimpleNamespace(tokenizer=tokenizer)
+    scoring = ScoringEngine(engine, RowStore(BLOCK_SIZE, 1 << 20), Metrics(0, CollectorRegistry()), size)
+    turns = Turns()
+    client = SimpleNamespace(model_config=MODEL, renderer=renderer, input_processor=None)
+    # Routes find all that they use in their app's state, so apps share them: FastAPI needs 30 ms to make them.
+    app = copy(_app_with_default_flags())
+    app.state = State({"args": app.state.args})
+    app.state.scoremode = SimpleNamespace(
+        scorer=Scorer(scoring, turns),
+        tokenizer=Tokenizer(renderer),
+        models=ServedModels(OpenAIServingModels(client, [BaseModelPath("m", "m")]), MODEL),
+        limits=Limits(MODEL.max_model_len, VOCABULARY, MAX_TOP, MAX_SEQUENCES, max_request_bytes),
+        info=SimpleNamespace(prefix_token_id=0, chunk_token_id=None),
+        admission=scoring.admission,
+        references=engine.references(scoring, turns) if isinstance(engine, ReferenceEngine) else None,
+        owner=lambda request: "",
+        lanes=Lanes({"prefill": 0, "decode": 1}),
+    )
+    return app
+
+
+def app_with_flags(**flags: Any) -> FastAPI:
+    """An app with the plugin's routes, as vLLM makes it with these flags."""
+    app = FastAPI()
+    app.state.args = SimpleNamespace(log_error_stack=False, **flags)
+    ScoremodeEndpoints().attach_router(app)
+    init_exception_handler(app)
+    return app
+
+
+@cache
+def _app_with_default_flags() -> FastAPI:
+    return app_with_flags(api_key=None)
+
+
+def app_with_completions(model: Path, size: EngineSize = LARGE) -> tuple[FastAPI, HeldEngine]:
+    """The app with our handlers of completions and of token ids around vLLM's, and its engine, which is not held."""
+    model_config = ModelConfig(str(model), dtype="float32")
+    config, engine = VllmConfig(model_config=model_config), HeldEngine(BLOCK_SIZE)
+    engine.let_go.set()
+    # What vLLM's handlers use of an engine client.
+    engine.vllm_config, engine.model_config, engine.input_processor = config, model_config, None
+    engine.errored, engine.is_running, engine.is_tracing_enabled = False, True, AsyncMock(return_value=False)
+    engine.check_admission, engine.renderer = Mock(), renderer_from_config(config)
+    app = app_with_flags(api_key=None)
+    app.include_router(routes.generate_router)
+    state = app.state.scoremode = light_app(engine, size=size).state.scoremode
+    models, scoring = OpenAIServingModels(engine, [BaseModelPath("m", "m")]), state.scorer.engine
+    chat = {"chat_template": None, "chat_template_content_format": "auto"}
+    renderer = OnlineRenderer(model_config, engine.renderer, request_logger=None, **chat)
+    writer = LogprobsWriter(TokenStrings(lambda: engine.renderer.tokenizer), BLOCK_SIZE)
+    stock = OpenAIServingCompletion(engine, models, online_renderer=renderer, request_logger=None)
+    state.completions = ScoringCompletions(stock, scoring, writer, Turns())
+    tokens = ServingTokens(engine, models, renderer, request_logger=None)
+    state.generate = ScoringHandler(tokens, "serve_tokens", "token_ids", scoring, writer, Turns())
+    state.limits, state.tokenizer = Limits.from_model(model_config), Tokenizer(engine.renderer)
+    metrics = Metrics(0, CollectorRegistry())
+    state.conversations, state.chat = Conversations(renderer, model_config, state.limits, metrics), None
+    return app, engine
+
+
+@asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """A client; nothing may be left in the engine at the end."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://light", timeout=60) as client:
+        yield client
+    assert is_idle(app)
+
+
+def client_of_model(root: Path, noise: float = 0.0, **identity: Any) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+    """A client of a server that has just started, with references in a folder; see `ReferenceEngine`."""
+    return client_of(light_app(ReferenceEngine(root, noise, **identity)))
+
+
+async def ask(app: Any, path: str, *, method: str = "GET", root_path: str = "", headers: Any = ()) -> httpx.Response:
+    """The answer to a path as it is written: httpx would tidy it up."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=root_path)
+    async with httpx.AsyncClient(transport=transport) as client:
+        return await client.request(
+            method, httpx.URL("http://light").copy_with(raw_path=path.encode()), headers=headers
+        )
+
+
+def is_idle(app: FastAPI) -> bool:
+    admission = app.state.scoremode.admission
+    return (admission.num_sequences, admission.num_tokens, admission.num_running) == (0, 0, 0)
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str | None, str]:
+    """Status, field, message."""
+    error = answer.json()["error"]
+    return answer.status_code, error["param"], error["message"]
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def leaving(
+    app: FastAPI,
+    path: str,
+    body: dict[str, Any] | None,
+    leave: asyncio.Event,
+    request_id: str = "",
+    read: Any = None,
+    method: str = "POST",
+) -> list[dict[str, Any]]:
+    """What is sent to a client that disconnects after its request, and that calls `read` for each part of the body."""
+    requests, sent = [{"type": "http.request", "body": json.dumps(body).encode()}], []
+
+    async def receive() -> dict[str, Any]:
+        if requests:
+            return requests.pop()
+        await leave.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+        if read is not None and message["type"] == "http.response.body":
+            await read()
+
+    scope = {"type": "http", "method": method, "path": path, "query_string": b""}
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
+    await app({**scope, "headers": headers}, receive, send)
+    return sent

@@ -1,0 +1,120 @@
+"""The fake engine with one worker that stores references. Windows are those of a real worker, on a linear model."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import torch
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from scoremode_server.app import ReferenceParts
+from scoremode_server.engine.engine import ScoringEngine
+from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
+from scoremode_server.references.files.manifest import HeadFormat
+from scoremode_server.references.worker.heads import LeasedHead, ReferenceHead
+from scoremode_server.references.worker.sinks import WorkerWindows
+from scoremode_server.rows import PromptLogprobs
+from scoremode_server.scoring.scorer import Turns
+from scoremode_server.worker.row_spec import RowSpec
+from tests.bad_inputs import REFERENCES
+from tests.unit.server.engine.fake_engine import VOCABULARY, HeldEngine
+from tests.unit.server.references.reference_setup import HEAD, HIDDEN, MODEL
+from tests.unit.server.worker.linear_scorer import LinearWorker, make_scorer
+
+CPU = torch.device("cpu")
+HEAD_FORMAT = HEAD.model_copy(update={"vocab_size": VOCABULARY, "weight_dtype": "float32", "head_dtype": "float32"})
+TOKENS = [(37 * position + position**2) % 997 for position in range(60)]
+BODY: dict[str, Any] = {"name": "base", "prompt": TOKENS, "method": "sliding", "context_length": 16, "stride": 8}
+NUM_WINDOWS = 7
+"""Of 16 tokens each, of which the last 8 are scored; of the first one all but the first are."""
+
+
+async def record(client: httpx.AsyncClient, **changes: Any) -> dict[str, Any]:
+    answer = await client.post(REFERENCES, json={**BODY, **changes})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+class LinearModel:
+    """Hidden states follow from a token and its position, logits are linear in them. `noise` makes another model."""
+
+    def __init__(self, noise: float) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.embeddings, weight, more = (torch.randn(VOCABULARY, HIDDEN, generator=generator) for _ in range(3))
+        self.weight = weight + noise * more
+        self.project = lambda hidden_states: hidden_states @ self.weight.T
+
+    def hidden_states(self, token_ids: list[int]) -> torch.Tensor:
+        return self.embeddings[token_ids] * (1 + torch.arange(len(token_ids))[:, None] / 100)
+
+
+class HeadInMemory:
+    """A reference's head without a layer of vLLM's."""
+
+    def __init__(self, head: HeadFormat) -> None:
+        self.num_bytes = head.num_bytes
+
+    def read(self, reference: StoredReference) -> None:
+        self.weight, _ = reference.read_head()
+
+    def place(self, memory: torch.Tensor) -> None:
+        self.placed = memory.view(torch.float32).view(self.weight.shape).copy_(self.weight)
+
+    def ready(self, *, local: bool) -> ReferenceHead:
+        return ReferenceHead(lambda hidden_states: hidden_states @ self.placed.T, 4)
+
+
+class ReferenceEngine(HeldEngine):
+    """An engine with a folder of references; `identity` is that of the served model. It is not held at first.
+
+    Attributes:
+        computed: indices of the windows that were computed, in order.
+        asked: methods of the worker that were called.
+        nan_at: row of every window that is NaN.
+        head: the worker's description of the served model's head.
+    """
+
+    def __init__(self, root: Path, noise: float = 0.0, **identity: Any) -> None:
+        super().__init__(16)
+        self.let_go.set()
+        self.directory = ReferenceDirectory(root)
+        self.windows = WorkerWindows(self.directory)
+        num_bytes, threads = HEAD_FORMAT.num_bytes, self.windows._threads
+        self.windows.leased = LeasedHead(num_bytes, CPU, HeadInMemory, self.directory, threads)  # type: ignore[arg-type]
+        self.vllm_config.parallel_config = SimpleNamespace(
+            data_parallel_size=1, local_engines_only=False, data_parallel_index=0
+        )
+        self.model = LinearModel(noise)
+        self.identity = MODEL.model_copy(update=identity)
+        self.computed: list[int] = []
+        self.asked: list[str] = []
+        self.nan_at: int | None = None
+        self.head: dict[str, Any] | str = HEAD_FORMAT.model_dump()
+        self.engine_core = SimpleNamespace(call_utility_all_async=self._call_utility)
+
+    def references(self, scoring: ScoringEngine, turns: Turns) -> ReferenceParts:
+        return ReferenceParts.from_folder(self.directory.root, self, scoring, turns, self.identity)  # type: ignore[arg-type]
+
+    async def _call_utility(self, call: str, method: str, *rest: Any) -> Any:
+        methods = {
+            "scoremode_describe_head": lambda: self.head,
+            "scoremode_write_head": lambda *of: self.windows.write_head_later(*of, [self.model.weight]),
+            "scoremode_exchange": lambda orders: self.windows.exchange(*orders[0]),
+        }
+        _, arguments, _ = rest
+        self.asked.append(method)
+        return [[methods[method](*arguments)]]
+
+    async def _compute(self, prompt: Any, params: Any, request_id: str, lora: Any) -> RequestOutput:
+        spec, token_ids = RowSpec.read(params), prompt["prompt_token_ids"]
+        if spec is None or spec.window is None:
+            return await super()._compute(prompt, params, request_id, lora)
+        hidden_states = self.model.hidden_states(token_ids)
+        if self.nan_at is not None:
+            hidden_states[spec.first - 1 + self.nan_at] = torch.nan
+        worker = LinearWorker(make_scorer(VOCABULARY, self.windows, chunk=100), self.model.project)
+        logprobs = PromptLogprobs(worker.whole(spec, hidden_states, token_ids))
+        self.computed.append(spec.window.index)
+        completion = CompletionOutput(0, "", [7], None, None, finish_reason="length")
+        return RequestOutput(request_id, None, token_ids, logprobs, [completion], True, num_cached_tokens=0)

@@ -1,0 +1,252 @@
+"""`/v1/references`: resuming, also what another model or server began, refusing, listing, deleting, and races, on an
+engine with real windows and files."""
+
+import asyncio
+import json
+import math
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from scoremode.wire.protocol import ComputedBy
+from scoremode_server.references import recorder
+from scoremode_server.references.files import tensors
+from scoremode_server.references.files.directory import StoredReference
+from scoremode_server.references.files.manifest import _checksum
+from tests.bad_inputs import KLD, REFERENCES
+from tests.unit.server.light_app import client_of, client_of_model, error_of, events, light_app
+from tests.unit.server.references.reference_engine import BODY, NUM_WINDOWS, TOKENS, ReferenceEngine, record
+from tests.unit.server.references.reference_setup import files, full_disk
+
+BASE = f"{REFERENCES}/base"
+STREAM = {**BODY, "stream": True}
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> ReferenceEngine:
+    return ReferenceEngine(tmp_path)
+
+
+@pytest.fixture
+async def client(engine: ReferenceEngine) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(light_app(engine)) as client:
+        yield client
+
+
+async def test_a_recording_is_streamed_and_described(engine, client):
+    *windows, recorded = events(await client.post(REFERENCES, json=STREAM))
+    assert sorted(engine.computed) == list(range(NUM_WINDOWS))
+    nlls: list[float] = []
+    for index, progress in enumerate(windows):
+        logprobs = engine.directory.open("base").read_shard(index)[1]
+        nlls += (-logprobs).tolist()
+        assert (progress["index"], progress["num_windows"]) == (index, NUM_WINDOWS)
+        assert (progress["num_scored"], progress["total_scored"]) == (len(logprobs), len(nlls))
+        assert progress["perplexity"] == pytest.approx(math.exp(np.mean(nlls)))
+    assert (recorded["complete"], recorded["name"], recorded["model"]) == (True, "base", "a/model")
+    assert len(windows) == recorded["num_windows"] == recorded["num_recorded"] == NUM_WINDOWS
+    assert (recorded["num_scored"], recorded["num_tokens"], recorded["vocab_size"]) == (len(nlls), len(TOKENS), 1000)
+    assert recorded["disk_bytes"] == sum(map(len, files(engine.directory.root).values()))
+    assert math.log(recorded["perplexity"]) == pytest.approx(recorded["nll_mean"]) == pytest.approx(np.mean(nlls))
+
+
+async def test_the_same_request_again_records_nothing(engine, client):
+    first, second = await asyncio.gather(record(client), record(client))
+    before = files(engine.directory.root)
+    engine.computed.clear()
+    assert [first] == [second] == events(await client.post(REFERENCES, json=STREAM))
+    assert (engine.computed, files(engine.directory.root)) == ([], before)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+async def test_missing_and_damaged_files_are_recorded_again(engine, client, complete):
+    """The other windows stay as they are, and count in the progress."""
+    whole = await record(client)
+    before = files(engine.directory.root)
+    reference = engine.directory.open("base")
+    if not complete:
+        reference.save(reference.manifest.model_copy(update={"result": None}))
+    reference.shard(1).unlink()
+    reference.shard(4).write_bytes(reference.shard(4).read_bytes()[:-1])
+    (reference.path / "lm_head.safetensors").write_bytes(b"")
+    found = (await client.get(BASE)).json()
+    assert (found["complete"], found["num_recorded"]) == (complete, NUM_WINDOWS - 1)
+    times = {path: path.stat().st_mtime_ns for path in reference.path.glob("windows/00000[0235]*")}
+    engine.computed.clear()
+    *windows, finished = events(await client.post(REFERENCES, json=STREAM))
+    assert sorted(engine.computed) == [window["index"] for window in windows] == [1, 4]
+    assert [window["total_scored"] for window in windows] == [15 + 8, 15 + 4 * 8]
+    assert finished == whole
+    assert files(engine.directory.root) == before
+    assert times == {path: path.stat().st_mtime_ns for path in times}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fingerprint", "message"),
+    [
+        *(({"prompt": TOKENS[:-1]}, "", "another text"), ({"stride": 4}, "", "other windows")),
+        *(({"method": "overlapping"}, "", "other windows"), ({}, "of another", "another model")),
+    ],
+)
+async def test_other_content_under_the_same_name_is_refused(engine, client, changes, fingerprint, message):
+    await record(client)
+    before = files(engine.directory.root)
+    identity = {"fingerprint": fingerprint} if fingerprint else {}
+    async with client_of_model(engine.directory.root, **identity) as other:
+        status, param, text = error_of(await other.post(REFERENCES, json={**BODY, **changes}))
+    assert (status, param, message in text) == (409, "name", True)
+    assert files(engine.directory.root) == before
+
+
+async def test_a_model_whose_logits_cannot_be_stored_is_refused(engine, client):
+    engine.head = "its LM head is quantized (AWQ)"
+    status, param, message = error_of(await client.post(REFERENCES, json=BODY))
+    assert (status, param, engine.head in message) == (400, "model", True)
+    assert not files(engine.directory.root)
+
+
+async def test_references_are_listed_by_name_and_deleted(engine, client, monkeypatch):
+    second, first = await record(client), await record(client, name="a")
+    assert (await client.get(REFERENCES)).json() == {"object": "list", "data": [first, second]}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", full_disk)
+        assert error_of(await client.delete(BASE))[:2] == (507, "name")
+    assert (await client.get(BASE)).json() == second
+    assert (await client.delete(BASE)).json() == {"object": "reference.deleted", "name": "base", "deleted": True}
+    for method in ("GET", "DELETE"):
+        assert error_of(await client.request(method, BASE)) == (
+            404,
+            "name",
+            "there is no reference 'base'; there are a",
+        )
+    assert (await client.get(REFERENCES)).json()["data"] == [first]
+    assert os.listdir(engine.directory.root) == ["a"]
+
+
+async def test_a_damaged_manifest_is_reported_and_not_listed(engine, client):
+    await record(client)
+    (engine.directory.root / "base" / "manifest.json").write_text('{"format_version": 7}')
+    for method, path, body in (("GET", BASE, None), ("POST", REFERENCES, BODY), ("POST", KLD, {"reference": "base"})):
+        status, param, message = error_of(await client.request(method, path, json=body))
+        assert (status, param in ("name", "reference"), "manifest.json: it has form" in message) == (409, True, True)
+    assert (await client.get(REFERENCES)).json()["data"] == []
+
+
+async def test_a_disk_that_is_full_ends_the_recording(engine, client, monkeypatch):
+    """At the third window, then at the first file of another reference."""
+    write_shard = StoredReference.write_shard
+
+    def full_later(reference: StoredReference, index: int, *tensors: Any) -> None:
+        (full_disk if index == 2 else write_shard)(reference, index, *tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredReference, "write_shard", full_later)
+        error = events(await client.post(REFERENCES, json=STREAM))[-1]["error"]
+    assert (error["code"], "No space left on device" in error["message"]) == (507, True)
+    assert not (await client.get(BASE)).json()["complete"]
+    assert (await record(client))["complete"]
+    before = files(engine.directory.root)
+    monkeypatch.setattr(tensors, "save_file", full_disk)
+    assert error_of(await client.post(REFERENCES, json={**STREAM, "name": "b"}))[:2] == (507, "name")
+    assert files(engine.directory.root) == before
+
+
+CORPUS = {"name": "wikitext", "config": "raw", "split": "test", "num_rows": 4358, "sha256": "ab" * 32, "preset": "hf"}
+
+
+async def test_a_reference_keeps_what_was_said_first_and_one_of_before_is_read(engine, client):
+    assert (await record(client, corpus=CORPUS))["corpus"] == CORPUS
+    assert (await record(client, corpus={**CORPUS, "name": "other"}))["corpus"] == CORPUS
+    path = engine.directory.open("base").path / "manifest.json"
+    fields = json.loads(path.read_text())
+    del fields["corpus"], fields["checksum"]
+    path.write_text(json.dumps({**fields, "checksum": _checksum(fields)}))
+    assert (await client.get(f"{REFERENCES}/base")).json()["corpus"] is None
+    assert (await record(client, corpus=CORPUS))["corpus"] == CORPUS, "once it was given"
+    unhashed = await client.post(REFERENCES, json={**BODY, "corpus": {"name": "wikitext"}})
+    assert error_of(unhashed) == (400, "corpus", "corpus.sha256 is required")
+
+
+async def test_windows_have_logprobs_and_ranks_where_they_are_asked_for(engine, client):
+    *windows, _ = events(await client.post(REFERENCES, json={**BODY, "stream": True, "return_ranks": True}))
+    *without, _ = events(await client.post(REFERENCES, json={**BODY, "stream": True, "name": "other"}))
+    assert len(windows) == NUM_WINDOWS
+    for index, window in enumerate(windows):
+        assert window["logprobs"] == engine.directory.open("base").read_shard(index)[1].tolist()
+        assert len(window["ranks"]) == window["num_scored"]
+        assert all(rank >= 1 for rank in window["ranks"])
+    assert not any({"logprobs", "ranks"} & window.keys() for window in without)
+
+
+async def test_a_folder_that_cannot_be_written_to_is_told_without_its_path():
+    """Not even by root."""
+    async with client_of_model(Path("/proc/self/fdinfo")) as client:
+        status, param, message = error_of(await client.post(REFERENCES, json=BODY))
+        assert (status, param) == (507, "name")
+        assert message.startswith("reference 'base' could not be written: ")
+        assert "/proc" not in message
+        assert (await client.get(REFERENCES)).json()["data"] == []
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(recorder.logger, "warning", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+async def test_a_reference_says_what_recorded_it_and_other_gpus_are_logged(tmp_path: Path, warnings: list[str]):
+    first, second = (ComputedBy(device=device, kernels=["UnquantizedLinearMethod"]) for device in ("A100", "H200"))
+    async with client_of_model(tmp_path, computed_by=first) as client:
+        assert (await record(client))["computed_by"] == first.model_dump()
+        assert not warnings
+    async with client_of_model(tmp_path, computed_by=second) as client:
+        assert (await record(client))["computed_by"] == first.model_dump(), "it is that of most of its windows"
+    assert len(warnings) == 1
+    assert "A100" in warnings[0]
+    assert "H200" in warnings[0]
+
+
+ANEW = {**BODY, "prompt": TOKENS[10:]}
+REPLACED = (404, "name", "reference 'base' was deleted meanwhile, and another has its name now")
+
+
+@pytest.mark.parametrize(
+    ("is_anew", "expected"), [(True, REPLACED), (False, (404, "name", "there is no reference 'base'"))]
+)
+async def test_a_recording_ends_when_its_reference_is_deleted(tmp_path: Path, is_anew, expected):
+    engine = ReferenceEngine(tmp_path)
+    engine.let_go.clear()
+    async with client_of(light_app(engine)) as client, client_of_model(tmp_path) as other:
+        recording = asyncio.create_task(client.post(REFERENCES, json=BODY))
+        await engine.has_any.wait()
+        await other.delete(f"{REFERENCES}/base")
+        if is_anew:
+            await record(other, **ANEW)
+        engine.let_go.set()
+        assert error_of(await recording) == expected
+
+
+async def test_no_file_of_a_reference_that_took_the_name_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    root, read_shard = tmp_path / "here", StoredReference.read_shard
+    async with client_of_model(tmp_path / "there") as other:
+        await record(other, **ANEW)
+
+    def replaced_before(reference: StoredReference, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 3:
+            shutil.rmtree(root / "base")
+            shutil.copytree(tmp_path / "there" / "base", root / "base")
+        return read_shard(reference, index)
+
+    async with client_of_model(root) as client:
+        await record(client)
+        monkeypatch.setattr(StoredReference, "read_shard", replaced_before)
+        assert error_of(await client.post(REFERENCES, json=BODY)) == REPLACED
+    assert (root / "base" / "windows" / "000003.safetensors").exists()

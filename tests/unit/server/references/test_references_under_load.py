@@ -1,0 +1,260 @@
+"""Several references at once, files that do not answer, and copies.
+
+On an engine with a worker's own files and threads, but no model.
+"""
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import httpx
+import pytest
+
+from scoremode_server.engine.admission import EngineSize
+from scoremode_server.references import comparer, exchange, recorder, service
+from scoremode_server.references.files.directory import StoredReference
+from tests.bad_inputs import KLD, REFERENCES
+from tests.unit.server.light_app import client_of, client_of_model, error_of, light_app
+from tests.unit.server.references.reference_engine import (
+    BODY,
+    NUM_WINDOWS,
+    TOKENS,
+    HeadInMemory,
+    ReferenceEngine,
+    record,
+)
+
+SECONDS = 60
+"""In which a test must be through, which takes a second or two; more is an engine that waits for something."""
+
+SMALL = EngineSize(tokens=32, sequences=2, max_scoring_tokens=100_000)
+"""Two windows at a time, so that the engine could change between references for each."""
+
+
+@pytest.fixture
+async def root(tmp_path: Path) -> Path:
+    """A folder with two references that have different heads."""
+    for name, noise in (("base", 0.0), ("other", 0.5)):
+        async with client_of_model(tmp_path, noise) as client:
+            await record(client, name=name)
+    return tmp_path
+
+
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> list[HeadInMemory]:
+    """Heads that were copied to the device, in order."""
+    heads: list[HeadInMemory] = []
+    place = HeadInMemory.place
+    monkeypatch.setattr(HeadInMemory, "place", lambda head, memory: (heads.append(head), place(head, memory)))
+    return heads
+
+
+@asynccontextmanager
+async def serving(root: Path) -> AsyncIterator[httpx.AsyncClient]:
+    engine = ReferenceEngine(root, 0.1, fingerprint="served")
+    async with asyncio.timeout(SECONDS), client_of(light_app(engine, size=SMALL)) as client:
+        yield client
+
+
+async def kld(client: httpx.AsyncClient, name: str, index: int | None = None) -> httpx.Response:
+    """The whole reference, or one window."""
+    windows = {} if index is None else {"windows": [index, index + 1]}
+    return await client.post(KLD, json={"reference": name, **windows})
+
+
+async def scores(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/v1/score", json={"prompt": TOKENS[:20]})).status_code == 200
+
+
+@contextmanager
+def hanging(path: Path) -> Iterator[None]:
+    """A file that whoever opens it waits for; at the end it is as it was."""
+    content = path.read_bytes()
+    path.unlink()
+    os.mkfifo(path)
+    try:
+        yield
+    finally:
+        # Those who wait are let go with nothing.
+        os.close(os.open(path, os.O_RDWR))
+        writer = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        path.unlink()
+        os.close(writer)
+        path.write_bytes(content)
+
+
+async def in_turn(client: httpx.AsyncClient, name: str, is_over: asyncio.Event, computed: list[str]) -> None:
+    """Compare with a reference, window by window, as a client that comes back when it is told to."""
+    index = 0
+    while not is_over.is_set():
+        answer = await kld(client, name, index % NUM_WINDOWS)
+        if answer.status_code == 429:
+            assert (answer.headers["Retry-After"], error_of(answer)[1]) == ("2", "reference")
+            # The test's seconds are shorter.
+            await asyncio.sleep(0.05)
+        else:
+            assert answer.status_code == 200
+            computed.append(name)
+            index += 1
+
+
+@pytest.fixture
+def shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "LEASE_SECONDS", 0.25)
+    monkeypatch.setattr(exchange, "REMEMBERED_SECONDS", 0.1)
+    monkeypatch.setattr(comparer, "RETRY_AFTER_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("shorter_seconds")
+async def test_two_references_are_compared_one_after_the_other(root: Path, placed: list[Any]):
+    """Also if neither of them ever pauses: four requests at a time compare with each."""
+    is_over, computed = asyncio.Event(), list[str]()
+    async with serving(root) as client:
+        runs = [asyncio.create_task(in_turn(client, name, is_over, computed)) for name in ("base", "other") * 4]
+        while len(placed) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        is_over.set()
+        await asyncio.gather(*runs)
+        num_changes = sum(one != other for one, other in pairwise(computed))
+        # A change for every head that was placed, though both references have always something to compare.
+        assert num_changes <= len(placed)
+        assert {"base", "other"} == set(computed)
+
+
+@pytest.mark.usefixtures("shorter_seconds")
+async def test_a_request_that_has_begun_is_finished(root: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its last windows wait, since another reference is let in before them."""
+    monkeypatch.setattr(exchange, "LEASE_SECONDS", 0)
+    monkeypatch.setattr(exchange, "REMEMBERED_SECONDS", 1)
+    engine = ReferenceEngine(root, 0.1, fingerprint="served")
+    engine.let_go.clear()
+    async with asyncio.timeout(SECONDS), client_of(light_app(engine, size=SMALL)) as client:
+        whole = asyncio.create_task(kld(client, "base"))
+        await engine.has_any.wait()
+        assert error_of(await kld(client, "other", 0))[:2] == (429, "reference")
+        engine.let_go.set()
+        assert (await whole).json()["statistics"]["num_scored"] == len(TOKENS) - 1
+
+
+@pytest.mark.parametrize("name", ["windows/000002.safetensors", "lm_head.safetensors"])
+async def test_a_file_that_does_not_answer_holds_up_comparisons_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    monkeypatch.setattr(exchange, "SECONDS_TO_READ", 3)
+    async with serving(root) as client:
+        with hanging(root / "base" / name):
+            # More than a reference has threads.
+            waiting = [asyncio.create_task(kld(client, "base", 2)) for _ in range(10)]
+            await asyncio.sleep(0)
+            await scores(client)
+            # Others are told to come back.
+            assert error_of(await kld(client, "other"))[:2] == (429, "reference")
+            assert not any(each.done() for each in waiting)
+            for answer in await asyncio.gather(*waiting):
+                status, param, message = error_of(answer)
+                assert (status, param) == (503, "reference")
+                assert "was not read within 3 s" in message
+            assert (await kld(client, "other")).status_code == 200
+        assert (await kld(client, "base")).status_code == 200
+
+
+async def test_a_manifest_that_does_not_answer_holds_up_its_reference_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(service, "SECONDS_TO_ANSWER", 5)
+    monkeypatch.setattr(service, "SECONDS_TO_LIST", 2)
+    async with serving(root) as client:
+        with hanging(root / "base" / "manifest.json"):
+            # More than the event loop has threads.
+            waiting = [asyncio.create_task(kld(client, "base")) for _ in range(64)]
+            await asyncio.sleep(0)
+            assert (await kld(client, "other")).status_code == 200
+            listed = (await client.get(REFERENCES)).json()["data"]
+            assert [reference["name"] for reference in listed] == ["other"]
+            for answer in await asyncio.gather(*waiting):
+                assert error_of(answer)[0] == 503
+
+
+async def test_a_disk_that_does_not_answer_holds_up_its_reference_alone(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recorder, "SECONDS_TO_WRITE", 5)
+    let_go, write_shard = Event(), StoredReference.write_shard
+
+    def hang(reference: StoredReference, *arguments: Any) -> None:
+        if reference.name == "hangs":
+            let_go.wait()
+        write_shard(reference, *arguments)
+
+    monkeypatch.setattr(StoredReference, "write_shard", hang)
+    async with serving(root) as client:
+        # Fifty-odd windows, more than there ever were places for.
+        stuck = asyncio.create_task(client.post(REFERENCES, json={**BODY, "name": "hangs", "stride": 1}))
+        await asyncio.sleep(0)
+        await scores(client)
+        assert (await record(client, name="answers"))["complete"]
+        assert not stuck.done()
+        status, _, message = error_of(await stuck)
+        assert status == 507
+        assert "is not there after 5 s" in message
+        let_go.set()
+
+
+async def test_copies_are_references_of_their_own(root: Path):
+    """A worker does not take one for the other, whichever it has seen first."""
+    shutil.copytree(root / "base", root / "copy")
+    async with serving(root) as client:
+        first = (await kld(client, "base")).json()["data"]
+        assert (await kld(client, "copy")).json()["data"] == first
+        await client.delete(f"{REFERENCES}/base")
+        assert (await kld(client, "copy")).json()["data"] == first
+        (root / "copy").rename(root / "moved")
+        assert (await kld(client, "moved")).json()["data"] == first
+        assert error_of(await kld(client, "copy"))[0] == 404
+
+
+def flip_a_bit(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "of_copy"),
+    # A head that is in memory is not read again.
+    [*((f"windows/{3:06}.safetensors", of_copy) for of_copy in (True, False)), ("lm_head.safetensors", True)],
+)
+async def test_damage_is_an_error_whatever_was_read_before(root: Path, name: str, of_copy: bool):
+    damaged = "copy" if of_copy else "base"
+    if of_copy:
+        shutil.copytree(root / "base", root / "copy")
+    async with serving(root) as client:
+        assert (await kld(client, "base")).status_code == 200
+        flip_a_bit(root / damaged / name)
+        status, param, message = error_of(await kld(client, damaged))
+        assert (status, param) == (409, "reference")
+        assert message == f"reference {damaged!r} cannot be read: {name} was changed: its checksum does not match"
+        if of_copy:
+            assert (await kld(client, "base")).status_code == 200
+        flip_a_bit(root / damaged / name)
+        assert (await kld(client, damaged)).status_code == 200
+
+
+@pytest.mark.parametrize("forget", [lambda root: shutil.rmtree(root / "base"), lambda root: None])
+async def test_nothing_is_kept_of_what_was_read(root: Path, forget: Callable[[Path], None]):
+    """Once nobody asks for it any more."""
+    engine = ReferenceEngine(root)
+    app = light_app(engine)
+    async with client_of(app) as client:
+        await asyncio.gather(*(kld(client, name, index) for index in range(4) for name in ("base", "other")))
+        forget(root)
+        await kld(client, "base", 5)
+        files = app.state.scoremode.references.comparer.files
+        await files._task
+    assert not engine.windows._read
+    assert not engine.windows._threads._waiting
+    assert engine.windows.leased is not None
+    assert not engine.windows.leased._holders

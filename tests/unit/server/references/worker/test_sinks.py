@@ -1,0 +1,335 @@
+"""Windows in an engine worker: hidden states of steps in, files and rows out; and what a worker reserves or refuses."""
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from cachetools import FIFOCache
+from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
+from vllm.v1.outputs import LogprobsTensors
+
+from scoremode_server.references.files import tensors
+from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
+from scoremode_server.references.worker import kl_divergence, sinks
+from scoremode_server.references.worker.heads import ReferenceHead
+from scoremode_server.references.worker.orders import ForgetWindow, Order, ReadWindow
+from scoremode_server.references.worker.sinks import RecordedWindow, WorkerWindows
+from scoremode_server.vllm_compat import install
+from scoremode_server.worker.lm_head import LMHead
+from scoremode_server.worker.row_spec import RowSpec, WindowMark
+from tests.unit.server.references.reference_setup import HIDDEN, create, random_shard
+from tests.unit.server.worker.linear_scorer import ALONE, LinearWorker, let_all_be_written, make_scorer
+
+VOCAB = 100
+CPU = torch.device("cpu")
+TOKENS = torch.randint(VOCAB, (8,), generator=torch.Generator().manual_seed(1)).tolist()
+NUM_FED = len(TOKENS) - 1
+WEIGHT = torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(2))
+REFERENCE_WEIGHT = torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(3))
+STATES = torch.randn(NUM_FED, HIDDEN, generator=torch.Generator().manual_seed(4))
+REFERENCE_STATES = torch.randn(NUM_FED, HIDDEN, generator=torch.Generator().manual_seed(5))
+FIRSTS = [1, 2, 4, NUM_FED - 1, NUM_FED]
+"""Every target, all but the first, half of them, the last two, and the last one, which is not fed."""
+
+SPLITS = [(first, second) for first in range(NUM_FED) for second in range(first, NUM_FED)]
+"""Where a prompt's first and second step of three end; fewer steps among them."""
+
+
+class Room:
+    """A head that is there at once."""
+
+    num_refused = 0
+
+    def progress(self, key: str) -> None:
+        return None
+
+    def find(self, key: str, *, local: bool) -> ReferenceHead:
+        return ReferenceHead(lambda hidden_states: hidden_states @ REFERENCE_WEIGHT, 4)
+
+
+def spec(action: Any, first: int, index: int = 0, num_top: int = 0, identity: str = "one") -> RowSpec:
+    mark = WindowMark(action, "base", identity, index, len(TOKENS) - first, ticket=f"{identity} {index}")
+    return RowSpec(first, TOKENS[-1], num_top, window=mark)
+
+
+def project(hidden_states: torch.Tensor) -> torch.Tensor:
+    return hidden_states @ WEIGHT
+
+
+def order(windows: WorkerWindows, *orders: Order, tickets: tuple[str, ...] = ()) -> dict[str, str | None]:
+    outcomes: dict[str, str | None] = windows.exchange(msgspec.to_builtins(orders), list(tickets))["outcomes"]
+    return outcomes
+
+
+def read(windows: WorkerWindows, *specs: RowSpec) -> None:
+    """As the API server has it, which sends a window once it was read, or could not be."""
+    marks = [wanted.window for wanted in specs if wanted.window is not None]
+    order(windows, *map(ReadWindow, marks))
+    while any(windows._outcome(mark.ticket) is None for mark in marks):
+        time.sleep(0.001)
+
+
+def add(windows: WorkerWindows, wanted: RowSpec, name: str = "request", group: Any = ALONE) -> LinearWorker:
+    if wanted.window is not None and wanted.window.action == "compare":
+        read(windows, wanted)
+    worker = LinearWorker(make_scorer(VOCAB, windows, chunk=5, group=group), project)
+    worker.scorer.begin(name, wanted)
+    return worker
+
+
+def steps(worker: LinearWorker, *ends: int, states: torch.Tensor = STATES) -> LogprobsTensors | None:
+    """Feed the prompt up to each of `ends`; the rows of the last step."""
+    # The V2 runner's row of tokens is longer than the prompt.
+    token_ids = torch.tensor([*TOKENS[:-1], 77, 78], dtype=torch.int32)
+    rows = None
+    for start, end in zip([0, *ends], ends, strict=False):
+        if start < end:
+            assert rows is None
+            rows = worker.step("request", start, states[start:end], token_ids, NUM_FED)
+    return rows
+
+
+@contextmanager
+def windows_in(root: Path) -> Iterator[WorkerWindows]:
+    """Windows of a worker. At the end all files are written, as they are when a worker ends."""
+    windows = WorkerWindows(ReferenceDirectory(root))
+    windows.leased = Room()  # type: ignore[assignment]
+    yield windows
+    let_all_be_written(windows)
+
+
+def whole_rows(first: int) -> tuple[torch.Tensor, ...]:
+    logprobs, targets = (STATES[first - 1 :] @ WEIGHT).log_softmax(1), torch.tensor(TOKENS[first:])[:, None]
+    return targets.int(), logprobs.gather(1, targets), (logprobs >= logprobs.gather(1, targets)).sum(1).int()
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> StoredReference:
+    """With each window of `FIRSTS` recorded, from `REFERENCE_STATES`."""
+    reference = create(tmp_path)
+    for index, first in enumerate(FIRSTS):
+        states = REFERENCE_STATES[first - 1 :].contiguous()
+        reference.write_shard(index, states, torch.zeros(len(states)))
+    return reference
+
+
+@pytest.mark.parametrize("first", FIRSTS)
+def test_a_recorded_window_is_the_same_however_its_prompt_is_split(tmp_path: Path, first: int):
+    reference = create(tmp_path)
+    with windows_in(tmp_path) as windows:
+        for index, split in enumerate(SPLITS):
+            rows = steps(add(windows, spec("record", first, index)), *split, NUM_FED)
+            assert rows is not None
+            for actual, expected in zip(rows, whole_rows(first), strict=False):
+                assert torch.allclose(actual, expected)
+    assert reference.recorded() == set(range(len(SPLITS)))
+    for index in range(len(SPLITS)):
+        hidden_states, logprobs = reference.read_shard(index)
+        assert torch.equal(hidden_states, STATES[first - 1 :])
+        assert torch.allclose(logprobs, whole_rows(first)[1][:, 0])
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+@pytest.mark.parametrize("first", FIRSTS)
+def test_a_compared_window_is_the_same_however_its_prompt_is_split(
+    reference: StoredReference, first: int, num_top: int
+):
+    expected = kl_divergence.compare(
+        torch.tensor(TOKENS[first:]),
+        lambda states: states @ WEIGHT,
+        STATES[first - 1 :],
+        lambda states: states @ REFERENCE_WEIGHT,
+        REFERENCE_STATES[first - 1 :],
+        num_top,
+        100,
+    )
+    width = 1 + max(1, num_top)
+    with windows_in(reference.path.parent) as windows:
+        for split in SPLITS:
+            rows = steps(add(windows, spec("compare", first, FIRSTS.index(first), num_top)), *split, NUM_FED)
+            assert rows is not None
+            tokens, logprobs, ranks, *_ = rows
+            assert torch.equal(tokens[:, :width], expected.served.tokens)
+            assert torch.equal(tokens[:, width:-1], expected.reference.tokens)
+            assert torch.equal(tokens[:, -1], expected.reference.ranks)
+            assert torch.equal(ranks, expected.served.ranks)
+            assert torch.allclose(logprobs[:, :width], expected.served.logprobs())
+            assert torch.allclose(logprobs[:, width:-3], expected.reference.logprobs())
+            divergences = (expected.kld, expected.reverse_kld, expected.acceptance)
+            assert torch.allclose(logprobs[:, -3:], torch.stack(divergences, 1), atol=1e-6)
+
+
+def test_hidden_states_are_stored_as_they_were_when_they_came(tmp_path: Path):
+    """The runner writes those of the next step into the same memory."""
+    reference, buffer = create(tmp_path), torch.empty(NUM_FED, HIDDEN)
+    with windows_in(tmp_path) as windows:
+        window = add(windows, spec("record", 1))
+        for start in range(NUM_FED):
+            buffer[0] = STATES[start]
+            window.step("request", start, buffer[:1], torch.tensor(TOKENS[:-1]), NUM_FED)
+            buffer.fill_(math.nan)
+    assert torch.equal(reference.read_shard(0)[0], STATES)
+
+
+def test_nan_is_returned_and_not_written(tmp_path: Path):
+    reference = create(tmp_path)
+    with windows_in(tmp_path) as windows:
+        window = add(windows, spec("record", 1))
+        states = STATES.clone()
+        states[4] = math.nan
+        rows = steps(window, NUM_FED, states=states)
+        assert rows is not None
+        assert rows.logprobs.isnan()[:, 0].tolist() == [row == 4 for row in range(NUM_FED)]
+    assert reference.recorded() == set()
+    assert windows._outcome("one 0") == "the model computed NaN"
+    # Of several ranks one writes.
+    assert windows.begin(WindowMark("record", "base", "one", 1, NUM_FED), writes=False) is None
+
+
+def test_all_ranks_compare_or_none_does(reference: StoredReference):
+    """A rank that has all its files, next to one that lacks those of one window. Rows that are not numbers are as wide
+    as others, so that nothing depends on which they are."""
+
+    def all_gather(answers: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat((answers, torch.tensor([1.0, 0.0])))
+
+    others = SimpleNamespace(world_size=2, rank_in_group=0, device=CPU, all_gather=all_gather)
+    specs = {"first": spec("compare", 1, num_top=3), "second": spec("compare", 2, 1, num_top=3)}
+    with windows_in(reference.path.parent) as windows:
+        read(windows, *specs.values())
+        worker = LinearWorker(make_scorer(VOCAB, windows, group=others), project)
+        worker.scorer._logits_fn, worker.scorer._lm_head = worker.logits_fn, LMHead(project, project, 1, None, None)
+        found = worker.together(specs, STATES, TOKENS[:-1])
+    assert not found["first"].logprobs.isnan().any()
+    assert found["second"].logprobs.isnan().all()
+    for one, other in zip(found["first"][:3], found["second"][:3], strict=True):
+        assert (one.shape[1:], one.dtype) == (other.shape[1:], other.dtype)
+
+
+def test_windows_of_one_reference_are_compared_together(reference: StoredReference):
+    specs = {str(index): spec("compare", first, index) for index, first in enumerate(FIRSTS)}
+    with windows_in(reference.path.parent) as windows:
+        alone = [steps(add(windows, wanted), NUM_FED) for wanted in specs.values()]
+        worker = LinearWorker(make_scorer(VOCAB, windows, chunk=1000), project)
+        found = worker.together(specs, STATES, TOKENS[:-1])
+    assert worker.num_projected == [7 + 6 + 4 + 2 + 1]
+    for rows, expected in zip(found.values(), alone, strict=True):
+        assert expected is not None
+        for one, other in zip(rows[:3], expected[:3], strict=True):
+            assert torch.allclose(one, other, atol=1e-6)
+
+
+# What is kept is bounded, and neither a step nor a call waits for a file
+
+WINDOW_BYTES = 5 * HIDDEN * 4
+
+
+@pytest.fixture
+def windows(tmp_path: Path) -> WorkerWindows:
+    windows = WorkerWindows(ReferenceDirectory(tmp_path))
+    windows.leased = Room()  # type: ignore[assignment]
+    return windows
+
+
+def mark(action: Any, index: int) -> WindowMark:
+    return WindowMark(action, "base", "one", index, 5, ticket=str(index))
+
+
+def finish(windows: WorkerWindows, index: int) -> None:
+    """What a step does with the last rows of a window that is recorded."""
+    window = windows.begin(mark("record", index), writes=True)
+    assert isinstance(window, RecordedWindow)
+    window.hidden_states, window.logprobs = [torch.zeros(5, HIDDEN)], [torch.zeros(5)]
+    window.finish()
+
+
+def told(windows: WorkerWindows, *tickets: str) -> list[str | None]:
+    return list(order(windows, tickets=tickets).values())
+
+
+def test_a_step_does_not_wait_for_the_disk(windows: WorkerWindows, monkeypatch: pytest.MonkeyPatch):
+    create(windows.root.root)
+    let_go, write_shard = Event(), StoredReference.write_shard
+    monkeypatch.setattr(StoredReference, "write_shard", lambda *each: (let_go.wait(), write_shard(*each)))
+    monkeypatch.setattr(sinks, "MAX_UNWRITTEN_BYTES", 40 * WINDOW_BYTES)
+    for index in range(50):
+        finish(windows, index)
+    assert told(windows, "0", "39", "40", "49") == [
+        None,
+        None,
+        *2 * [f"{40 * WINDOW_BYTES} bytes wait for the disk already"],
+    ]
+    let_go.set()
+    let_all_be_written(windows)
+    assert windows.root.open("base").recorded() == set(range(40))
+    assert told(windows, "0", "39") == ["", ""]
+
+
+def test_of_files_that_nobody_asks_for_the_last_are_known(windows: WorkerWindows, monkeypatch: pytest.MonkeyPatch):
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    create(windows.root.root)
+    monkeypatch.setattr(tensors, "save_file", full)
+    windows._written = FIFOCache(10)
+    for index in range(30):
+        finish(windows, index)
+        let_all_be_written(windows)
+    assert len(windows._written) == 10
+    assert told(windows, "19", "29") == [None, "[Errno 28] No space left on device"]
+
+
+def test_the_state_of_the_lm_head_outlasts_any_number_of_windows(windows: WorkerWindows):
+    create(windows.root.root)
+    windows._written = FIFOCache(10)
+    windows.write_head_later("name", "one", "head", [torch.ones(3, 4)])
+    for index in range(30):
+        finish(windows, index)
+        let_all_be_written(windows)
+        assert told(windows, str(index)) != [None]
+    assert told(windows, "head") != [None]
+
+
+def test_a_call_does_not_wait_for_a_file(windows: WorkerWindows):
+    reference = create(windows.root.root)
+    os.mkfifo(reference.shard(0))
+    reference.write_shard(1, *random_shard(5))
+    orders = [ReadWindow(mark("compare", index)) for index in (0, 1)]
+    assert order(windows, *orders, tickets=("0",)) == {"0": None}
+    while told(windows, "1") == [None]:
+        pass
+    assert told(windows, "0", "1") == [None, ""]
+    # Nobody waits for it any more.
+    order(windows, ForgetWindow("0"), ForgetWindow("1"))
+    assert not windows._read
+    os.close(os.open(reference.shard(0), os.O_RDWR))
+
+
+def test_a_file_of_another_size_is_not_read(windows: WorkerWindows):
+    create(windows.root.root).write_shard(1, *random_shard(4))
+    order(windows, ReadWindow(mark("compare", 1)))
+    while told(windows, "1") == [None]:
+        pass
+    assert "000001.safetensors has hidden states (4, 8)" in str(told(windows, "1"))
+
+
+def test_an_adapter_for_the_lm_head_is_refused_when_it_is_loaded(monkeypatch):
+    monkeypatch.setattr(LogitsProcessorWithLoRA, "set_lora", LogitsProcessorWithLoRA.set_lora)
+    install.refuse_adapters_of_heads()
+    layer = LogitsProcessorWithLoRA.__new__(LogitsProcessorWithLoRA)
+    torch.nn.Module.__init__(layer)
+    layer.lora_a_stacked, layer.lora_b_stacked = torch.ones(1, 1, 8, 16), torch.ones(1, 1, 32, 8)
+    with pytest.raises(ValueError, match="weights for the LM head"):
+        layer.set_lora(0, torch.zeros(8, 16), torch.ones(32, 8))
+    # As vLLM's own, with which it warms up: a server would not start.
+    layer.set_lora(0, torch.zeros(8, 16), torch.zeros(32, 8))
+    assert not layer.lora_b_stacked.any()

@@ -1,0 +1,252 @@
+"""`/v1/turns` next to transformers: chat templates of many families, their marks, and what is refused."""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tests.models import MARKED_TEMPLATE
+from tests.unit.server.light_app import app_with_completions, client_of, error_of
+from tests.unit.server.scoring.chat_templates import TEMPLATES, Served, described
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+COUNT = {"role": "user", "content": "How many are there?"}
+ELEVEN = {"role": "assistant", "content": "Eleven, and a bit."}
+COLOUR = {"role": "user", "content": "And what colour is grass? "}
+GREEN = {"role": "assistant", "content": "It is green."}
+WEATHER = {"name": "weather", "description": "Now.", "parameters": {"type": "object", "properties": {"city": {}}}}
+TOOLS = [{"type": "function", "function": WEATHER}]
+CALL = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+SUNNY = {"role": "tool", "tool_call_id": "a", "content": "Sunny."}
+THINKING = [
+    COUNT,
+    ELEVEN | {"reasoning_content": "Ten and one."},
+    COLOUR,
+    GREEN | {"content": "<think>\nGrass, then.\n</think>\n\nIt is green."},
+]
+CONVERSATIONS = {
+    "plain": [SYSTEM, COUNT, ELEVEN, COLOUR, GREEN],
+    "without_system": [COUNT, ELEVEN, COLOUR, GREEN],
+    "tools": [COUNT, CALLING, SUNNY, GREEN],
+    "thinking": THINKING,
+}
+PLAIN = CONVERSATIONS["plain"]
+
+
+def rendered(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], **options: Any) -> Any:
+    """What transformers makes of a conversation; it wants the arguments of calls as objects."""
+    messages = deepcopy(messages)
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+
+
+async def turns_of(model: Path, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async with client_of(app_with_completions(model)[0]) as client:
+        answer = await client.post("/v1/turns", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["data"]
+
+
+def texts_of(tokenizer: PreTrainedTokenizerFast, sequence: dict[str, Any]) -> list[str]:
+    return [tokenizer.decode(sequence["token_ids"][turn["first"] : turn["end"]]) for turn in sequence["turns"]]
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+async def test_turns_are_what_the_model_generates(served: Served, family: str):
+    template = TEMPLATES[family]
+    about, model = described(template), served(template)
+    messages = CONVERSATIONS[about.get("conversation", "plain")]
+    tools = {"tools": TOOLS} if messages is CONVERSATIONS["tools"] else {}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    *own, whole = await turns_of(model, {"messages": messages} | tools)
+    assert whole["token_ids"] == rendered(tokenizer, messages, **tools)["input_ids"]
+    assert len(own) == about.get("own", 0)
+    for sequence, place in zip(own, (1, 3), strict=False):
+        # What the template adds after the turn's last token is not generated.
+        until = rendered(tokenizer, messages[: place + 1], **tools)["input_ids"]
+        assert sequence["token_ids"] == until[: sequence["turns"][0]["end"]]
+    assert [text for sequence in (*own, whole) for text in texts_of(tokenizer, sequence)] == about["turns"]
+
+
+async def test_marked_turns_are_transformers_assistant_tokens(served: Served):
+    model = served(TEMPLATES["smollm3"])
+    expected = rendered(AutoTokenizer.from_pretrained(model), PLAIN, return_assistant_tokens_mask=True)
+    # A request's arguments for the template do not change how marks are found.
+    arguments = {"return_assistant_tokens_mask": False, "return_dict": False}
+    (sequence,) = await turns_of(model, {"messages": PLAIN, "chat_template_kwargs": arguments})
+    inside = [any(turn["first"] <= at < turn["end"] for turn in sequence["turns"]) for at in range(len(expected[0]))]
+    assert sequence["token_ids"] == expected["input_ids"]
+    assert inside == [bool(mark) for mark in expected["assistant_masks"]]
+    assert sum(inside) > 10
+
+
+async def test_other_roles_are_turns_without_the_prompt_for_the_next(served: Served):
+    """A user's turn has the header that its template gives it, and a message that adds nothing is none."""
+    model = served(TEMPLATES["chatml"])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    (sequence,) = await turns_of(model, {"messages": PLAIN, "roles": ["system", "user"]})
+    assert [turn["role"] for turn in sequence["turns"]] == ["system", "user", "user"]
+    # The first token of a sequence has no context.
+    assert texts_of(tokenizer, sequence) == [
+        "system\nBe brief.<|im_end|>\n",
+        "<|im_start|>user\nHow many are there?<|im_end|>\n",
+        "<|im_start|>user\nAnd what colour is grass? <|im_end|>\n",
+    ]
+
+
+async def test_conversations_have_tools_of_their_own_or_all_the_same(served: Served):
+    model = served(TEMPLATES["hermes_tools"])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    other = [{"type": "function", "function": WEATHER | {"name": "forecast"}}]
+    conversation = CONVERSATIONS["tools"]
+    for tools, of_each in ((TOOLS, (TOOLS, TOOLS)), ([None, other], (None, other))):
+        found = await turns_of(model, {"messages": [conversation, conversation], "tools": tools})
+        assert [each["conversation"] for each in found] == [0, 1]
+        for sequence, own in zip(found, of_each, strict=True):
+            assert sequence["token_ids"] == rendered(tokenizer, conversation, tools=own)["input_ids"]
+
+
+async def test_turns_that_are_sequences_of_their_own_are_scored_alike_by_all_routes(served: Served):
+    """The template keeps the last message's thoughts only."""
+    loop = "{% for message in messages %}{{ message.role }}: THOUGHTS{{ message.content }}\n{% endfor %}"
+    thoughts = "{% if loop.last and message.reasoning_content %}{{ message.reasoning_content }} {% endif %}"
+    body = {"messages": [[COUNT, ELEVEN], [*THINKING[:3], ELEVEN | {"reasoning_content": "Two more."}]]}
+    app, _ = app_with_completions(served(loop.replace("THOUGHTS", thoughts)))
+    async with client_of(app) as client:
+        turns, score, perplexity = [
+            (await client.post(f"/v1/{route}", json=body)).json() for route in ("turns", "score", "perplexity")
+        ]
+    sequences = turns["data"]
+    assert [sequence["conversation"] for sequence in sequences] == [0, 1, 1]
+    lengths = [turn["end"] - turn["first"] for sequence in sequences for turn in sequence["turns"]]
+    assert [(each["prompt_index"], each["continuation_index"]) for each in score["data"]] == [(0, 0), (1, 0), (1, 1)]
+    assert [each["num_scored"] for each in score["data"]] == lengths
+    assert perplexity["num_scored"] == sum(lengths)
+    assert perplexity["nll_sum"] == pytest.approx(-sum(each["sum_logprob"] for each in score["data"]))
+
+
+SAYS_OK = [
+    {"role": "assistant", "content": ""},
+    {"role": "user", "content": "hi there"},
+    {"role": "assistant", "content": "ok"},
+]
+TWO_ANSWERS = [COUNT, ELEVEN, GREEN]
+PARTS = "{% generation %}<think>{{ message['reasoning'] }}</think>{% endgeneration %}"
+MARKED = MARKED_TEMPLATE.replace("%}{% generation %}", "%}PARTS{% generation %}")
+ALL_MARKED = "{% for message in messages %}{% generation %}{{ message['content'] }}{% endgeneration %}{% endfor %}"
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+REWRITES = "{{ messages[-1]['content'] }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+BY_TEMPLATE = {"chat_template_kwargs": {"chat_template": "{{ messages }}"}}
+
+
+@pytest.mark.parametrize(
+    ("family", "body", "message"),
+    [
+        ("chatml", {"messages": [PLAIN, []]}, "messages[1] is empty: there is no message to score"),
+        ("chatml", {"messages": "Hello"}, "messages: must be a list of messages, which are obj"),
+        *(
+            (
+                "chatml",
+                {"messages": [COUNT | {"content": ["A text", part]}, ELEVEN]},
+                f"messages[0][0] has a part of type '{part_type}' that is not a text, content[1]",
+            )
+            for part, part_type in (
+                *((IMAGE, "image_url"), ({"type": "text", "text": "a", "image_url": "b"}, "text")),
+                *((None, None), ([None], None), ({"text": "a"}, None)),
+            )
+        ),
+        ("chatml", {"messages": [{"content": "Hello"}]}, "messages[0][0] must have a role"),
+        ("chatml", {"messages": PLAIN, "roles": ["tool"]}, "messages has no turn of tool to score"),
+        # Nothing is before it.
+        ("chatml", {"messages": [ELEVEN]}, "messages has no turn of assistant to score"),
+        ("chatml", {"messages": PLAIN, "tools": [TOOLS] * 3}, "tools has lists for 3 conversations"),
+        ("chatml", {"messages": PLAIN, "tools": {}}, "tools: must be a list of objects, or such a list"),
+        ("chatml", {"messages": PLAIN} | BY_TEMPLATE, "Chat template is passed with request, but"),
+        ("mistral", {"messages": [COUNT, COUNT]}, "messages[0]: its first 2 messages cannot be rendered: Roles must"),
+        (
+            "deepseek_r1",
+            {"messages": THINKING},
+            "messages[0][1] cannot be scored: the chat template drops",
+        ),
+        ("all_marked", {"messages": PLAIN}, "messages[0] cannot be scored: the chat template marks 'Be brief.' as"),
+        ("rewrites", {"messages": PLAIN}, "messages[0][2] cannot be scored: the chat template changes messages before"),
+    ],
+)
+async def test_what_cannot_be_scored_is_refused(served: Served, family: str, body: dict[str, Any], message: str):
+    app, _ = app_with_completions(served((TEMPLATES | {"rewrites": REWRITES, "all_marked": ALL_MARKED})[family]))
+    async with client_of(app) as client:
+        status, _, found = error_of(await client.post("/v1/turns", json=body))
+    assert (status, found[: len(message)]) == (400, message)
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "texts"),
+    [
+        # The first span ends within the first token, for which transformers marks all others.
+        (SAYS_OK, MARKED_TEMPLATE, ["ok</s>"]),
+        # Spans that touch are two turns if they are of two messages, and one if they are of one.
+        (TWO_ANSWERS, MARKED_TEMPLATE, ["Eleven, and a bit.</s>", "It is green.</s>"]),
+        ([COUNT, GREEN | {"reasoning": "So."}], MARKED.replace("PARTS", PARTS), ["<think>So.</think>It is green.</s>"]),
+    ],
+    ids=["the first token", "two messages", "parts of a message"],
+)
+async def test_each_marked_message_is_a_turn(llama_2_model: Path, messages, template: str, texts: list[str], tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(llama_2_model)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes((llama_2_model / "config.json").read_bytes())
+    (sequence,) = await turns_of(tmp_path, {"messages": messages})
+    assert sequence["token_ids"] == rendered(tokenizer, messages)["input_ids"]
+    assert texts_of(tokenizer, sequence) == texts
+
+
+async def test_a_trusted_template_of_a_request_is_the_one_that_renders(served: Served):
+    """In the place of the model's and of the server's, and its marks are found."""
+    model = served(TEMPLATES["chatml"])
+    app, _ = app_with_completions(model)
+    online = app.state.scoremode.conversations.online
+    online.trust_request_chat_template, online.chat_template = True, TEMPLATES["smollm3"]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    async with client_of(app) as client:
+        for template in (MARKED_TEMPLATE, "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"):
+            body = {"messages": [COUNT, ELEVEN], "chat_template_kwargs": {"chat_template": template}}
+            (sequence,) = (await client.post("/v1/turns", json=body)).json()["data"]
+            expected = tokenizer.apply_chat_template([COUNT, ELEVEN], chat_template=template, tokenize=True)
+            assert sequence["token_ids"] == expected["input_ids"]
+            assert texts_of(tokenizer, sequence)[0].strip() == (
+                "Eleven, and a bit.</s>" if "gener" in template else "Eleven, and a bit."
+            )
+        body["chat_template_kwargs"] = {"chat_template": 5}
+        assert error_of(await client.post("/v1/turns", json=body))[:2] == (400, "chat_template_kwargs")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{{ message['content'] }}",
+        "{% if loop.last %}{% generation %}{{ message['content'] }}{% endgeneration %}{% endif %}",
+    ],
+)
+@pytest.mark.parametrize(
+    ("header", "content", "is_merged"), [(": ", "Hello", True), (":", " Hello", False), ("\n", "\n\nHello", True)]
+)
+async def test_a_first_token_that_began_in_the_prompt_is_told(
+    random_model: Path, tmp_path, body, header, content, is_merged
+):
+    """Its tokenizer joins a space with the word after it, and line breaks."""
+    prompt = f"{{% if add_generation_prompt %}}assistant{header}{{% endif %}}"
+    template = f"{{% for message in messages %}}{{{{ message['role'] }}}}{header}{body}</s>{{% endfor %}}{prompt}"
+    tokenizer = AutoTokenizer.from_pretrained(random_model)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes((random_model / "config.json").read_bytes())
+    (sequence,) = await turns_of(tmp_path, {"messages": [COUNT, ELEVEN | {"content": content}]})
+    turn = sequence["turns"][-1]
+    begins = tokenizer.decode(sequence["token_ids"][turn["first"] :])
+    assert (turn["is_merged"], begins.startswith(content)) == (is_merged, not is_merged)

@@ -1,0 +1,78 @@
+"""What computes is read of a worker's modules."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from scoremode.wire.protocol import ComputedBy
+from scoremode_server.worker.computed_by import describe_worker, what_computes
+
+
+def made(name: str, module: str = "vllm.model_executor.layers", **attributes: Any) -> Any:
+    """An object of a class of that name, which is in that module."""
+    found = type(name, (), {"__module__": module})()
+    vars(found).update(attributes)
+    return found
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        vars(self).update(attributes)
+
+
+def attention(name: str, **impl: Any) -> Layer:
+    return Layer(impl=SimpleNamespace(**impl), get_attn_backend=lambda: SimpleNamespace(get_name=lambda: name))
+
+
+def default_unquantized_gemm() -> None: ...
+
+
+def test_kernels_are_those_of_every_kind_of_layer_once():
+    machete = made("MacheteLinearKernel", "vllm.model_executor.kernels.linear.mixed_precision.machete")
+    experts = SimpleNamespace(prepare_finalize=made("NoDPEP"), fused_experts=made("TritonExperts"))
+    layers = [
+        Layer(quant_method=made("UnquantizedLinearMethod", _gemm_impl=default_unquantized_gemm)),
+        *(Layer(quant_method=made("CTLinearMethod"), scheme=made("W4A16", kernel=machete)) for _ in range(2)),
+        Layer(quant_method=made("ModularMethod", moe_kernel=experts, old_quant_method=made("Fp8MoEMethod"))),
+        Layer(quant_method=None),
+        attention("FLASH_ATTN", vllm_flash_attn_version=3),
+        *(attention("GDN_ATTN") for _ in range(2)),
+    ]
+    cache = SimpleNamespace(cache_dtype="auto")
+    settings = {"model": torch.nn.Sequential(*layers), "cache_config": cache, "kv_cache_dtype": torch.bfloat16}
+    runner = made("GPUModelRunner", "vllm.v1.worker.gpu.model_runner", **settings)
+    described = describe_worker(SimpleNamespace(worker=SimpleNamespace(model_runner=runner, rank=0)))
+    assert described is not None
+    assert described["kernels"] == [
+        "CTLinearMethod: W4A16, MacheteLinearKernel",
+        "ModularMethod: NoDPEP, TritonExperts, Fp8MoEMethod",
+        "UnquantizedLinearMethod: default_unquantized_gemm",
+    ]
+    assert described["attention_backends"] == ["FLASH_ATTN 3", "GDN_ATTN"]
+    assert (described["model_runner"], described["kv_cache_dtype"]) == ("v2", "bfloat16")
+
+
+def test_other_ranks_say_nothing():
+    assert describe_worker(SimpleNamespace(worker=SimpleNamespace(rank=1))) is None
+
+
+async def test_a_server_without_patched_workers_knows_its_configuration():
+    parallel = SimpleNamespace(world_size=2, data_parallel_size=4, tensor_parallel_size=2, pipeline_parallel_size=1)
+    parallel.enable_expert_parallel = True
+    config = SimpleNamespace(parallel_config=parallel, speculative_config=SimpleNamespace(method="eagle"))
+
+    async def call(*arguments: Any) -> list[list[Any]]:
+        raise NotImplementedError("no such method")
+
+    core = SimpleNamespace(call_utility_all_async=call)
+    found = await what_computes(SimpleNamespace(vllm_config=config, engine_core=core))
+    assert found == ComputedBy(
+        num_devices=8,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=1,
+        data_parallel_size=4,
+        expert_parallel=True,
+        speculative_method="eagle",
+    )

@@ -1,0 +1,89 @@
+"""Rows in a worker: which a request gets, in one step or several, alone or grouped with others."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from scoremode_server.worker.row_spec import RowSpec
+from tests.unit.server.worker.linear_scorer import LinearWorker, check_rows, make_scorer
+
+VOCAB, HIDDEN = 50, 16
+TOKENS = [3, 14, 15, 9, 26, 5, 35, 8]
+"""The last one is not fed."""
+NUM_FED = len(TOKENS) - 1
+GENERATOR = torch.Generator().manual_seed(1)
+STATES = torch.randn(NUM_FED, HIDDEN, generator=GENERATOR)
+WEIGHT = torch.randn(HIDDEN, VOCAB, generator=GENERATOR)
+OWN = np.random.default_rng(0).integers(0, VOCAB, (NUM_FED, 3)).astype(np.int32)
+
+
+def project(hidden_states: torch.Tensor) -> torch.Tensor:
+    return hidden_states @ WEIGHT
+
+
+def check(rows: Any, spec: RowSpec, first: int) -> None:
+    """Compare the rows of the targets from a position on with float64."""
+    targets = TOKENS[first:] if spec.last_token is not None else TOKENS[first:-1]
+    check_rows(rows, spec, project(STATES[first - 1 :][: len(targets)]), targets)
+
+
+def candidates_from(first: int, **fields: Any) -> RowSpec:
+    """With candidates of each row's own."""
+    return RowSpec(first, TOKENS[-1], num_candidates=3, candidates=OWN[first - 1 :].tobytes(), **fields)
+
+
+@pytest.mark.parametrize("lengths", [[7], [3, 4], [1] * 7, [5, 4]], ids=str)
+@pytest.mark.parametrize("first", [1, 4, 7])
+def test_rows_from_the_first_target_on_however_the_prompt_is_split(lengths: list[int], first: int):
+    """With the last split, placeholders for drafts follow the prompt."""
+    worker, spec = LinearWorker(make_scorer(VOCAB), project), candidates_from(first, num_top=2, temperature=0.5)
+    worker.scorer.begin("one", spec)
+    start, rows = 0, None
+    for length in lengths:
+        assert rows is None
+        states = torch.cat((STATES, torch.full((2, HIDDEN), torch.nan)))[start : start + length]
+        rows = worker.step("one", start, states, torch.tensor(TOKENS[:-1]), NUM_FED)
+        start += length
+    check(rows, spec, first)
+    assert np.array_equal(rows.logprob_token_ids[:, 1:4], OWN[first - 1 :])
+    assert not worker.scorer.requests
+
+
+SPECS = {
+    "prompt": RowSpec(num_top=2),
+    "plain": RowSpec(1, TOKENS[-1]),
+    "more": RowSpec(3, TOKENS[-1], 4),
+    "warm": RowSpec(1, TOKENS[-1], 1, temperature=2.0),
+    "shared": RowSpec(2, TOKENS[-1], num_candidates=2, candidates=np.array([7, 9], np.int32).tobytes()),
+    "own": candidates_from(5),
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_requests_of_one_step_are_computed_in_groups(chunk: int):
+    """Next to each other and not, with the tokens of other requests between."""
+    worker = LinearWorker(make_scorer(VOCAB, chunk=chunk), project)
+    found = worker.together(SPECS, STATES, TOKENS[:-1])
+    assert found.keys() == SPECS.keys()
+    for name, spec in SPECS.items():
+        check(found[name], spec, spec.first)
+    # Of the plain group's rows all but two are wanted, which come before `more`'s first target.
+    if chunk == 1000:
+        assert worker.num_projected == [7 + 5 + 7, 7, 6, 3]
+    assert max(worker.num_projected) <= chunk
+
+
+@pytest.mark.parametrize("num_top", [-1, 300])
+def test_more_top_tokens_than_the_kernels_find(num_top: int):
+    vocab = 400
+    weight = torch.randn(HIDDEN, vocab, generator=torch.Generator().manual_seed(2))
+    worker = LinearWorker(make_scorer(vocab, chunk=30), lambda states: states @ weight)
+    rows = worker.whole(RowSpec(num_top=num_top), STATES, TOKENS[:-1])
+    expected = (STATES @ weight)[:-1].double().log_softmax(1)
+    targets = torch.tensor(TOKENS[1:-1])[:, None]
+    assert rows.logprobs.shape == (NUM_FED - 1, 1 + (vocab if num_top < 0 else num_top))
+    assert torch.allclose(rows.logprobs[:, :1].double(), expected.gather(1, targets), atol=1e-4)
+    top = expected.topk(rows.logprobs.shape[1] - 1).values
+    assert torch.allclose(rows.logprobs[:, 1:].double(), top, atol=1e-4)

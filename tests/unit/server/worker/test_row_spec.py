@@ -1,0 +1,72 @@
+"""What a request wants of its rows: it reaches workers as it is, and no client can send it."""
+
+from copy import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.pooling_params import PoolingParams
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from scoremode_server.engine.passes import RowsRequest
+from scoremode_server.worker.row_spec import ROWS, RowSpec, ScoringParams, WindowMark, guard_rows
+
+COMPARED = RowSpec(4, num_top=2, window=WindowMark("compare", "base", "identity", 3, 6, "ticket", "head"))
+CHOSEN = RowSpec(2, num_top=3, temperature=0.5, num_candidates=2, candidates=b"12345678")
+
+
+def with_candidates(first: int, candidates: np.ndarray) -> RowSpec:
+    return RowSpec(
+        first, num_candidates=candidates.shape[-1], candidates=np.ascontiguousarray(candidates, np.int32).tobytes()
+    )
+
+
+def guarded_engine() -> Any:
+    async def add_request(request_id: str, prompt: Any, params: Any, priority: int = 0) -> tuple[Any, ...]:
+        return request_id, prompt, params, priority
+
+    engine = SimpleNamespace(add_request=add_request)
+    guard_rows(engine)
+    return engine
+
+
+@pytest.mark.parametrize("spec", [RowSpec(), COMPARED, CHOSEN])
+async def test_a_spec_reaches_the_worker_as_it_is(spec: RowSpec):
+    """The engine's processes get the fields, and none of our types."""
+    params = RowsRequest.score([5, 6, 7], spec, request_id="id").params
+    for passed in (params, copy(params), params.clone()):
+        assert isinstance(passed, ScoringParams)
+        assert (await guarded_engine().add_request("id", "prompt", passed, priority=2))[2:] == (passed, 2)
+        sent = MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(passed))
+        assert type(sent) is SamplingParams
+        # A question's options need two top tokens on a server with --max-logprobs 1 too.
+        assert sent.prompt_logprobs == 0
+        got = RowSpec.read(sent)
+        assert got is not None
+        assert got.last_token == 7
+        assert copy(got).as_extra_args()[ROWS] == {**spec.as_extra_args()[ROWS], "last_token": 7}
+        assert got.window == spec.window
+
+
+def test_the_identity_has_all_that_decides_rows_but_not_num_top():
+    shared, own = np.array([1, 2]), np.array([[1, 2]] * 7)
+    assert RowSpec(5, last_token=3, num_top=9).identity is None
+    assert with_candidates(1, shared).identity == with_candidates(3, shared).identity
+    assert with_candidates(1, own).identity != with_candidates(2, own[1:]).identity
+    several = [RowSpec(), RowSpec(temperature=0.5), *(with_candidates(1, each) for each in (shared, shared[::-1], own))]
+    assert len({each.identity for each in several}) == len(several)
+
+
+@pytest.mark.parametrize("forged", [{ROWS: {}, "other": 1}, {ROWS: None}])
+async def test_forged_specs_are_refused(forged: dict[str, Any]):
+    engine, params = guarded_engine(), SamplingParams(extra_args=forged)
+    with pytest.raises(ValueError, match=f"{ROWS} cannot be set"):
+        await engine.add_request("id", "prompt", params)
+    with pytest.raises(ValueError, match=f"{ROWS} cannot be set"):
+        await engine.add_request(request_id="id", prompt="prompt", params=params)
+    with pytest.raises(ValueError, match=f"{ROWS} cannot be set"):
+        ScoringParams.of(params, RowSpec())
+    for others in (SamplingParams(), SamplingParams(extra_args={"other": 1}), PoolingParams()):
+        assert (await engine.add_request("id", "prompt", others))[2] is others
