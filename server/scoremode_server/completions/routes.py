@@ -49,8 +49,7 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
     """OpenAI's completions, as vLLM serves them."""
     if is_scoring_completion(request):
         return await _answer(request, raw_request, scoremode_state(raw_request).completions, COMPLETIONS)
-    response: Response = await stock_completions.create_completion(request, raw_request)
-    return response
+    return cast(Response, await stock_completions.create_completion(request, raw_request))
 
 
 @router.post(CHAT, dependencies=[Depends(validate_json_request)], responses=STOCK_RESPONSES)
@@ -61,8 +60,7 @@ async def create_chat_completion(request: ChatCompletionRequest, raw_request: Re
         # Refuses names that are given twice, of which vLLM's model takes the last.
         read_fields(await raw_request.body())
         return await _answer(request, raw_request, handler, CHAT)
-    response: Response = await stock_chat.create_chat_completion(request, raw_request)
-    return response
+    return cast(Response, await stock_chat.create_chat_completion(request, raw_request))
 
 
 @generate_router.post(GENERATE, responses=STOCK_RESPONSES)
@@ -72,8 +70,7 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response:
     # Answers have the texts of tokens, which `--tokens-only` leaves out.
     if handler is not None and handler.stock.has_tokenizer and is_scoring_generation(request):
         return await _answer(request, raw_request, handler, GENERATE)
-    response: Response = await stock_tokens.generate(request, raw_request)
-    return response
+    return cast(Response, await stock_tokens.generate(request, raw_request))
 
 
 @until_disconnect

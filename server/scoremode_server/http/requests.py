@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import wraps
 from http import HTTPStatus
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -203,8 +203,7 @@ def error_content(error: Exception) -> dict[str, Any]:
         response = create_error_response(str(error), kind, status, error.param)
     else:
         response = create_error_response(error)
-    content: dict[str, Any] = response.model_dump()
-    return content
+    return cast(dict[str, Any], response.model_dump())
 
 
 def _field(detail: Any) -> str | None:

@@ -81,7 +81,7 @@ class MarkedWindow:
         index: int,
         settings: ScoreSettings,
     ) -> "MarkedWindow":
-        """A window of a reference whose text was read. Its tokens count in the queue until `done`."""
+        """A window of a reference whose text was read. Its tokens count in the queue until it is done."""
         token_ids, first = reference.text.window(index)
         settings.queue.add(1, len(token_ids))
         mark = WindowMark(
@@ -108,9 +108,6 @@ class MarkedWindow:
             options=options if rank is None else {**options, "data_parallel_rank": rank},
             queue=self.settings.queue,
         )
-
-    def done(self) -> None:
-        self.settings.queue.done(len(self.token_ids), 0)
 
     def check_rows(self, is_nan: np.ndarray) -> None:
         """Check that each target has a row [scored], and that none is NaN."""
@@ -245,7 +242,7 @@ class Comparer:
                 if window.settings.queue.entered is None:
                     raise
             else:
-                window.done()
+                window.settings.queue.done(len(window.token_ids), 0)
                 return columns
             await asyncio.sleep(RETRY_AFTER_SECONDS)
 

@@ -123,7 +123,7 @@ class Recorder:
         window.check_rows(np.isnan(columns[:, 0]))
         await self._written(reference, window.mark.ticket, f"window {window.mark.index}")
         # Until now its hidden states were in memory.
-        window.done()
+        window.settings.queue.done(len(window.token_ids), 0)
         await self.turns.wait()
         return -json_logprobs(columns[:, 0]), ranks
 
