@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scoremode import ScoreClient, cut_windows
-from scoremode.cli import main
+from scoremode.cli.main import main
 from scoremode.comparison import compare, load_run, load_runs, summary
 from scoremode.kld import KldPositions
 from scoremode.results import KldResult

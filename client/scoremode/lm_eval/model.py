@@ -25,8 +25,8 @@ from scoremode._printable import printable
 from scoremode.client import DEFAULT_TIMEOUT, AsyncScoreClient, ScoreClient
 from scoremode.runs.pool import Pool
 from scoremode.wire.calls import LISTING_BYTES, call
+from scoremode.wire.retries import PATIENT_RETRY_FOR
 
-RETRY_FOR = 600.0
 MAX_PROMPTS, MAX_TOKENS = 32, 65_536
 """Of one request to `/v1/score`."""
 NUM_CONCURRENT = 16
@@ -70,7 +70,7 @@ class ScoremodeLM(TemplateLM):
         num_concurrent: int = NUM_CONCURRENT,
         api_key: str | None = None,
         timeout: float = DEFAULT_TIMEOUT,
-        retry_for: float = RETRY_FOR,
+        retry_for: float = PATIENT_RETRY_FOR,
         think_end_token: str | None = None,
         trust_remote_code: bool = False,
         revision: str = "main",

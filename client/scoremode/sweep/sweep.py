@@ -1,15 +1,15 @@
 """A sweep: each model of a plan is served, measured and stopped, one after another."""
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import httpx
 from numpy.typing import NDArray
 
-from scoremode._options import DEFAULT_RETRY_FOR, FIRST_CONTACT_SECONDS
-from scoremode._progress import progress_bar
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import NotFoundError, OutputError, ScoremodeError
 from scoremode.results import NUM_TOP
@@ -21,14 +21,18 @@ from scoremode.runs.journal import Journal, Measurement
 from scoremode.runs.output import Output
 from scoremode.runs.plan import WindowNlls
 from scoremode.runs.recording import record_reference
+from scoremode.runs.run import OnProgress
 from scoremode.sweep import kept
 from scoremode.sweep.plan import ModelEntry, SweepPlan, check_local_models
 from scoremode.sweep.server import model_server
 from scoremode.windows import WindowError, WindowSettings
 from scoremode.wire.protocol import PerplexityWindow
+from scoremode.wire.retries import FIRST_CONTACT_SECONDS, PATIENT_RETRY_FOR
 
 _log = logging.getLogger(__name__)
 
+OpenBar = Callable[[Literal["ppl", "kld"]], AbstractContextManager[OnProgress | None]]
+"""Opens a progress bar with this figure; gives the function that advances it."""
 _Measured = tuple[dict[str, object], dict[str, NDArray[Any]], str]
 """The record of a run, its arrays, and its figures in words."""
 
@@ -45,7 +49,13 @@ class SweepResult:
     """Why a run is missing, by the models' names; with the error in a server's log where it failed."""
 
 
-async def run_sweep(plan: SweepPlan, folder: Path, *, api_key: str | None = None, quiet: bool = True) -> SweepResult:
+def _no_bar(_figure: Literal["ppl", "kld"]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+async def run_sweep(
+    plan: SweepPlan, folder: Path, *, api_key: str | None = None, open_bar: OpenBar = _no_bar
+) -> SweepResult:
     """Measure every model of a plan whose run is not there yet.
 
     The first gets a run of perplexity, and is recorded as a reference. Each other gets a run of KL divergence from it,
@@ -56,7 +66,7 @@ async def run_sweep(plan: SweepPlan, folder: Path, *, api_key: str | None = None
         plan: What to measure.
         folder: Where the plan is; its paths are relative to it.
         api_key: Sent to all servers; the environment's SCOREMODE_API_KEY when left out.
-        quiet: Without a progress bar.
+        open_bar: Opens a progress bar for a run or a recording; none when left out.
 
     Raises:
         PlanError: a model that is a local path is not there.
@@ -69,7 +79,7 @@ async def run_sweep(plan: SweepPlan, folder: Path, *, api_key: str | None = None
         (output / "references").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot make {output / 'references'}: {error.strerror}") from error
-    sweep = _Sweep(plan, folder, corpus, output, api_key, quiet)
+    sweep = _Sweep(plan, folder, corpus, output, api_key, open_bar)
     for entry in plan.models:
         try:
             await (sweep.measure_served(entry) if entry.url is None else sweep.measure_running(entry, entry.url))
@@ -86,7 +96,7 @@ class _Sweep:
     corpus: Corpus
     output: Path
     api_key: str | None
-    quiet: bool
+    open_bar: OpenBar
     result: SweepResult = field(default_factory=SweepResult)
     reference: str | None = None
     """Name of the first model's, once it is known."""
@@ -143,7 +153,7 @@ class _Sweep:
         self, url: str, model: str | None, transport: httpx.AsyncBaseTransport | None = None
     ) -> AsyncScoreClient:
         client = AsyncScoreClient(
-            url, model=model, api_key=self.api_key, retry_for=DEFAULT_RETRY_FOR, transport=transport
+            url, model=model, api_key=self.api_key, retry_for=PATIENT_RETRY_FOR, transport=transport
         )
         client.retries.first_contact = FIRST_CONTACT_SECONDS
         return client
@@ -221,14 +231,14 @@ class _Sweep:
 
     async def _record(self, client: AsyncScoreClient, entry: ModelEntry, reference: str) -> None:
         _log.info("%s: recording the reference %s", entry.name, reference)
-        with progress_bar("ppl", quiet=self.quiet) as on_progress:
+        with self.open_bar("ppl") as on_progress:
             recorded = await record_reference(
                 client, self.corpus, reference, **self.windows, on_progress=on_progress, on_window=self.recorded.append
             )
         self.recording_seconds = recorded.seconds
         if self.plan.floor and recorded.reference.noise_floor is None:
             _log.info("%s: measuring the noise floor", entry.name)
-            with progress_bar("kld", quiet=self.quiet) as on_progress:
+            with self.open_bar("kld") as on_progress:
                 await measure_noise_floor(client, reference, on_progress=on_progress)
 
     async def _perplexity(self, client: AsyncScoreClient, entry: ModelEntry, output: Output) -> _Measured:
@@ -247,7 +257,7 @@ class _Sweep:
             return journal
 
         _log.info("%s: measuring perplexity", entry.name)
-        with progress_bar("ppl", quiet=self.quiet) as on_progress:
+        with self.open_bar("ppl") as on_progress:
             evaluation = await evaluate(
                 client,
                 self.corpus,
@@ -262,7 +272,7 @@ class _Sweep:
 
     async def _kld(self, client: AsyncScoreClient, entry: ModelEntry, output: Output, reference: str) -> _Measured:
         _log.info("%s: measuring KL divergence and perplexity", entry.name)
-        with progress_bar("kld", quiet=self.quiet) as on_progress:
+        with self.open_bar("kld") as on_progress:
             measurement = await measure_kld(
                 client,
                 reference,

@@ -34,6 +34,11 @@ RETRIES_OF_TIMEOUTS = 2
 of another type is a proxy's, whose server may be restarting."""
 _TYPE_OF_TIMEOUTS = "GatewayTimeoutError"
 
+PATIENT_RETRY_FOR = 600.0
+"""Seconds: `retry_for` of commands, whose runs take long."""
+FIRST_CONTACT_SECONDS = 30.0
+"""How long commands wait for a server that has not answered yet, unless --retry-for says how long."""
+
 FIRST_WAIT = 0.5
 LONGEST_BACKOFF = 8.0
 LONGEST_RETRY_AFTER = 60.0

@@ -22,7 +22,7 @@ from fake_server import BOS, FakeServer, compare, error, logprob, rank, serve, t
 from safetensors.numpy import load_file
 
 from scoremode import __version__
-from scoremode.cli import main
+from scoremode.cli.main import main
 from scoremode.kld import POSITION_DTYPES, KldPositions
 
 TEXT = "The quick brown fox jumps over the lazy dog. Sphinx of black quartz, judge my vow!" * 2
@@ -267,7 +267,7 @@ def test_ctrl_c_is_status_130_and_one_line(folder, capsys):
     [("arch", "compare near.json far.json", "report"), ("pyarrow", "corpus a.parquet --output out --quiet", "corpora")],
 )
 def test_commands_name_the_missing_extra_that_they_need(folder, missing, command, extra):
-    code = f"import sys; sys.modules[{missing!r}] = None; from scoremode.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = f"import sys; sys.modules[{missing!r}] = None; from scoremode.cli.main import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", code, *shlex.split(command)], capture_output=True, text=True)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()

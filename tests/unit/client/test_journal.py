@@ -10,7 +10,7 @@ import pytest
 from fake_server import INFO, FakeServer, serve
 
 from scoremode import OutputError, ServerInfo
-from scoremode.cli import main
+from scoremode.cli.main import main
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.journal import Journal, count_windows, open_journal
 from scoremode.runs.output import Output

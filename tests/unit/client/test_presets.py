@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_server import FakeServer, serve
 
-from scoremode.cli import main
+from scoremode.cli.main import main
 from scoremode.comparison import load_run
 from scoremode.runs import presets
 from scoremode.runs.corpora import load_corpus

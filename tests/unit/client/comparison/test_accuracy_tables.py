@@ -10,7 +10,7 @@ from run_files import made_up_nlls, perplexity_run
 
 from scoremode.accuracy.compare_tasks import compare_tasks
 from scoremode.accuracy.samples import Answer, load_tasks
-from scoremode.cli import main
+from scoremode.cli.main import main
 from scoremode.comparison.accuracy_tables import report_sections
 from scoremode.errors import RunError
 

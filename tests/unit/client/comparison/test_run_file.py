@@ -21,7 +21,7 @@ from run_files import (
 )
 from safetensors.numpy import load_file, save
 
-from scoremode.cli import main
+from scoremode.cli.main import main
 from scoremode.comparison import load_run
 from scoremode.errors import RunError
 from scoremode.runs.corpora import Corpus

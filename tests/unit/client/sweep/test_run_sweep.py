@@ -16,7 +16,7 @@ import pytest
 from fake_server import ALLOWED, BOS, FakeServer, StoredReference, logprob, serve
 from safetensors.numpy import load_file
 
-from scoremode.cli import main
+from scoremode.cli.main import main
 from scoremode.sweep import SweepPlan, SweepResult, run_sweep
 
 pytestmark = pytest.mark.processes

@@ -21,11 +21,9 @@ from scoremode.runs.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY
 from scoremode.runs.presets import PRESETS, window_settings
 from scoremode.windows import METHODS, Method
 from scoremode.wire.protocol import LANES
+from scoremode.wire.retries import FIRST_CONTACT_SECONDS, PATIENT_RETRY_FOR
 
 DEFAULT_URL = "http://localhost:8000"
-DEFAULT_RETRY_FOR = 600.0
-FIRST_CONTACT_SECONDS = 30.0
-"""How long to wait for a server that has not answered yet, unless --retry-for says how long."""
 DEFAULT_METHOD: Method = "sliding"
 MIN_RESAMPLES = 100
 
@@ -82,7 +80,7 @@ def _flag(help: str) -> dict[str, Any]:
 def _server(url_help: str) -> Options:
     retry_for_help = (
         "how long each request waits for a server that is down or busy; default: "
-        f"{DEFAULT_RETRY_FOR:g}, and {FIRST_CONTACT_SECONDS:g} for a server that has not answered yet"
+        f"{PATIENT_RETRY_FOR:g}, and {FIRST_CONTACT_SECONDS:g} for a server that has not answered yet"
     )
     timeout_help = "without a byte from the server; default: %(default)g"
     return {

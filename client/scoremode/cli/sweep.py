@@ -5,9 +5,11 @@ import asyncio
 import logging
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from scoremode._printable import printable
+from scoremode.cli.progress import progress_bar
 from scoremode.comparison import RunFile, compare, load_run
 from scoremode.comparison.compare import check_comparable
 from scoremode.comparison.plots import write_plots
@@ -38,7 +40,8 @@ async def _measure(plan: SweepPlan, options: argparse.Namespace) -> SweepResult:
     measuring = asyncio.current_task()
     assert measuring is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measuring.cancel)
-    return await run_sweep(plan, options.plan.parent, api_key=options.api_key, quiet=options.quiet)
+    open_bar = partial(progress_bar, quiet=options.quiet)
+    return await run_sweep(plan, options.plan.parent, api_key=options.api_key, open_bar=open_bar)
 
 
 def _compare(plan: SweepPlan, folder: Path, result: SweepResult) -> None:

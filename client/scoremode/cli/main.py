@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode._options import DEFAULT_RETRY_FOR, FIRST_CONTACT_SECONDS, parse_options
 from scoremode._printable import printable
-from scoremode._progress import corpus_bar, export_bar, lines_on_stderr, progress_bar
+from scoremode.cli.options import parse_options
+from scoremode.cli.progress import corpus_bar, export_bar, lines_on_stderr, progress_bar
 from scoremode.client import AsyncScoreClient
 from scoremode.corpus import score_corpus
 from scoremode.corpus.settings import figures_as_text
@@ -29,6 +29,7 @@ from scoremode.runs.plan import tokenize_texts
 from scoremode.runs.recording import record_reference
 from scoremode.runs.run import OnProgress
 from scoremode.windows import WindowError, WindowSettings
+from scoremode.wire.retries import FIRST_CONTACT_SECONDS, PATIENT_RETRY_FOR
 
 OnStep = TypeVar("OnStep")
 
@@ -58,12 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     _measure(options, outputs)
                 case "compare":
                     with extra("report"):
-                        from scoremode.comparison.command import run_compare
+                        from scoremode.cli.compare import run_compare
 
                         run_compare(options)
                 case "sweep":
                     with extra("report"):
-                        from scoremode.sweep.command import run_plan
+                        from scoremode.cli.sweep import run_plan
                     return 0 if run_plan(options) else EXIT_FAILURE
                 case command:
                     asyncio.run({"record": _record, "export": _export, "corpus": _score_corpus}[command](options))
@@ -212,7 +213,7 @@ async def _connected(
 ) -> AsyncIterator[tuple[list[AsyncScoreClient], OnStep]]:
     """A client for each server, and the progress bar to be advanced."""
     settings = {"model": options.model, "api_key": options.api_key, "timeout": options.timeout}
-    retry_for = DEFAULT_RETRY_FOR if options.retry_for is None else options.retry_for
+    retry_for = PATIENT_RETRY_FOR if options.retry_for is None else options.retry_for
     async with AsyncExitStack() as stack:
         clients = []
         for url in options.urls:
@@ -221,7 +222,3 @@ async def _connected(
                 client.retries.first_contact = FIRST_CONTACT_SECONDS
             clients.append(client)
         yield clients, stack.enter_context(bar)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
