@@ -17,7 +17,7 @@ ENGINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve check lint test test-interpreter coverage test-slow test-avx2 test-gpu test-gpu-drafts test-gpu-lanes test-gpu-matrix openapi clean
+.PHONY: help install demo serve check lint test test-interpreter coverage test-slow test-avx2 test-gpu test-gpu-drafts test-gpu-lanes test-gpu-matrix openapi sync-client clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,7 @@ lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/write_sync_client.py --check
 
 # What `check` has run is not run again. Tests that share servers run in one worker (tests/conftest.py).
 test: check ## Run make check, then engines, servers, clients and browsers
@@ -81,6 +82,9 @@ test-gpu-matrix: $(INSTALLED) ## Run families in another way: PART=v1-eager, v1-
 
 openapi: $(INSTALLED) ## Write openapi/openapi.json anew from the app
 	$(BIN)/python scripts/write_openapi.py
+
+sync-client: $(INSTALLED) ## Write ScoreClient anew from AsyncScoreClient
+	$(BIN)/python scripts/write_sync_client.py
 
 install: $(INSTALLED) ## Set up .venv
 

@@ -9,8 +9,9 @@
 Importing it needs neither torch nor vLLM.
 """
 
+from scoremode._sync_client import ScoreClient
 from scoremode._version import __version__
-from scoremode.client import AsyncScoreClient, ScoreClient
+from scoremode.client import AsyncScoreClient
 from scoremode.corpus import CorpusProgress, score_corpus
 from scoremode.errors import (
     APIStatusError,

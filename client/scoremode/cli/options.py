@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from scoremode._version import __version__
-from scoremode.client import API_KEY_VARIABLE, DEFAULT_TIMEOUT, server_root
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT
 from scoremode.results import NUM_TOP
 from scoremode.runs import corpora
@@ -21,6 +20,7 @@ from scoremode.runs.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY
 from scoremode.runs.presets import PRESETS, window_settings
 from scoremode.windows import METHODS, Method
 from scoremode.wire.protocol import LANES
+from scoremode.wire.requests import API_KEY_VARIABLE, DEFAULT_TIMEOUT, server_root
 from scoremode.wire.retries import FIRST_CONTACT_SECONDS, PATIENT_RETRY_FOR
 
 DEFAULT_URL = "http://localhost:8000"

@@ -22,9 +22,11 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from scoremode._printable import printable
-from scoremode.client import DEFAULT_TIMEOUT, AsyncScoreClient, ScoreClient
+from scoremode._sync_client import ScoreClient
+from scoremode.client import AsyncScoreClient
 from scoremode.runs.pool import Pool
 from scoremode.wire.calls import LISTING_BYTES, call
+from scoremode.wire.requests import DEFAULT_TIMEOUT
 from scoremode.wire.retries import PATIENT_RETRY_FOR
 
 MAX_PROMPTS, MAX_TOKENS = 32, 65_536

@@ -5,13 +5,14 @@ import time
 from dataclasses import dataclass
 from typing import Unpack
 
-from scoremode.client import AsyncScoreClient, OnWindow
+from scoremode.client import AsyncScoreClient
 from scoremode.errors import NotFoundError, RateLimitError, ServerError, TransportError
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.run import OnProgress, Progress
 from scoremode.windows import WindowSettings
 from scoremode.wire.protocol import PerplexityWindow
 from scoremode.wire.references import Reference
+from scoremode.wire.requests import OnWindow
 
 
 @dataclass(frozen=True, slots=True)

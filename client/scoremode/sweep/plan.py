@@ -17,10 +17,10 @@ from pydantic import (
     model_validator,
 )
 
-from scoremode.client import server_root
 from scoremode.errors import ScoremodeError
 from scoremode.runs.corpora import DEFAULT_COLUMN, DEFAULT_SPLIT, Corpus, load_corpus, local_path
 from scoremode.windows import METHODS, Method, resolve_stride
+from scoremode.wire.requests import server_root
 
 DEFAULT_COMMAND = ["scoremode", "serve"]
 _FLAGS_OF_THE_SWEEP = ("--host", "--port", "--reference-dir", "--uds")

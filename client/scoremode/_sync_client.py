@@ -1,0 +1,412 @@
+"""`ScoreClient`, generated from `client.py` by `python scripts/write_sync_client.py`. Do not edit it."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Self, Unpack
+from urllib.parse import quote
+
+import httpx
+
+from scoremode.results import KldResult, KldWindowValues, Score, kld_reader, parse_kld_result, parse_scores
+from scoremode.windows import WindowSettings
+from scoremode.wire.calls import BYTES_PER_BYTE, FIXED_BYTES, LISTING_BYTES, Answer, BytesReader, Call, call, stream
+from scoremode.wire.protocol import (
+    MAX_CANDIDATES,
+    Candidates,
+    Continuations,
+    Lane,
+    Messages,
+    PerplexityResponse,
+    Prompt,
+    ServerInfo,
+    Text,
+    Tools,
+    TurnSequence,
+)
+from scoremode.wire.references import CorpusInfo, Reference, ReferenceDeleted, ReferenceList, ReferenceWindows
+from scoremode.wire.requests import (
+    API_KEY_VARIABLE,
+    DEFAULT_MAX_RETRIES,
+    DEFAULT_TIMEOUT,
+    MAX_POSITIONS,
+    OVERLAPS,
+    POSITION_BYTES,
+    VALUE_BYTES,
+    DetokenizedText,
+    OnWindow,
+    TokenIds,
+    connection_settings,
+    lane_request,
+    parse_token_texts,
+    parse_turns,
+    reference_path,
+    scored_sequences,
+    server_root,
+    window_reader,
+)
+from scoremode.wire.retries import Attempts, Retries
+
+
+class ScoreClient:
+    """Client of a Scoremode server.
+
+    Args:
+        base_url: Address of the server, with or without `/v1`.
+        model: Served model or LoRA adapter to ask for; the served model when left out.
+        api_key: Sent as a bearer token; the environment's SCOREMODE_API_KEY when left out.
+        timeout: Seconds to wait for the next byte of an answer.
+        max_retries: Attempts after the first one, on 429, 502, 503, 504 and on dropped or refused connections.
+        retry_for: Seconds since the first failure of a request for which it is sent again, in place of `max_retries`.
+            An error of status 500, which a server gives while it dies, is then tried again a few times as well.
+        transport: What carries the requests, in place of the network.
+
+    Every method raises `TransportError` when no answer comes, an `APIStatusError` when the answer is an error, and
+    `ResponseError` when the answer is not what the protocol says.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+        retry_for: float | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.base_url = server_root(base_url)
+        self.address = str(httpx.URL(self.base_url).copy_with(userinfo=b""))
+        """`base_url` without user and password, to be shown."""
+        self.model = model
+        self.retries = Retries(self.address, max_retries, retry_for)
+        """May be changed while requests are under way."""
+        key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
+        self._http = httpx.Client(**connection_settings(key, timeout), transport=transport)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    def send(self, call: Call[Answer]) -> Answer:
+        """Send a request, again where that may help, and read its answer."""
+        with Attempts(self.retries) as attempts:
+            while True:
+                reader = call.new_reader()
+                try:
+                    with self._http.stream(call.method, self.base_url + call.path, json=call.body) as response:
+                        receiver = call.receiver(response, reader)
+                        for chunk in response.iter_bytes():
+                            receiver.receive(chunk)
+                        if response.is_success:
+                            return reader.finish()
+                    wait = attempts.wait_after_status(response, receiver.finish())
+                except httpx.RequestError as error:
+                    wait = attempts.wait_after_failure(error, can_restart=reader.can_restart)
+                time.sleep(wait)
+
+    def info(self) -> ServerInfo:
+        """Ask what the server runs: model, context length, special tokens, versions."""
+        query = "" if self.model is None else f"?model={quote(self.model, safe='')}"
+        return self.send(call("GET", f"/v1/score{query}", ServerInfo.model_validate))
+
+    def score(
+        self,
+        prompt: Prompt,
+        continuations: Continuations | None = None,
+        *,
+        add_special_tokens: bool = True,
+        top_logprobs: int = 0,
+        candidate_token_ids: Candidates | None = None,
+        temperature: float | None = None,
+        logprobs_from: int | list[int] | None = None,
+        return_ranks: bool = False,
+        return_tokens: bool = False,
+        use_cache: bool = True,
+        lane: Lane = "prefill",
+        context: int | None = None,
+        model: str | None = None,
+    ) -> list[Score]:
+        """Score every token of one or several texts, or of their continuations: exact log-probabilities, in nats.
+
+        Args:
+            prompt: A text, several, the token ids of a text, or those of several.
+            continuations: Score these instead, each after each prompt; or a list of them for each prompt.
+            add_special_tokens: Let the tokenizer add its special tokens (BOS) to a text.
+            top_logprobs: Return the k most likely tokens at every position, at most what the server's `--max-logprobs`
+                allows, and 256.
+            candidate_token_ids: Score these tokens too: a list for all positions; for a single prompt also a list for
+                each position that is returned, for several such lists for each. All have as many tokens.
+            temperature: T of the distribution that is scored, the softmax of logits / T; 1 when left out.
+            logprobs_from: Return only positions from this one on; one for all prompts, or a list with one for each.
+            return_ranks: Return the rank of every token in the vocabulary.
+            return_tokens: Return every token as text.
+            use_cache: Accept logprobs that were computed for an earlier request.
+            lane: Feed as many tokens a step as fit, or one ("decode"), or as many as speculative decoding ("verify").
+            context: In these other lanes, prefill at most this many tokens, and none whose step gives a logprob.
+            model: In place of the client's.
+
+        Returns:
+            One score per prompt; with continuations one for each, those of the first prompt first.
+        """
+        sequences = scored_sequences(prompt, continuations)
+        num_values = top_logprobs if candidate_token_ids is None else top_logprobs + MAX_CANDIDATES
+        return self.send(
+            call(
+                "POST",
+                "/v1/score",
+                lambda body: parse_scores(body, sequences, logprobs_from or 0),
+                # A continuation may be scored after many prompts.
+                fixed_bytes=FIXED_BYTES + (BYTES_PER_BYTE + VALUE_BYTES * num_values) * sum(map(len, sequences)),
+                model=model or self.model,
+                prompt=prompt,
+                continuations=continuations,
+                add_special_tokens=add_special_tokens,
+                top_logprobs=top_logprobs,
+                candidate_token_ids=candidate_token_ids,
+                temperature=temperature,
+                logprobs_from=logprobs_from,
+                return_ranks=return_ranks,
+                return_tokens=return_tokens,
+                use_cache=use_cache,
+                **lane_request(lane, context),
+                encoding_format="base64",
+            )
+        )
+
+    def perplexity(
+        self,
+        prompt: Text | None = None,
+        *,
+        texts: list[str] | None = None,
+        on_window: OnWindow | None = None,
+        lane: Lane = "prefill",
+        context: int | None = None,
+        model: str | None = None,
+        **windows: Unpack[WindowSettings],
+    ) -> PerplexityResponse:
+        """Measure the perplexity of a text, or of several that share no context; the server cuts the windows.
+
+        Args:
+            prompt: One text, or its token ids.
+            texts: Several texts, in place of `prompt`.
+            on_window: An ordinary function, called with each window's NLL and the running perplexity as the server gets
+                there.
+            lane: As for `score`, with its `context`.
+            model: In place of the client's.
+            **windows: How the text is cut into windows: `WindowSettings` says which.
+
+        The answer is streamed, so a long run does not time out. A connection lost after the first window is an error,
+        not tried again.
+        """
+        return self.send(
+            stream(
+                "/v1/perplexity",
+                lambda: window_reader("perplexity", PerplexityResponse.model_validate, on_window),
+                bytes_per_byte=OVERLAPS * BYTES_PER_BYTE,
+                model=model or self.model,
+                prompt=prompt,
+                texts=texts,
+                **lane_request(lane, context),
+                **dict[str, Any]({"method": "sliding", **windows}),
+            )
+        )
+
+    def record_reference(
+        self,
+        name: str,
+        prompt: Text | None = None,
+        *,
+        texts: list[str] | None = None,
+        messages: Messages | list[Messages] | None = None,
+        tools: Tools | list[Tools | None] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        labels: Sequence[str] | None = None,
+        corpus: CorpusInfo | None = None,
+        return_ranks: bool = False,
+        on_window: OnWindow | None = None,
+        model: str | None = None,
+        **windows: Unpack[WindowSettings],
+    ) -> Reference:
+        """Record the served model's distributions over a text, for other models to be compared with.
+
+        Args:
+            name: The reference's name.
+            prompt: One text, or its token ids.
+            texts: Several texts, in place of `prompt`.
+            messages: Or conversations, whose turns are windows, with `tools` and `chat_template_kwargs` as for `turns`.
+            labels: A label for each text or conversation, such as its language, kept with the reference.
+            corpus: Where the text is from, kept with the reference.
+            return_ranks: Have the logprobs and ranks of its targets in each window.
+            on_window: An ordinary function, called with each window as it is recorded, and the running perplexity.
+            model: In place of the client's.
+            **windows: As for `perplexity`.
+
+        The answer is streamed. The server resumes an interrupted recording when the same request is sent again, as the
+        client does when the connection is lost. `BadRequestError` or another `APIStatusError` says that there is
+        another reference of that name.
+        """
+        return self.send(
+            stream(
+                "/v1/references",
+                # Sent again, the server reports only the windows that were missing.
+                lambda: window_reader("reference", Reference.model_validate, on_window, repeatable=True),
+                bytes_per_byte=OVERLAPS * BYTES_PER_BYTE,
+                model=model or self.model,
+                name=name,
+                prompt=prompt,
+                texts=texts,
+                corpus=None if corpus is None else corpus.model_dump(exclude_none=True),
+                return_ranks=return_ranks or None,
+                messages=messages,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                labels=labels and list(labels),
+                **windows if messages is not None else {"method": "sliding", **windows},
+            )
+        )
+
+    def references(self) -> list[Reference]:
+        """List all references of the server."""
+        return self.send(
+            call(
+                "GET",
+                "/v1/references",
+                lambda body: ReferenceList.model_validate(body).data,
+                fixed_bytes=LISTING_BYTES,
+            )
+        )
+
+    def reference(self, name: str) -> Reference:
+        """Look up a reference."""
+        return self.send(call("GET", reference_path(name), Reference.model_validate))
+
+    def reference_windows(self, name: str) -> ReferenceWindows:
+        """Look up where each window of a reference is from."""
+        return self.send(
+            call("GET", f"{reference_path(name)}/windows", ReferenceWindows.model_validate, fixed_bytes=LISTING_BYTES)
+        )
+
+    def llama_cpp_base(self, name: str, first: int, write: Callable[[bytes], object]) -> None:
+        """Fetch a reference as a base file of llama.cpp, from a window on; the first window comes after the header.
+
+        Args:
+            name: Name of a complete reference that was recorded with method `llama.cpp`.
+            first: Index of the first window.
+            write: Called with the file's bytes as they come; raises an exception if there are too many. A connection
+                lost after the first is an error, not tried again.
+        """
+        self.send(
+            Call(
+                "GET",
+                f"{reference_path(name)}/llama.cpp?first={first}",
+                lambda: BytesReader(write),
+                fixed_bytes=sys.maxsize,
+            )
+        )
+
+    def delete_reference(self, name: str) -> None:
+        """Delete a reference."""
+        self.send(call("DELETE", reference_path(name), ReferenceDeleted.model_validate))
+
+    def kld(
+        self,
+        reference: str,
+        windows: tuple[int, int] | None = None,
+        *,
+        top_logprobs: int = 0,
+        num_positions: int = MAX_POSITIONS,
+        as_noise_floor: bool = False,
+        on_window: Callable[[KldWindowValues], object] | None = None,
+        lane: Lane = "prefill",
+        context: int | None = None,
+        model: str | None = None,
+    ) -> KldResult:
+        """Measure the served model's KL divergence from a reference, over the whole vocabulary at every position.
+
+        Args:
+            reference: Name of a complete reference.
+            windows: The first window and the one after the last, from 0; all when left out.
+            top_logprobs: Return the k most likely tokens of both models at every position, at most what the server's
+                `--max-logprobs` allows, and 256.
+            num_positions: The most that these windows have: an answer with many more is refused.
+            as_noise_floor: Keep the result with the reference as its noise floor in this lane; all windows, and the
+                reference's own model.
+            on_window: An ordinary function, called with each window as it is done.
+            lane: The served model's lane, as for `score`, with its `context`. References are of the prefill lane.
+            model: In place of the client's.
+
+        With `on_window` or `as_noise_floor` the answer is streamed. A connection lost after the first window is then an
+        error, not tried again.
+        """
+        fields: dict[str, Any] = {
+            "fixed_bytes": FIXED_BYTES + (POSITION_BYTES + 2 * VALUE_BYTES * top_logprobs) * num_positions,
+            "model": model or self.model,
+            "reference": reference,
+            "windows": None if windows is None else list(windows),
+            "top_logprobs": top_logprobs,
+            "as_noise_floor": as_noise_floor,
+            "encoding_format": "base64",
+            **lane_request(lane, context),
+        }
+        if on_window is not None or as_noise_floor:
+            return self.send(stream("/v1/kld", lambda: kld_reader(on_window, windows), **fields))
+        return self.send(call("POST", "/v1/kld", lambda body: parse_kld_result(body, windows), **fields, stream=False))
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Tokenize a text with the server's tokenizer."""
+        fields: dict[str, Any] = {"model": self.model, "prompt": text, "add_special_tokens": add_special_tokens}
+        return self.send(call("POST", "/tokenize", lambda body: TokenIds.model_validate(body).tokens, **fields))
+
+    def turns(
+        self,
+        messages: Messages | list[Messages],
+        tools: Tools | list[Tools | None] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        roles: list[str] | None = None,
+    ) -> list[TurnSequence]:
+        """Render conversations with the served model's chat template, and find their turns to score.
+
+        Args:
+            messages: One conversation or several.
+            tools: Tools of all conversations, or a list for each.
+            chat_template_kwargs: Passed to the template.
+            roles: Roles of the turns to score; the assistant's when left out.
+        """
+        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        return self.send(
+            call(
+                "POST",
+                "/v1/turns",
+                lambda body: parse_turns(body, len(conversations)),
+                # A conversation has at most a sequence for each of its messages.
+                bytes_per_byte=BYTES_PER_BYTE * max(map(len, conversations)),
+                model=self.model,
+                messages=messages,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                roles=roles,
+            )
+        )
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Turn token ids into text with the server's tokenizer."""
+        fields: dict[str, Any] = {"model": self.model, "tokens": list(token_ids)}
+        return self.send(
+            call("POST", "/detokenize", lambda body: DetokenizedText.model_validate(body).prompt, **fields)
+        )
+
+    def token_texts(self, token_ids: Collection[int]) -> dict[int, str]:
+        """Look up the text of single tokens, by id. A token that ends within a character has U+FFFD for it."""
+        wanted = sorted(set(token_ids))
+        return self.send(
+            call("POST", "/v1/tokens", lambda body: parse_token_texts(body, wanted), model=self.model, token_ids=wanted)
+        )

@@ -1,0 +1,138 @@
+"""Parts of requests and answers that both clients have in common: addresses, fields, limits and readers."""
+
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, TypeAdapter
+
+from scoremode._version import __version__
+from scoremode.errors import ResponseError
+from scoremode.wire.calls import Answer, EventReader
+from scoremode.wire.protocol import (
+    Continuations,
+    Int32,
+    Lane,
+    Many,
+    PerplexityWindow,
+    Prompt,
+    TokensResponse,
+    TurnSequence,
+    TurnsResponse,
+)
+
+API_KEY_VARIABLE = "SCOREMODE_API_KEY"
+DEFAULT_TIMEOUT = 600.0
+"""Seconds without a byte from the server. A request may wait long for others, so a healthy server can be silent."""
+DEFAULT_MAX_RETRIES = 4
+MAX_POSITIONS = 1 << 19
+"""Positions in the windows of one answer of `kld`, where the caller does not know how many there are."""
+
+VALUE_BYTES, POSITION_BYTES, OVERLAPS = 32, 64, 8
+"""Bytes that an answer may have for a top token or a candidate at a position, and for a position of `kld` without them;
+and how many times as long an answer may be whose windows overlap."""
+_LONGEST_CONNECT = 10.0
+_LARGEST_PORT = 65535
+
+OnWindow = Callable[[PerplexityWindow], object]
+
+
+class TokenIds(BaseModel):
+    tokens: Many[Int32]
+
+
+class DetokenizedText(BaseModel):
+    prompt: str
+
+
+_TOKEN_TEXTS = TypeAdapter(TokensResponse)
+_TURNS = TypeAdapter(TurnsResponse)
+
+
+def server_root(base_url: str) -> str:
+    """The address that paths are appended to: `base_url` without a trailing `/v1`.
+    ValueError if it is not an http or https address."""
+    root = base_url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    try:
+        url = httpx.URL(root)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"not a server address: {base_url!r} ({error})") from error
+    if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > _LARGEST_PORT:
+        raise ValueError(f"not a server address: {base_url!r}; it looks like http://localhost:8000")
+    return root
+
+
+def connection_settings(api_key: str | None, timeout: float) -> dict[str, Any]:
+    """Settings of an httpx client."""
+    # An answer of a few bytes could unpack to any length.
+    headers = {"User-Agent": f"scoremode/{__version__}", "Accept-Encoding": "identity"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    return {
+        "headers": headers,
+        # Requests queue for a connection as long as it takes: how many there are at once is the caller's choice.
+        "timeout": httpx.Timeout(timeout, connect=min(timeout, _LONGEST_CONNECT), pool=None),
+        # By itself httpx would hold back all but 100 of them.
+        "limits": httpx.Limits(max_connections=None, max_keepalive_connections=None),
+    }
+
+
+def window_reader(
+    kind: str, result: Callable[[object], Answer], on_window: OnWindow | None, *, repeatable: bool = False
+) -> EventReader[PerplexityWindow, Answer]:
+    """Reads a stream of scored windows and a result of this kind."""
+    return EventReader(("perplexity.window", kind), _read_window, result, on_window, repeatable)
+
+
+def _read_window(event: object) -> PerplexityWindow:
+    window = PerplexityWindow.model_validate(event)
+    sizes = [len(values) for values in (window.logprobs, window.ranks) if values is not None]
+    if window.index >= window.num_windows or any(size != window.num_scored for size in sizes):
+        raise ResponseError(f"the server's window {window.index} of {window.num_windows} does not fit")
+    return window
+
+
+def parse_turns(body: object, num_conversations: int) -> list[TurnSequence]:
+    """Rendered conversations. ResponseError if a turn lies outside its sequence, or a sequence has no conversation."""
+    sequences = _TURNS.validate_python(body)["data"]
+    for sequence in sequences:
+        place, num_tokens = sequence["conversation"], len(sequence["token_ids"])
+        fits = all(0 < turn["first"] < turn["end"] <= num_tokens for turn in sequence["turns"])
+        if not fits or not 0 <= place < num_conversations:
+            raise ResponseError(f"the server's turns of conversation {place}, {num_tokens} tokens, do not fit")
+    return sequences
+
+
+def parse_token_texts(body: object, token_ids: list[int]) -> dict[int, str]:
+    """The texts of some tokens by their ids. ResponseError if there are more or fewer texts than ids."""
+    texts = _TOKEN_TEXTS.validate_python(body)["tokens"]
+    if len(texts) != len(token_ids):
+        raise ResponseError(f"the server gave {len(texts)} texts for {len(token_ids)} tokens")
+    return dict(zip(token_ids, texts, strict=True))
+
+
+def scored_sequences(prompt: Prompt, continuations: Continuations | None) -> list[str | list[int]]:
+    """The texts or token ids that a request has scored, in the order of its results."""
+    prompts = _leaves(prompt)
+    if not continuations:
+        return prompts
+    # One list for all prompts, or one for each.
+    is_shared = _leaves(continuations[0]) == [continuations[0]]
+    return _leaves(continuations) * (len(prompts) if is_shared else 1)
+
+
+def _leaves(nested: Any) -> list[str | list[int]]:
+    """The texts and the lists of token ids within lists."""
+    if isinstance(nested, str) or not nested or isinstance(nested[0], int):
+        return [nested]
+    return [leaf for part in nested for leaf in _leaves(part)]
+
+
+def lane_request(lane: Lane, context: int | None) -> dict[str, Any]:
+    """The lane's fields of a request; none for prefill, which older servers know too."""
+    return {} if lane == "prefill" and context is None else {"lane": lane, "context": context}
+
+
+def reference_path(name: str) -> str:
+    return f"/v1/references/{quote(name, safe='')}"
