@@ -1,39 +1,56 @@
-"""What `ppl-client compare` does."""
+"""`ppl-client compare`: finished runs next to each other."""
 
 import argparse
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from scoremode._printable import printable
-from scoremode.accuracy.compare_tasks import TaskComparison, compare_tasks
-from scoremode.accuracy.samples import load_tasks
-from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_text
-from scoremode.comparison.card import card
-from scoremode.comparison.compare import compare
-from scoremode.comparison.engine_log import with_logs
-from scoremode.comparison.figures import RunComparison
-from scoremode.comparison.run_file import load_runs
-from scoremode.comparison.tables import as_csv, as_markdown, as_text
-from scoremode.errors import RunError
+from scoremode.cli.options import MORE_THAN_0, Command, Group, Option, UsageError, at_least, value
+from scoremode.errors import RunError, extra
+
+MIN_RESAMPLES = 100
+_NAMED = value(lambda text: text.partition("=")[::2], all, "NAME=FILE")
+_NAMES = partial(str.split, sep=",")
 
 
-def run_compare(options: argparse.Namespace) -> None:
-    """Compare the runs that the options name: the report and the plots first, the table on stdout last. RunError if a
-    run or a task's samples cannot be read or compared."""
-    comparison, tasks, folders = None, None, {}
+def check(options: argparse.Namespace) -> None:
+    runs, tasks = options.runs, options.tasks or []
+    if not runs and not tasks:
+        raise UsageError("give finished runs, or --tasks")
+    if (options.llama_cpp or options.qbench) and not runs:
+        raise UsageError("--llama-cpp and --qbench need a finished run to be compared with")
+    if len({path.resolve() for path in runs}) < len(runs):
+        raise UsageError("a run is named twice")
+    if options.labels is not None:
+        if len(options.labels) != len(runs):
+            raise UsageError(f"--labels has {len(options.labels)} names for {len(runs)} runs")
+        if not all(options.labels) or len(set(options.labels)) < len(runs):
+            raise UsageError("--labels needs another name for every run")
+    if len(tasks) == 1:
+        raise UsageError("--tasks needs a folder for the base and one per other model")
+    if any("=" not in each for each in tasks) and len(tasks) != len(runs):
+        raise UsageError(f"--tasks has {len(tasks)} folders for {len(runs)} runs: give names to them (NAME=DIR)")
+    for name in ("card", "html", "plots"):
+        if getattr(options, name) and not runs:
+            raise UsageError(f"--{name} needs runs")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the report and the plots first, and the tables to stdout last. RunError if a run or a task's samples
+    cannot be read or compared."""
+    with extra("report"):
+        from scoremode.accuracy import compare_tasks, load_tasks
+        from scoremode.comparison import as_csv, as_markdown, as_text, card, compare, load_runs, with_logs
+        from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_text
+    comparison, tasks = None, None
     runs = load_runs(options.runs, options.labels)
     if runs:
         comparison = compare(runs, num_resamples=options.resamples, seed=options.seed)
         comparison = with_logs(comparison, options.llama_cpp, options.qbench)
-    for place, each in enumerate(options.tasks or ()):
-        label, separator, folder = each.partition("=")
-        if not separator:
-            label, folder = runs[place].label, each
-        if printable(label) in folders:
-            raise RunError(f"--tasks: two folders are called {label!r}: give them names of their own")
-        folders[printable(label)] = Path(folder)
-    if folders:
-        models = {label: load_tasks(each, options.task_metric, options.task_filter) for label, each in folders.items()}
+    if folders := _task_folders(options.tasks or (), [run.label for run in runs]):
+        models = {label: load_tasks(path, options.task_metric, options.task_filter) for label, path in folders.items()}
         tasks = compare_tasks(models, options.smallest_difference / 100)
     try:
         # Each takes a second to import, and is not always asked for.
@@ -46,16 +63,130 @@ def run_compare(options: argparse.Namespace) -> None:
 
             write_report(comparison, options.html, tasks=tasks)
     finally:
-        sys.stdout.write(_table(options, comparison, tasks))
+        is_markdown, parts = options.markdown or options.card, []
+        if options.csv:
+            parts.append(as_csv(comparison, () if tasks is None else tasks_as_csv(tasks)))
+        elif comparison is not None:
+            form = card if options.card else as_markdown if is_markdown else as_text
+            parts.append(form(comparison))
+        if tasks is not None and not options.csv:
+            parts.append(tasks_as_text(tasks, is_markdown=is_markdown))
+        sys.stdout.write("\n".join(parts))
 
 
-def _table(options: argparse.Namespace, comparison: RunComparison | None, tasks: TaskComparison | None) -> str:
-    if options.csv:
-        return as_csv(comparison, () if tasks is None else tasks_as_csv(tasks))
-    is_markdown = options.markdown or options.card
-    parts = []
-    if comparison is not None:
-        parts.append((card if options.card else as_markdown if is_markdown else as_text)(comparison))
-    if tasks is not None:
-        parts.append(tasks_as_text(tasks, is_markdown=is_markdown))
-    return "\n".join(parts)
+def _task_folders(tasks: Sequence[str], labels: Sequence[str]) -> dict[str, Path]:
+    """The folders of tasks by the names that were given with them, or by the labels of the runs."""
+    folders: dict[str, Path] = {}
+    for place, task in enumerate(tasks):
+        label, separator, folder = task.partition("=")
+        if not separator:
+            label, folder = labels[place], task
+        if printable(label) in folders:
+            raise RunError(f"--tasks: two folders are called {label!r}: give them names of their own")
+        folders[printable(label)] = Path(folder)
+    return folders
+
+
+COMMAND = Command(
+    "compare",
+    "Several finished runs next to each other, from the files that `ppl-client` and `ppl-client kld` wrote with "
+    "--output: their figures, each with two errors, and for every pair whether a difference is shown.",
+    [
+        Group(
+            "",
+            [
+                Option(
+                    "runs RUN.json",
+                    "finished runs on the same text and windows, the base first; one run of `ppl-client kld` is "
+                    "compared with its reference",
+                    type=Path,
+                    nargs="*",
+                ),
+                Option(
+                    "--labels A,B,...",
+                    "the names of the runs, in their order; default: the models' names, or the files' where they are "
+                    "equal",
+                    type=_NAMES,
+                ),
+            ],
+        ),
+        Group(
+            "other engines",
+            [
+                Option(
+                    "--llama-cpp NAME=LOG",
+                    "what `llama-perplexity` printed, with --kl-divergence or without, on the same text and windows: a "
+                    "row of its own, without intervals; several times",
+                    type=_NAMED,
+                    action="append",
+                    default=[],
+                ),
+                Option(
+                    "--qbench RESULTS",
+                    "the `results` that ExLlamaV3's eval/qbench.py wrote, on the same text: a row for each of its "
+                    "models; several times",
+                    action="append",
+                    default=[],
+                ),
+            ],
+        ),
+        Group(
+            "tasks",
+            [
+                Option(
+                    "--tasks [NAME=]DIR",
+                    "accuracies on tasks, question by question: the folders that lm-eval wrote with --log_samples "
+                    "--output_path, one per model, the base first; without names, in the order of the runs",
+                    nargs="+",
+                ),
+                Option(
+                    "--task-metric A,B,...",
+                    "which metrics judge the answers: the first that a task has; needed where a task has several",
+                    type=_NAMES,
+                    default=[],
+                ),
+                Option("--task-filter A,B,...", "which of lm-eval's filters, likewise", type=_NAMES, default=[]),
+                Option(
+                    "--smallest-difference POINTS",
+                    "in points: with fewer questions than could show it the verdict is 'too few questions'; default: "
+                    "%(default)g",
+                    type=MORE_THAN_0,
+                    default=1.0,
+                ),
+            ],
+        ),
+        Group(
+            "table",
+            [
+                Option("--markdown", "print tables as GitHub shows them", action="store_true"),
+                Option(
+                    "--card",
+                    "print the table that is published with a quantized model, where its figures are from, and the "
+                    "YAML of a Hugging Face model card",
+                    action="store_true",
+                ),
+                Option("--csv", "print one line per figure, in full precision", action="store_true"),
+            ],
+            is_exclusive=True,
+        ),
+        Group(
+            "output",
+            [
+                Option("--html FILE", "write a report, one file that loads nothing", type=Path),
+                Option("--plots DIR", "write the plots as SVG and PNG", type=Path),
+            ],
+        ),
+        Group(
+            "intervals",
+            [
+                Option(
+                    "--resamples N", "of the text; default: %(default)s", type=at_least(MIN_RESAMPLES), default=4000
+                ),
+                Option("--seed N", "of the resamples; default: %(default)s", type=at_least(0), default=0),
+            ],
+        ),
+    ],
+    run,
+    check,
+    success="the runs were compared and all is written",
+)

@@ -10,10 +10,13 @@
 It needs the extra `report`.
 """
 
-from scoremode.comparison.compare import compare
+from scoremode.comparison.card import card
+from scoremode.comparison.compare import check_comparable, compare
+from scoremode.comparison.engine_log import with_logs
 from scoremode.comparison.figures import Figure, GroupFigures, PairFigures, RunComparison, RunFigures, Verdict
 from scoremode.comparison.run_file import RunFile, load_run, load_runs
 from scoremode.comparison.summary import summary
+from scoremode.comparison.tables import as_csv, as_markdown, as_text
 
 __all__ = [
     "Figure",
@@ -23,8 +26,14 @@ __all__ = [
     "RunFigures",
     "RunFile",
     "Verdict",
+    "as_csv",
+    "as_markdown",
+    "as_text",
+    "card",
+    "check_comparable",
     "compare",
     "load_run",
     "load_runs",
     "summary",
+    "with_logs",
 ]

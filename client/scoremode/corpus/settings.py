@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scoremode._printable import two_columns
 from scoremode.errors import CorpusError
 from scoremode.metrics import exp
 
@@ -92,22 +91,3 @@ class CorpusProgress:
 
 
 OnCorpusProgress = Callable[[CorpusProgress], object]
-
-
-def figures_as_text(done: CorpusProgress) -> str:
-    files = f"{done.files_done:,}"
-    if done.num_finished_before:
-        files += f", {done.num_finished_before:,} of them finished before"
-    documents = f"{done.num_documents:,}"
-    if done.num_resumed:
-        documents += f", {done.num_resumed:,} of them scored before"
-    lines = {"files": files, "documents": documents}
-    if done.num_unscored:
-        reason = "" if done.first_error is None else f", the first because {done.first_error}"
-        lines["without figures"] = f"{done.num_unscored:,}{reason}"
-    lines["tokens"] = f"{done.num_tokens:,}"
-    if done.perplexity is not None:
-        lines["perplexity"] = f"{done.perplexity:.4f}"
-    rate = (done.num_tokens - done.num_tokens_resumed) / done.seconds if done.seconds else 0
-    lines["time"] = f"{done.seconds:.1f} s, {rate:,.0f} tokens/s"
-    return two_columns(list(lines.items()))

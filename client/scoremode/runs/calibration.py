@@ -69,15 +69,16 @@ class Overlap(Generic[Figures]):
 
 
 def measure_overlap(
-    calibration: Calibration,
+    calibration: Calibration | None,
     token_ids: Sequence[int] | NDArray[np.int32],
     window_sizes: Sequence[int],
     figures_of: Callable[[NDArray[np.bool_]], Figures],
-) -> Overlap[Figures]:
-    """What windows share with a calibration text, of the token ids of all their targets and the sizes of the windows.
-
-    `figures_of` gives the run's figures of some windows, [windows] true for each.
+) -> Overlap[Figures] | None:
+    """Measure what windows share with a calibration text, given the token ids of all their targets and the windows'
+    sizes; None without such a text. `figures_of` gives the run's figures of some windows, [windows] true for each.
     """
+    if calibration is None:
+        return None
     seen = np.unique(np.concatenate([_hashes(np.array(tokens, np.int64)) for tokens in calibration.token_ids]))
     windows = np.split(np.asarray(token_ids, np.int64), np.cumsum(window_sizes)[:-1])
     shares = np.array([np.isin(hashes, seen).mean() if len(hashes := _hashes(window)) else 0.0 for window in windows])

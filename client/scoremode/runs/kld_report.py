@@ -1,105 +1,24 @@
-"""A finished recording or comparison: as tables for people, and the comparison as JSON and arrays for the record.
-
-The statistics are llama.cpp's, label for label and format for format, so that two tables can be laid side by side.
-"""
+"""A finished comparison with a reference as JSON and arrays, for the record."""
 
 import dataclasses
-import json
-import math
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode._printable import printable, two_columns
-from scoremode.kld import POSITION_DTYPES, times_the_floor
+from scoremode.kld import POSITION_DTYPES
 from scoremode.results import TOP_DTYPES
 from scoremode.runs.calibration import Overlap
-from scoremode.runs.divergence import DivergentToken, KldMeasurement
-from scoremode.runs.lanes import lane_fields, lane_rows
-from scoremode.runs.recording import Recording
+from scoremode.runs.divergence import KldMeasurement
+from scoremode.runs.lanes import lane_fields
 from scoremode.runs.report import (
     finite_or_none,
     origin_arrays,
     record_beginning,
-    server_rows,
     tokens_record,
-    weights_in_words,
-    window_rows,
 )
-from scoremode.wire.references import ConfidenceBucket, KldStatistics, Reference
-
-_QUANTILES = {
-    **{"Maximum": "max", "99.9%  ": "p999", "99.0%  ": "p99", "95.0%  ": "p95", "90.0%  ": "p90", "75.0%  ": "p75"},
-    **{"Median ": "median", "25.0%  ": "p25", "10.0%  ": "p10", " 5.0%  ": "p5", " 1.0%  ": "p1", " 0.1%  ": "p01"},
-    "Minimum": "min",
-}
-_SHOWN_BEFORE = 60
-"""Characters of the text before a token."""
-
-
-def recording_as_text(recording: Recording) -> str:
-    """What was recorded, in two columns."""
-    reference = recording.reference
-    resumed = f", {recording.num_resumed:,} of them before" if recording.num_resumed else ""
-    return two_columns(
-        [
-            ("reference", reference.name),
-            ("model", reference.model),
-            ("weights", _weights(reference)),
-            ("server", f"scoremode {reference.scoremode_version}, vLLM {reference.vllm_version}"),
-            ("date", f"{datetime.fromtimestamp(reference.created, UTC):%Y-%m-%d %H:%M} UTC"),
-            *window_rows(reference, reference.corpus, reference.num_scored, reference.num_tokens),
-            ("recorded", f"{reference.num_recorded:,} windows{resumed}"),
-            ("on disk", f"{reference.disk_bytes / 2**30:,.3f} GiB"),
-            ("time", f"{recording.seconds:,.1f} s"),
-            ("perplexity", f"{_number(reference.perplexity, 0, 4)} ± {_number(reference.perplexity_stderr, 0, 4)}"),
-        ]
-    )
-
-
-def as_text(measurement: KldMeasurement, overlap: Overlap[KldStatistics] | None = None) -> str:
-    """What was compared, llama.cpp's three tables, and what they lack."""
-    figures, clustered = measurement.statistics, "stderr_clustered"
-    kld, delta_p = figures["kld"], figures["delta_p"]
-    tables = [
-        [
-            "====== Perplexity statistics ======",
-            f"Mean PPL(Q)                   : {_pair(figures, 'ppl_q')}",
-            f"Mean PPL(base)                : {_pair(figures, 'ppl_base')}",
-            f"Cor(ln(PPL(Q)), ln(PPL(base))): {_percent(figures['ln_ppl_correlation'], 6, 2)}%",
-            f"Mean ln(PPL(Q)/PPL(base))     : {_pair(figures, 'ln_ppl_ratio')}",
-            f"Mean PPL(Q)/PPL(base)         : {_pair(figures, 'ppl_ratio')}",
-            f"Mean PPL(Q)-PPL(base)         : {_pair(figures, 'ppl_difference')}",
-        ],
-        [
-            "====== KL divergence statistics ======",
-            f"Mean    KLD: {_pair(kld, 'mean', 'stderr')}",
-            *(f"{label} KLD: {_number(value, 10, 6)}" for label, value in _quantiles(kld)),
-        ],
-        [
-            "====== Token probability statistics ======",
-            f"Mean    Δp: {_percent_pair(delta_p, 'mean', 'stderr')}",
-            *(f"{label} Δp: {_percent(value, 6, 3)}%" for label, value in _quantiles(delta_p)),
-            f"RMS Δp    : {_percent_pair(delta_p, 'rms')}",
-            f"Same top p: {_percent_pair(figures, 'same_top_p')}",
-        ],
-        [
-            "====== Errors clustered by window ======",
-            f"Mean    KLD              : {_pair(kld, 'mean', clustered)}",
-            f"Mean ln(PPL(Q)/PPL(base)): {_pair(figures, 'ln_ppl_ratio', f'ln_ppl_ratio_{clustered}')}",
-            f"Mean    Δp               : {_percent_pair(delta_p, 'mean', clustered)}",
-            f"Same top p               : {_percent_pair(figures, 'same_top_p', f'same_top_p_{clustered}')}",
-        ],
-        _bucket_table(figures["confidence_buckets"]),
-        _summary(measurement),
-        _divergent_table(measurement.most_divergent),
-    ]
-    if overlap is not None:
-        tables.append(_calibration_table(overlap))
-    return "\n\n".join([_heading(measurement), *map("\n".join, tables)])
+from scoremode.wire.references import KldStatistics
 
 
 def as_json(
@@ -131,113 +50,3 @@ def as_arrays(measurement: KldMeasurement) -> dict[str, NDArray[Any]]:
         arrays |= {f"top_tokens.{name}": getattr(top, name).astype(dtype) for name, dtype in TOP_DTYPES.items()}
     arrays["window_sizes"] = np.array(measurement.window_sizes, np.int32)
     return arrays | origin_arrays(measurement.origins, arrays, measurement.token_texts)
-
-
-def _heading(measurement: KldMeasurement) -> str:
-    server, reference = measurement.server, measurement.reference
-    return two_columns(
-        [
-            ("model (Q)", f"{measurement.model}: {weights_in_words(server)}"),
-            *server_rows(server),
-            *lane_rows(measurement.lane, measurement.mean_batch),
-            ("base", f"{reference.name}: {reference.model}, {_weights(reference)}"),
-            *window_rows(reference, reference.corpus, reference.num_scored, reference.num_tokens),
-            ("time", f"{measurement.seconds:,.1f} s, {measurement.positions_per_second:,.0f} tokens/s"),
-        ]
-    )
-
-
-def _weights(reference: Reference) -> str:
-    revision = "" if reference.revision is None else f", revision {reference.revision}"
-    return f"{weights_in_words(reference)}{revision}"
-
-
-def _quantiles(figures: Mapping[str, Any]) -> list[tuple[str, float | None]]:
-    """With llama.cpp's labels; it has two more for Δp."""
-    return [(label, figures[name]) for label, name in _QUANTILES.items() if name in figures]
-
-
-def _bucket_table(buckets: list[ConfidenceBucket]) -> list[str]:
-    return [
-        "====== By confidence of the base ======",
-        "confidence      positions    share    mean KLD  same top p",
-        *(
-            f"[{bucket['lower']:.2f}, {bucket['upper']:.2f}{']' if bucket is buckets[-1] else ')'}"
-            f"  {bucket['count']:11,}  {_percent(bucket['share'], 6, 2)}%"
-            f"  {_number(bucket['mean_kld'], 10, 6)}  {_percent(bucket['same_top_p'], 9, 3)}%"
-            for bucket in buckets
-        ),
-    ]
-
-
-def _summary(measurement: KldMeasurement) -> list[str]:
-    figures = measurement.statistics
-    lines = [
-        "====== What the mean does not say ======",
-        f"Share of the top 1%: {_percent(figures['top_1_percent_share'], 6, 2)}% of the mean KLD",
-        f"Mean reverse KLD   : {_number(figures['reverse_kld_mean'], 10, 6)}",
-        f"Mean acceptance    : {_percent(figures['acceptance_mean'], 6, 2)}%",
-        f"Noise floor        : {_noise_floor(measurement)}",
-    ]
-    if num_infinite := figures["num_infinite_kld"]:
-        lines.append(f"Infinite KLD       : {num_infinite:,} positions, so that the mean is infinite")
-    return lines
-
-
-def _calibration_table(overlap: Overlap[KldStatistics]) -> list[str]:
-    rest = overlap.without
-    lines = ["====== Text of the calibration ======", printable(overlap.in_words)]
-    if rest is not None:
-        lines += [
-            "Without these windows:",
-            f"Mean PPL(Q)/PPL(base)         : {_pair(rest, 'ppl_ratio')}",
-            f"Mean    KLD: {_pair(rest['kld'], 'mean', 'stderr')}",
-        ]
-    return lines
-
-
-def _noise_floor(measurement: KldMeasurement) -> str:
-    floor, multiple = measurement.reference.noise_floor_of(measurement.lane), measurement.kld_over_noise_floor
-    if measurement.as_noise_floor:
-        return "this comparison, kept with the reference"
-    if floor is None:
-        return "not measured (ppl-client kld --floor, on a server of the base model)"
-    said = f"mean KLD {floor.mean:.3g} of the base from itself, 99.0% {floor.p99:.3g}"
-    return said if multiple is None else f"{said}; this is {times_the_floor(multiple)} the floor"
-
-
-def _divergent_table(tokens: Sequence[DivergentToken]) -> list[str]:
-    lines = ["====== Most divergent tokens ======"]
-    for token in tokens:
-        before = (token.text_before or "")[-_SHOWN_BEFORE:]
-        reference_top = _shown(token.reference_top_token, token.reference_top_token_id)
-        lines += [
-            f"KLD {_number(token.kld, 0, 6)}, window {token.window}, after {_shown(before)}",
-            f"    {_shown(token.token, token.token_id)}: "
-            f"base {token.reference_probability:.4f}, Q {token.probability:.4f}; "
-            f"base prefers {reference_top} ({token.reference_confidence:.4f}), "
-            f"Q {_shown(token.top_token, token.top_token_id)}",
-        ]
-    return lines if tokens else [*lines, "none"]
-
-
-def _shown(text: str | None, token_id: int = 0) -> str:
-    """In quotes and on one line."""
-    return f"token {token_id}" if text is None else printable(json.dumps(text, ensure_ascii=False))
-
-
-def _number(value: float | None, width: int, digits: int) -> str:
-    return "-".rjust(width) if value is None or not math.isfinite(value) else f"{value:{width}.{digits}f}"
-
-
-def _percent(value: float | None, width: int, digits: int) -> str:
-    return _number(None if value is None else 100 * value, width, digits)
-
-
-def _pair(figures: Mapping[str, Any], name: str, error: str | None = None) -> str:
-    """A figure and its error, `{name}_stderr` unless it has another name."""
-    return f"{_number(figures[name], 10, 6)} ± {_number(figures[error or f'{name}_stderr'], 10, 6)}"
-
-
-def _percent_pair(figures: Mapping[str, Any], name: str, error: str | None = None) -> str:
-    return f"{_percent(figures[name], 6, 3)} ± {_percent(figures[error or f'{name}_stderr'], 5, 3)} %"

@@ -27,12 +27,6 @@ def lane_fields(lane: Lane, batch: float | None = None) -> dict[str, object]:
     return {"lane": lane} if batch is None else {"lane": lane, "mean_batch": batch}
 
 
-def lane_rows(lane: Lane, batch: float | None) -> list[tuple[str, str]]:
-    if lane == "prefill":
-        return []
-    return [("lane", lane if batch is None else f"{lane}, {batch:.1f} sequences in a step on average")]
-
-
 @dataclass(frozen=True, slots=True)
 class LaneDifference:
     """Decode less prefill, in nats: of NLLs, or of KL divergences from one reference."""

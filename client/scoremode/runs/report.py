@@ -1,4 +1,4 @@
-"""A finished evaluation as text for people, and as JSON and arrays for the record."""
+"""A finished evaluation as JSON and arrays, for the record, and what every kind of record has."""
 
 import dataclasses
 import math
@@ -10,71 +10,27 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode._printable import two_columns
 from scoremode._version import __version__
 from scoremode.metrics import Perplexity
 from scoremode.runs.calibration import Overlap
 from scoremode.runs.conversations import token_classes
 from scoremode.runs.evaluate import Evaluation
-from scoremode.runs.lanes import lane_fields, lane_rows
-from scoremode.runs.plan import Plan
-from scoremode.runs.presets import comparable_with
+from scoremode.runs.lanes import lane_fields
 from scoremode.wire.protocol import ServerInfo
-from scoremode.wire.references import CorpusInfo, Reference, WindowOrigins
+from scoremode.wire.references import Reference, WindowOrigins
 
 RECORD_VERSION = 1
 """Of the JSON of every `kind`: fields may be added; none changes its meaning or is removed."""
-
-
-def as_text(evaluation: Evaluation, overlap: Overlap[Perplexity] | None = None) -> str:
-    """What was measured, in two columns; with `overlap`, of the windows without calibration text too."""
-    plan, result, text = evaluation.plan, evaluation.result, evaluation.text_metrics
-    rows = [
-        ("model", plan.model),
-        ("weights", weights_in_words(plan.server)),
-        *server_rows(plan.server),
-        *lane_rows(plan.lane, evaluation.mean_batch),
-        *window_rows(plan, plan.corpus.info, result.num_scored, len(plan.tokens)),
-        ("time", f"{evaluation.seconds:,.1f} s, {evaluation.tokens_per_second:,.0f} tokens/s"),
-        ("NLL", f"{_with_error(result.nll_mean, result.nll_stderr, 6)} nats/token"),
-        ("bits per byte", "-" if text.bits_per_byte is None else f"{text.bits_per_byte:.4f}"),
-        ("word perplexity", "-" if text.word_perplexity is None else f"{text.word_perplexity:,.4f}"),
-        ("perplexity", _with_error(result.perplexity, result.perplexity_stderr, 4)),
-    ]
-    if overlap is not None:
-        rest = overlap.without
-        without = "-" if rest is None else _with_error(rest.perplexity, rest.perplexity_stderr, 4)
-        rows += [("calibrated on", overlap.in_words), ("without these", without)]
-    return two_columns(rows)
 
 
 def weights_in_words(model: ServerInfo | Reference) -> str:
     return f"{model.quantization or 'not quantized'}, {model.dtype}"
 
 
-def server_rows(server: ServerInfo) -> list[tuple[str, str]]:
-    """What every table says of where and when it was measured."""
-    return [
-        ("revision", server.revision or "-"),
-        ("server", f"scoremode {server.scoremode_version}, vLLM {server.vllm_version}"),
-        ("computed on", server.devices or "-"),
-        ("date", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
-    ]
-
-
-def window_rows(
-    windows: Plan | Reference, corpus: CorpusInfo | None, num_scored: int, num_tokens: int
-) -> list[tuple[str, str]]:
-    """What every table says of the text and its windows."""
-    return [
-        ("corpus", "not known" if corpus is None else corpus.in_words),
-        ("figures", comparable_with(corpus, windows.context_length)),
-        ("method", windows.method),
-        ("context length", f"{windows.context_length:,} tokens"),
-        ("stride", f"{windows.stride:,} tokens"),
-        ("windows", f"{windows.num_windows:,}"),
-        ("tokens", f"{num_scored:,} scored, {num_tokens:,} in the text"),
-    ]
+def reference_in_words(reference: Reference) -> str:
+    """The weights of a reference's model, and its revision."""
+    weights = weights_in_words(reference)
+    return weights if reference.revision is None else f"{weights}, revision {reference.revision}"
 
 
 def as_json(
@@ -179,10 +135,6 @@ def tokens_record(texts: Mapping[int, str], origins: WindowOrigins | None) -> di
     labels = None if origins is None else origins.labels
     token_texts = {str(token_id): text for token_id, text in texts.items()}
     return {"token_texts": token_texts, **({} if labels is None else {"labels": list(dict.fromkeys(labels))})}
-
-
-def _with_error(value: float, stderr: float | None, digits: int) -> str:
-    return f"{value:,.{digits}f}" + ("" if stderr is None else f" ± {stderr:,.{digits}f}")
 
 
 def finite_or_none(value: Any) -> Any:

@@ -182,7 +182,9 @@ def read_plan(path: Path) -> SweepPlan:
     except OSError as error:
         raise PlanError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise PlanError(f"{path} is not YAML: {error}") from error
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
+        raise PlanError(f"{path} is not YAML{place}: {getattr(error, 'problem', error)}") from error
     if not isinstance(content, dict):
         raise PlanError(f"{path} is not a plan: it should have output, text and models")
     try:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from fake_server import INFO, StoredReference
 
+from scoremode.cli.kld import as_text
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.runs.divergence import DivergentToken, KldMeasurement
-from scoremode.runs.kld_report import as_json, as_text
+from scoremode.runs.kld_report import as_json
 from scoremode.wire.protocol import ServerInfo
 from scoremode.wire.references import CorpusInfo, NoiseFloor, Reference
 

@@ -143,9 +143,18 @@ def test_an_error_names_file_entry_and_field(tmp_path: Path, old: str, new: str,
     assert str(caught.value).startswith(f"{tmp_path / 'plan.yaml'}: {message}")
 
 
-@pytest.mark.parametrize("wrong", ["output: " + "1" * 5000, "output: 2026-99-99", "[" * 100_000], ids=len)
-def test_a_file_that_is_not_yaml_is_named(tmp_path: Path, wrong: str):
-    with pytest.raises(PlanError, match=r"plan\.yaml is not YAML"):
+@pytest.mark.parametrize(
+    ("wrong", "place"),
+    [
+        ("output: " + "1" * 5000, ": "),
+        ("output: 2026-99-99", ": "),
+        ("[" * 100_000, ": "),
+        ("output: runs\nmodels: [a,\ntext: }", " at line 3, column 7: expected the node content, but found '}'$"),
+    ],
+    ids=["digits", "date", "brackets", "brace"],
+)
+def test_a_file_that_is_not_yaml_is_named(tmp_path: Path, wrong: str, place: str):
+    with pytest.raises(PlanError, match=rf"plan\.yaml is not YAML{place}"):
         read(tmp_path, wrong)
 
 

@@ -1,0 +1,55 @@
+"""`ppl-client export`: a reference as a file for llama.cpp."""
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from scoremode._printable import printable
+from scoremode.cli.options import ONE_SERVER, QUIET, Command, Group, Option, check_one_server
+from scoremode.cli.progress import export_bar
+from scoremode.cli.running import connected
+from scoremode.runs.export import export_llama_cpp
+
+
+def check(options: argparse.Namespace) -> None:
+    check_one_server(options, "export", "has all windows")
+
+
+def run(options: argparse.Namespace) -> None:
+    size = asyncio.run(_export(options))
+    print(printable(f"{options.llama_cpp}: {size:,} bytes"))
+
+
+async def _export(options: argparse.Namespace) -> int:
+    async with connected(options, export_bar(quiet=options.quiet)) as ([client], on_bytes):
+        return await export_llama_cpp(
+            client, options.reference, options.llama_cpp, force=options.force, on_bytes=on_bytes
+        )
+
+
+COMMAND = Command(
+    "export",
+    "Write a reference for another engine: `llama-perplexity --kl-divergence --kl-divergence-base FILE` then measures "
+    "a GGUF file on the same tokens, against the same model. The same command again resumes.",
+    [
+        Group(
+            "export",
+            [
+                Option("--reference NAME", "a reference that was recorded with --method llama.cpp", required=True),
+                Option(
+                    "--llama-cpp FILE",
+                    "the base file; two bytes a token of the vocabulary and position",
+                    type=Path,
+                    required=True,
+                ),
+                Option("--force", "replace an earlier FILE", action="store_true"),
+            ],
+        ),
+        ONE_SERVER,
+        Group("output", [QUIET]),
+    ],
+    run,
+    check,
+    success="the file is written",
+    if_interrupted=": the same command resumes it",
+)

@@ -1,0 +1,84 @@
+"""`ppl-client record`: a served model's distributions, recorded as a reference."""
+
+import argparse
+import asyncio
+from datetime import UTC, datetime
+
+from scoremode._printable import two_columns
+from scoremode.cli.options import (
+    DATASET,
+    ONE_SERVER,
+    QUIET,
+    TEXT,
+    WINDOWS,
+    Command,
+    Group,
+    Option,
+    check_one_server,
+    check_text,
+)
+from scoremode.cli.progress import progress_bar
+from scoremode.cli.running import connected, corpus_of, window_rows, windows_of
+from scoremode.runs.recording import Recording, record_reference
+from scoremode.runs.report import reference_in_words
+
+
+def check(options: argparse.Namespace) -> None:
+    check_one_server(options, "record", "has all windows")
+    check_text(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    print(as_text(asyncio.run(_record(options))))
+
+
+async def _record(options: argparse.Namespace) -> Recording:
+    corpus = corpus_of(options)
+    async with connected(options, progress_bar("ppl", quiet=options.quiet)) as ([client], on_progress):
+        return await record_reference(client, corpus, options.reference, **windows_of(options), on_progress=on_progress)
+
+
+def as_text(recording: Recording) -> str:
+    """A recording in two columns."""
+    reference = recording.reference
+    resumed = f", {recording.num_resumed:,} of them before" if recording.num_resumed else ""
+    figures = (
+        "-" if value is None else f"{value:.4f}" for value in (reference.perplexity, reference.perplexity_stderr)
+    )
+    return two_columns(
+        [
+            ("reference", reference.name),
+            ("model", reference.model),
+            ("weights", reference_in_words(reference)),
+            ("server", f"scoremode {reference.scoremode_version}, vLLM {reference.vllm_version}"),
+            ("date", f"{datetime.fromtimestamp(reference.created, UTC):%Y-%m-%d %H:%M} UTC"),
+            *window_rows(reference, reference.corpus, reference.num_scored, reference.num_tokens),
+            ("recorded", f"{reference.num_recorded:,} windows{resumed}"),
+            ("on disk", f"{reference.disk_bytes / 2**30:,.3f} GiB"),
+            ("time", f"{recording.seconds:,.1f} s"),
+            ("perplexity", " ± ".join(figures)),
+        ]
+    )
+
+
+COMMAND = Command(
+    "record",
+    "Record a served model's distributions over a text on its server, for `ppl-client kld` to compare other models "
+    "with. The same command again resumes an interrupted recording.",
+    [
+        TEXT,
+        DATASET,
+        Group(
+            "recording",
+            [
+                Option("--reference NAME", "name to record under: letters, digits, '.', '_' and '-'", required=True),
+                *WINDOWS,
+            ],
+        ),
+        ONE_SERVER,
+        Group("output", [QUIET]),
+    ],
+    run,
+    check,
+    if_interrupted=": the same command resumes it",
+)

@@ -1,0 +1,142 @@
+"""What commands that measure have in common: clients, corpora, lanes, outputs, and the rows of their tables."""
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from datetime import UTC, datetime
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scoremode.client import AsyncScoreClient
+from scoremode.runs.calibration import Calibration
+from scoremode.runs.corpora import Corpus, load_corpus, read_rows
+from scoremode.runs.lanes import lane_difference
+from scoremode.runs.output import Output
+from scoremode.runs.plan import Plan, tokenize_texts
+from scoremode.runs.presets import comparable_with
+from scoremode.runs.run import OnProgress
+from scoremode.windows import WindowSettings
+from scoremode.wire.protocol import Lane, ServerInfo
+from scoremode.wire.references import CorpusInfo, Reference
+from scoremode.wire.retries import FIRST_CONTACT_SECONDS, PATIENT_RETRY_FOR
+
+OnStep = TypeVar("OnStep")
+Rows = list[tuple[str, str]]
+"""Names and values of a table of two columns."""
+
+Measured = tuple[NDArray[np.floating[Any]], NDArray[np.integer[Any]]]
+"""Nats of each target, and its position in its window; of a KL divergence, its position among the window's targets."""
+
+
+def measure_lanes(
+    options: argparse.Namespace, measure: Callable[[argparse.Namespace, Output | None], Coroutine[Any, Any, Measured]]
+) -> None:
+    """Measure in one lane, or in both one after the other and print what they differ in."""
+    lanes = [*_each_lane(options)] if options.lane == "both" else [options]
+    outputs: list[Output] = []
+    if options.output is not None:
+        outputs = [Output(lane.output, resume=options.resume, force=options.force) for lane in lanes]
+    with _resumable(outputs):
+        files: Sequence[Output | None] = outputs or [None] * len(lanes)
+        measured = [asyncio.run(measure(lane, file)) for lane, file in zip(lanes, files, strict=True)]
+    # Not before all lanes are finished: a command that resumes them has the windows of the first from its journal.
+    for output in outputs:
+        output.remove_journal()
+    if len(measured) > 1:
+        (prefill, positions), (decode, _) = measured
+        print(lane_difference(prefill, decode, positions).verdict())
+
+
+def _each_lane(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """The options of a run in each lane, whose output is named after the lane."""
+    for lane, decode_batch in (("prefill", None), ("decode", options.decode_batch)):
+        path = options.output
+        if path is not None:
+            path = path.with_name(f"{path.stem}-{lane}{path.suffix}")
+        yield argparse.Namespace(**{**vars(options), "lane": lane, "decode_batch": decode_batch, "output": path})
+
+
+@contextmanager
+def _resumable(outputs: Sequence[Output]) -> Iterator[None]:
+    """Close the journals of runs that fail, and add to the error how to resume the last that has windows."""
+    try:
+        yield
+    except BaseException as error:
+        hints = [output.abort() for output in outputs]
+        error.add_note(next(filter(None, reversed(hints)), ""))
+        raise
+
+
+@asynccontextmanager
+async def connected(
+    options: argparse.Namespace, bar: AbstractContextManager[OnStep]
+) -> AsyncIterator[tuple[list[AsyncScoreClient], OnStep]]:
+    """A client for each server, and the progress bar to be advanced."""
+    settings = {"model": options.model, "api_key": options.api_key, "timeout": options.timeout}
+    retry_for = PATIENT_RETRY_FOR if options.retry_for is None else options.retry_for
+    async with AsyncExitStack() as stack:
+        clients = []
+        for url in options.urls:
+            client = await stack.enter_async_context(AsyncScoreClient(url, **settings, retry_for=retry_for))
+            if options.retry_for is None:
+                client.retries.first_contact = FIRST_CONTACT_SECONDS
+            clients.append(client)
+        yield clients, stack.enter_context(bar)
+
+
+def corpus_of(options: argparse.Namespace) -> Corpus:
+    names = ("text", "text_file", "split", "num_samples", "preset", "messages", "by", "chat_template_kwargs")
+    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    return load_corpus(options.dataset, config=options.dataset_config, column=options.text_column, **settings)
+
+
+async def calibration_of(options: argparse.Namespace, client: AsyncScoreClient) -> Calibration | None:
+    """Read before anything is measured: the file may be missing, and `client` be lost during the run."""
+    if (path := options.calibration) is None:
+        return None
+    texts = read_rows(path, options.calibration_column)
+    return Calibration(path.name, texts, await tokenize_texts(client, texts, False), options.calibration_share)
+
+
+def windows_of(options: argparse.Namespace) -> WindowSettings:
+    return cast(WindowSettings, {name: getattr(options, name) for name in WindowSettings.__annotations__})
+
+
+def run_settings(options: argparse.Namespace, output: Output | None, on_progress: OnProgress) -> dict[str, Any]:
+    """Arguments that `evaluate` and `measure_kld` have in common."""
+    return {
+        "return_token_texts": output is not None,
+        "concurrency": options.decode_batch or options.concurrency,
+        "lane": options.lane,
+        "start_journal": None if output is None else output.start_journal,
+        "on_progress": on_progress,
+    }
+
+
+def server_rows(server: ServerInfo, lane: Lane, batch: float | None) -> Rows:
+    """Rows on where, when and in which lane a model was measured."""
+    rows = [
+        ("revision", server.revision or "-"),
+        ("server", f"scoremode {server.scoremode_version}, vLLM {server.vllm_version}"),
+        ("computed on", server.devices or "-"),
+        ("date", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
+    ]
+    if lane != "prefill":
+        rows.append(("lane", lane if batch is None else f"{lane}, {batch:.1f} sequences in a step on average"))
+    return rows
+
+
+def window_rows(windows: Plan | Reference, corpus: CorpusInfo | None, num_scored: int, num_tokens: int) -> Rows:
+    """Rows on a text and its windows."""
+    return [
+        ("corpus", "not known" if corpus is None else corpus.in_words),
+        ("figures", comparable_with(corpus, windows.context_length)),
+        ("method", windows.method),
+        ("context length", f"{windows.context_length:,} tokens"),
+        ("stride", f"{windows.stride:,} tokens"),
+        ("windows", f"{windows.num_windows:,}"),
+        ("tokens", f"{num_scored:,} scored, {num_tokens:,} in the text"),
+    ]
