@@ -8,7 +8,7 @@ import re
 from huggingface_hub import EvalResult, ModelCardData
 
 from scoremode._printable import printable
-from scoremode.comparison.figures import Figure, RunComparison, RunFigures
+from scoremode.comparison.figures import METRICS, Figure, RunComparison, RunFigures
 from scoremode.comparison.run_file import RunFile, compare_command, model_name
 from scoremode.comparison.summary import computed_differently
 from scoremode.comparison.tables import escaped, measured_by
@@ -18,6 +18,15 @@ from scoremode.runs.report import weights_in_words
 from scoremode.windows import STRIDED_METHODS
 
 _HEADER = ("quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "99.9 % KLD", "RMS Δp %", "same top %")
+_HUB_METRICS = {
+    "perplexity": ("perplexity", "perplexity"),
+    "ppl_change": ("perplexity_change", "change of perplexity, %"),
+    "kld": ("kl_divergence", "mean KL divergence, nats"),
+    "kld_p999": ("kl_divergence_p999", "99.9 % KL divergence, nats"),
+    "delta_p_rms": ("rms_delta_p", "RMS Δp, %"),
+    "same_top_p": ("same_top", "same top token, %"),
+}
+"""The types and names that metrics have on the hub."""
 _NAME_LENGTH = 24
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _MANY_DIGITS, _MOST_DIGITS = 4, 6
@@ -49,14 +58,14 @@ def _row(comparison: RunComparison, figures: RunFigures) -> tuple[str, ...]:
     is_same = figures.has_no_divergence
     return (
         _name(run.label),
-        "" if run.gib is None else f"{run.gib:.2f}",
-        "" if run.bits_per_weight is None else f"{run.bits_per_weight:.2f}",
-        _with_error(figures.perplexity),
-        _with_error(comparison.ppl_change(run), 100, "+"),
-        "0" if is_same else _with_error(figures.kld),
+        _plain("gib", run.gib),
+        _plain("bits_per_weight", run.bits_per_weight),
+        _with_error("perplexity", figures.perplexity),
+        _with_error("ppl_change", comparison.ppl_change(run), "+"),
+        "0" if is_same else _with_error("kld", figures.kld),
         "0" if is_same else _number(figures.kld_p999, None),
-        "" if figures.delta_p_rms is None else f"{100 * figures.delta_p_rms.value:.2f}",
-        "" if figures.same_top_p is None else f"{100 * figures.same_top_p.value:.2f}",
+        _plain("delta_p_rms", figures.delta_p_rms),
+        _plain("same_top_p", figures.same_top_p),
     )
 
 
@@ -72,9 +81,15 @@ def _name(label: str) -> str:
     return name
 
 
-def _with_error(figure: Figure | None, scale: float = 1, sign: str = "") -> str:
+def _plain(name: str, value: Figure | float | None) -> str:
+    number = value.value if isinstance(value, Figure) else value
+    return "" if number is None else f"{METRICS[name].scale * number:.2f}"
+
+
+def _with_error(name: str, figure: Figure | None, sign: str = "") -> str:
     if figure is None:
         return ""
+    scale = METRICS[name].scale
     return _number(scale * figure.value, None if figure.stderr is None else scale * figure.stderr, sign)
 
 
@@ -150,16 +165,10 @@ def _results(comparison: RunComparison, figures: RunFigures) -> list[EvalResult]
     config, split = (None, None) if corpus is None else (corpus.config, corpus.split)
     stride = f"stride {run.stride}" if run.method in STRIDED_METHODS else None
     windows = (config, run.method, f"context length {run.context_length}", stride)
-    values: dict[str, tuple[str, Figure | float | None, float]] = {
-        "perplexity": ("perplexity", figures.perplexity, 1),
-        "change of perplexity, %": ("perplexity_change", comparison.ppl_change(run), 100),
-        "mean KL divergence, nats": ("kl_divergence", figures.kld, 1),
-        "99.9 % KL divergence, nats": ("kl_divergence_p999", figures.kld_p999, 1),
-        "RMS Δp, %": ("rms_delta_p", figures.delta_p_rms, 100),
-        "same top token, %": ("same_top", figures.same_top_p, 100),
-    }
+    values = {**figures.known, "ppl_change": comparison.ppl_change(run)}
     found = []
-    for metric, (type_, figure, scale) in values.items():
+    for metric, (type_, hub_name) in _HUB_METRICS.items():
+        figure = values[metric]
         value = figure.value if isinstance(figure, Figure) else figure
         if value is not None and math.isfinite(value):
             found.append(
@@ -170,8 +179,8 @@ def _results(comparison: RunComparison, figures: RunFigures) -> list[EvalResult]
                     dataset_config=", ".join(filter(None, windows)),
                     dataset_split=", ".join(filter(None, (split, f"{run.num_windows} windows", f"{run.lane} lane"))),
                     metric_type=type_,
-                    metric_name=metric,
-                    metric_value=float(f"{scale * value:.6g}"),
+                    metric_name=hub_name,
+                    metric_value=float(f"{METRICS[metric].scale * value:.6g}"),
                 )
             )
     return found

@@ -40,6 +40,52 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
+class Metric:
+    """How all forms of a comparison show one figure of its runs."""
+
+    name: str
+    """In CSV files, and the attribute that has the value."""
+    heading: str
+    """In text and Markdown."""
+    report_heading: str
+    """Empty for a figure that the report leaves out."""
+    digits: int
+    """Decimals in text and Markdown; the report has as many as an error leaves."""
+    unit: str = ""
+    """After values in the report; `%` where the value is a share."""
+    is_size: bool = False
+    """Whether it is a size of the weights, an attribute of the run, which has no error."""
+
+    @property
+    def scale(self) -> int:
+        """From the value to the number that is shown."""
+        return 100 if self.unit == "%" else 1
+
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("gib", "GiB", "GiB", 3, is_size=True),
+        Metric("bits_per_weight", "bits per weight", "bits per weight", 2, is_size=True),
+        Metric("perplexity", "perplexity", "perplexity", 4),
+        Metric("ppl_ratio", "over that of {base}", "PPL ratio", 4),
+        Metric("bits_per_byte", "bits per byte", "bits per byte", 4),
+        Metric("kld", "mean KLD, nats", "mean KL", 6),
+        Metric("kld_median", "median KLD", "median KL", 6),
+        Metric("kld_p95", "95 %", "", 4),
+        Metric("kld_p99", "99 %", "99% KL", 4),
+        Metric("kld_p999", "99.9 %", "99.9% KL", 4),
+        Metric("kld_max", "max KLD", "max KL", 4),
+        Metric("delta_p_rms", "RMS Δp, %", "RMS Δp", 3, "%"),
+        Metric("same_top_p", "same top p, %", "same top p", 3, "%"),
+        Metric("kld_over_noise_floor", "times the floor", "times the floor", 1),
+        Metric("ppl_change", "change of perplexity, %", "", 2, "%"),
+    )
+}
+"""In the order of the report's columns. docs/compare.md describes them."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLog:
     """A run of another engine. What its log or results do not say is None."""
 
@@ -172,6 +218,15 @@ class RunComparison:
         """The first run's reference, which is then the base; None if it recorded that run's own model."""
         reference = self.base.reference
         return None if reference is None or reference.is_of(self.base.server) else reference
+
+    def values(self, metric: Metric) -> list[Figure | float | None]:
+        """A figure of every row; None where it is not known."""
+        if metric.name == "ppl_ratio":
+            compared = {pair.second.label: pair.ppl_ratio for pair in self.pairs_with_base}
+            return [compared.get(row.run.label) for row in self.rows]
+        if metric.name == "ppl_change":
+            return [self.ppl_change(row.run) if isinstance(row.run, RunFile) else None for row in self.rows]
+        return [getattr(row.run if metric.is_size else row, metric.name) for row in self.rows]
 
     def ppl_change(self, run: RunFile) -> Figure | None:
         """Of the perplexity, as a share of the base's; None for the base itself."""

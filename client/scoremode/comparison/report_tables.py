@@ -5,29 +5,11 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scoremode.comparison.figures import NEGLIGIBLE_KLD, OPPOSITE, Figure, PairFigures, RunComparison, Verdict
-from scoremode.kld import MOST_FLOORS
+from scoremode.comparison.cells import NOT_KNOWN, Cell, cell_of, decimals, digits_of, number, plain, with_errors
+from scoremode.comparison.figures import METRICS, OPPOSITE, Figure, Metric, PairFigures, RunComparison, Verdict
 
-NOT_KNOWN = "-"
-_MAX_DECIMALS = 8
 _FAR_FEWER = 2
 """From this many digits of difference after the point, the figures of a column each keep their own digits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    text: str
-    value: float | None = None
-    errors: tuple[str, ...] = ()
-    mark: str = ""
-    """A class of the style sheet."""
-    tip: str = ""
-    """What is shown of it on demand."""
-
-    @property
-    def sort_value(self) -> str:
-        """The value as JavaScript reads a number; empty where there is none."""
-        return "" if self.value is None else str(self.value).replace("inf", "Infinity")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,35 +23,27 @@ class Matrix:
 
 def run_table(comparison: RunComparison) -> tuple[list[str], list[list[Cell]]]:
     """Names of columns, and a row for each run, its label first, without the columns that no run has a figure for."""
-    runs = comparison.rows
-    nothing = Figure(0.0, None, None, None)
-    to_base = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
-    cells = {
-        "GiB": [plain(figures.run.gib, 3) for figures in runs],
-        "bits per weight": [plain(figures.run.bits_per_weight, 2) for figures in runs],
-        "perplexity": _column([figures.perplexity for figures in runs]),
-        "PPL ratio": _column([to_base.get(figures.run.label) for figures in runs]),
-        "bits per byte": _column([figures.bits_per_byte for figures in runs]),
-        "mean KL": _column([figures.kld for figures in runs]),
-        "median KL": [plain(figures.kld_median) for figures in runs],
-        "99% KL": [plain(figures.kld_p99) for figures in runs],
-        "99.9% KL": [plain(figures.kld_p999) for figures in runs],
-        "max KL": [plain(figures.kld_max) for figures in runs],
-        # Of a model that does not diverge, 0: the root would show what its divergence does not.
-        "RMS Δp": _column([nothing if each.has_no_divergence else each.delta_p_rms for each in runs], 100, "%"),
-        "same top p": _column([figures.same_top_p for figures in runs], 100, "%"),
-        "times the floor": [floors(figures.kld_over_noise_floor) for figures in runs],
-    }
-    used = {name: column for name, column in cells.items() if any(cell.text != NOT_KNOWN for cell in column)}
-    labels = [Cell(figures.run.label) for figures in runs]
+    shown = [metric for metric in METRICS.values() if metric.report_heading]
+    columns = {metric.report_heading: _column(comparison, metric) for metric in shown}
+    used = {name: column for name, column in columns.items() if any(cell.text != NOT_KNOWN for cell in column)}
+    labels = [Cell(row.run.label) for row in comparison.rows]
     return ["run", *used], [list(row) for row in zip(labels, *used.values(), strict=True)]
 
 
-def _column(figures: list[Figure | None], scale: float = 1, unit: str = "") -> list[Cell]:
-    """With the digits of the finest of them, unless others need far fewer."""
-    digits = [_digits(figure, scale) for figure in figures if figure is not None]
-    common = max(digits) if digits and max(digits) - min(digits) < _FAR_FEWER else None
-    return [with_errors(figure, common, scale=scale, unit=unit) for figure in figures]
+def _column(comparison: RunComparison, metric: Metric) -> list[Cell]:
+    values = comparison.values(metric)
+    if metric.name == "delta_p_rms":
+        # A model that does not diverge has 0: the root would show what its divergence does not.
+        nothing = Figure(0.0, None, None, None)
+        values = [
+            nothing if row.has_no_divergence else value for row, value in zip(comparison.rows, values, strict=True)
+        ]
+    digits = metric.digits if metric.is_size or metric.name == "kld_over_noise_floor" else None
+    finest = [digits_of(value, metric.scale) for value in values if isinstance(value, Figure)]
+    if finest and max(finest) - min(finest) < _FAR_FEWER:
+        # All with the digits of the finest.
+        digits = max(finest)
+    return [cell_of(metric, value, digits, metric.unit) for value in values]
 
 
 def effects(comparison: RunComparison) -> list[tuple[str, list[Cell]]]:
@@ -99,9 +73,9 @@ def _percent_more(ratio: Figure) -> str:
     if not math.isfinite(ratio.value):
         return number(ratio.value, 0)
     if ratio.low is None or ratio.high is None:
-        digits, interval = _decimals(100 * (ratio.stderr or 0), 2), ""
+        digits, interval = decimals(100 * (ratio.stderr or 0), 2), ""
     else:
-        digits = _decimals(50 * (ratio.high - ratio.low), 2)
+        digits = decimals(50 * (ratio.high - ratio.low), 2)
         interval = f" [{number(100 * (ratio.low - 1), digits)}, {number(100 * (ratio.high - 1), digits)}]"
     return f"{number(100 * (ratio.value - 1), digits, sign='+')} %{interval}"
 
@@ -152,55 +126,3 @@ def _pair_cells(
 
 def _mark(verdict: Verdict) -> str:
     return "" if verdict == "no difference shown" else verdict
-
-
-def plain(value: float | None, digits: int | None = None) -> Cell:
-    """A figure without errors, to so many digits after the point, or to three that count."""
-    if value is None or math.isnan(value):
-        return Cell(NOT_KNOWN)
-    if abs(value) < NEGLIGIBLE_KLD:
-        return Cell("0", value)
-    return Cell(number(value, _decimals(value, 3) if digits is None else digits), value)
-
-
-def floors(multiple: float | None) -> Cell:
-    """A divergence as a multiple of the noise floor."""
-    return Cell(f"> {MOST_FLOORS:,}", multiple) if multiple and multiple > MOST_FLOORS else plain(multiple, 1)
-
-
-def with_errors(
-    figure: Figure | None, digits: int | None = None, *, scale: float = 1, unit: str = "", sign: str = ""
-) -> Cell:
-    """A figure with the error that takes tokens as independent, and the interval that does not.
-
-    All have so many digits after the point, or as many as give the former two that count.
-    """
-    if figure is None or math.isnan(figure.value):
-        return Cell(NOT_KNOWN)
-    if abs(figure.value) < NEGLIGIBLE_KLD and figure.stderr is not None and figure.stderr < NEGLIGIBLE_KLD:
-        return Cell("0", figure.value)
-    digits = _digits(figure, scale) if digits is None else digits
-    errors = []
-    if figure.stderr is not None:
-        errors.append(f"± {number(scale * figure.stderr, digits)}")
-    if figure.low is not None and figure.high is not None:
-        errors.append(f"[{number(scale * figure.low, digits)}, {number(scale * figure.high, digits)}]")
-    return Cell(number(scale * figure.value, digits, sign=sign) + unit, figure.value, tuple(errors))
-
-
-def _digits(figure: Figure, scale: float) -> int:
-    return _decimals(scale * figure.stderr, 2) if figure.stderr else _decimals(scale * figure.value, 3)
-
-
-def _decimals(size: float, significant: int) -> int:
-    """Digits after the point that show so many of a number's own."""
-    if not size or not math.isfinite(size):
-        return 0
-    return min(_MAX_DECIMALS, max(0, significant - 1 - math.floor(math.log10(abs(size)))))
-
-
-def number(value: float, digits: int, sign: str = "") -> str:
-    """A number as a table has it, never in powers of ten."""
-    if not math.isfinite(value):
-        return "∞" if value > 0 else "-∞" if value < 0 else NOT_KNOWN
-    return f"{value:{sign},.{digits}f}"

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 
 from scoremode._printable import printable
 from scoremode.comparison.bootstrap import MIN_UNITS
-from scoremode.comparison.figures import Figure, RunComparison
-from scoremode.comparison.report_tables import floors, plain, with_errors
+from scoremode.comparison.cells import cell_of
+from scoremode.comparison.figures import METRICS, Figure, RunComparison
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import summary
 from scoremode.runs.presets import comparable_with
@@ -19,6 +19,13 @@ _CSV_HEADER = (
     *("path", "corpus", "corpus_sha256", "figures", "model", "revision", "versions", "device", "finished", "task"),
     *("by", "group"),
 )
+_RUN_SECTIONS = (
+    ("gib", "bits_per_weight", "bits_per_byte"),
+    ("perplexity", "ppl_ratio"),
+    ("kld", "same_top_p", "kld_over_noise_floor"),
+    ("kld_median", "kld_p95", "kld_p99", "kld_p999", "kld_max", "delta_p_rms"),
+)
+"""Metrics of the tables of runs; the last two are for runs with divergences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,44 +136,27 @@ def measured_by(comparison: RunComparison) -> str:
     return "; ".join(dict.fromkeys(filter(None, parts)))
 
 
+def _column(name: str, values: Iterable[Figure | float | None], base: str = "") -> Column:
+    """The figures of some rows, each with its errors."""
+    metric = METRICS[name]
+    cells = [cell_of(metric, value, metric.digits) for value in values]
+    return Column(metric.heading.format(base=base), [cell.in_text for cell in cells])
+
+
 def _run_sections(comparison: RunComparison) -> list[list[Column]]:
     rows, base = comparison.rows, comparison.base.label
-    ratios = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
-    change = comparison.ppl_change(comparison.base)
-    if not comparison.pairs and change is not None and comparison.base_reference is not None:
-        ratios = {base: replace(change, value=1 + change.value)}
+    values = {name: comparison.values(metric) for name, metric in METRICS.items()}
+    change = values["ppl_change"][0]
+    if not comparison.pairs and isinstance(change, Figure) and comparison.base_reference is not None:
+        values["ppl_ratio"][0] = replace(change, value=1 + change.value)
         base = f"the reference {comparison.base_reference.name}"
     label = Column("run", [row.run.label for row in rows], right=False)
-    sections = [
-        [
-            label,
-            Column("weights", [row.run.weights for row in rows], right=False),
-            Column("GiB", [_cell(row.run.gib, 3) for row in rows]),
-            Column("bits per weight", [_cell(row.run.bits_per_weight, 2) for row in rows]),
-            Column("bits per byte", [_cell(row.bits_per_byte, 4) for row in rows]),
-        ],
-        [
-            label,
-            Column("perplexity", [_cell(row.perplexity, 4) for row in rows]),
-            Column(f"over that of {base}", [_cell(ratios.get(row.run.label), 4) for row in rows]),
-        ],
-        [
-            label,
-            Column("mean KLD, nats", [_cell(row.kld, 6) for row in rows]),
-            Column("same top p, %", [_cell(row.same_top_p, 3, 100) for row in rows]),
-            Column("times the floor", [floors(row.kld_over_noise_floor).text for row in rows]),
-        ],
-        [
-            label,
-            Column("median KLD", [_cell(row.kld_median, 6) for row in rows]),
-            Column("95 %", [_cell(row.kld_p95, 4) for row in rows]),
-            Column("99 %", [_cell(row.kld_p99, 4) for row in rows]),
-            Column("99.9 %", [_cell(row.kld_p999, 4) for row in rows]),
-            Column("max KLD", [_cell(row.kld_max, 4) for row in rows]),
-            Column("RMS Δp, %", [_cell(row.delta_p_rms, 3, 100) for row in rows]),
-        ],
-    ]
-    return sections if any(row.kld is not None for row in rows) else sections[:2]
+    weights = Column("weights", [row.run.weights for row in rows], right=False)
+    has_kld = any(row.kld is not None for row in rows)
+    sections = _RUN_SECTIONS if has_kld else _RUN_SECTIONS[:2]
+    columns = [[label, *(_column(name, values[name], base) for name in names)] for names in sections]
+    columns[0].insert(1, weights)
+    return columns
 
 
 def _pair_sections(comparison: RunComparison) -> list[list[Column]]:
@@ -177,10 +167,11 @@ def _pair_sections(comparison: RunComparison) -> list[list[Column]]:
         Column("run", [pair.second.label for pair in pairs], right=False),
         Column("compared with", [pair.first.label for pair in pairs], right=False),
     ]
-    ratios = Column("perplexity ratio", [_cell(pair.ppl_ratio, 4) for pair in pairs])
+    ratios = replace(_column("ppl_ratio", [pair.ppl_ratio for pair in pairs]), header="perplexity ratio")
     sections = [[*labels, ratios, Column("by perplexity", [pair.verdict for pair in pairs], right=False)]]
     if any(pair.kld_difference is not None for pair in pairs):
-        differences = Column("mean KLD difference, nats", [_cell(pair.kld_difference, 6) for pair in pairs])
+        differences = _column("kld", [pair.kld_difference for pair in pairs])
+        differences = replace(differences, header="mean KLD difference, nats")
         verdicts = Column("by KLD", [pair.kld_verdict or "-" for pair in pairs], right=False)
         sections.append([*labels, differences, verdicts])
     return sections
@@ -195,13 +186,10 @@ def group_tables(comparison: RunComparison) -> Iterator[list[list[Column]]]:
             Column("tokens", [f"{row.group.num_scored:,}" for row in rows]),
             Column("run", [row.run.label for row in rows], right=False),
         ]
-        by_nll = [Column("perplexity", [_cell(row.perplexity, 4) for row in rows])]
+        by_nll = [_column("perplexity", [row.perplexity for row in rows])]
         if comparison.pairs:
-            by_nll.append(Column(f"over that of {comparison.base.label}", [_cell(row.ppl_ratio, 4) for row in rows]))
-        by_kld = [
-            Column("mean KLD, nats", [_cell(row.kld, 6) for row in rows]),
-            Column("same top p, %", [_cell(row.same_top_p, 3, 100) for row in rows]),
-        ]
+            by_nll.append(_column("ppl_ratio", [row.ppl_ratio for row in rows], comparison.base.label))
+        by_kld = [_column("kld", [row.kld for row in rows]), _column("same_top_p", [row.same_top_p for row in rows])]
         has_kld = any(row.kld is not None for row in rows)
         yield [[*labels, *by_nll], [*labels, *by_kld]] if has_kld else [[*labels, *by_nll]]
 
@@ -241,9 +229,3 @@ def escaped(text: str) -> str:
     for character in "\\|`*_<[":
         text = text.replace(character, f"\\{character}")
     return text
-
-
-def _cell(value: Figure | float | None, digits: int, scale: float = 1) -> str:
-    """With the errors of a figure."""
-    cell = with_errors(value, digits, scale=scale) if isinstance(value, Figure) else plain(value, digits)
-    return " ".join((cell.text, *cell.errors)).replace("∞", "inf")

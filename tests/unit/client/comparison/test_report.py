@@ -13,8 +13,9 @@ from made_up_runs import MODELS, write_runs
 from run_files import kld_run, made_up_nlls, perplexity_run
 
 from scoremode.comparison import Figure, compare, load_runs
+from scoremode.comparison.cells import with_errors
 from scoremode.comparison.report import write_report
-from scoremode.comparison.report_tables import pair_matrices, with_errors
+from scoremode.comparison.report_tables import pair_matrices
 
 NUM_TOKENS = 5000
 
