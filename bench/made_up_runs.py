@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.results import MAX_TOP_POSITIONS, NUM_TOP, TopTokens
-from scoremode.runs import kld_report
 from scoremode.runs.divergence import KldMeasurement
 from scoremode.runs.output import Output
 from scoremode.wire.protocol import ServerInfo
@@ -189,8 +188,8 @@ def write_kld_run(
         token_texts=dict(texts or {}),
         top_tokens=tops,
     )
-    record = kld_report.as_json(measurement, ["http://localhost:8000"])
-    Output(path, resume=False, force=True).write(record, kld_report.as_arrays(measurement))
+    record = measurement.record(["http://localhost:8000"])
+    Output(path, resume=False, force=True).write(record, measurement.arrays())
     return path
 
 

@@ -86,7 +86,7 @@ CLIENT_FAULTS = {
     "corpus/rows.py < corpus/test_json_lines.py corpus/test_corpus_files.py": [
         ('promote_options="permissive"', 'promote_options="default"')
     ],
-    "sweep/kept.py < sweep/test_kept.py": [
+    "sweep/reuse.py < sweep/test_reuse.py": [
         ("each.stat().st_size, each.stat().st_mtime_ns)", "each.stat().st_size, 0)")
     ],
     "sweep/sweep.py < sweep/test_run_sweep.py": [(" and self._lacks_reference())", " and False)")],

@@ -32,7 +32,7 @@ _QUANTILES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KldPositions:
-    """What the comparison gives for n positions, in the order of windows: arrays of shape [n].
+    """A comparison's values at n positions, in the order of windows: arrays of shape [n].
 
     The fields have the names and meanings of `references.KldWindow`; on the wire they are of `POSITION_DTYPES`.
     """
@@ -133,14 +133,14 @@ def times_the_floor(multiple: float) -> str:
 
 
 def standard_error(values: Floats) -> float:
-    """Of the mean, with values as independent; NaN for a single one."""
+    """The standard error of the mean, with values as independent; NaN for a single one."""
     if len(values) < 2:
         return math.nan
     return math.sqrt(np.square(values - values.mean()).mean() / (len(values) - 1))
 
 
 def clustered_standard_error(values: Floats, window_sizes: NDArray[np.integer[Any]]) -> float:
-    """Of the mean, with windows as independent and values within one as dependent; NaN for fewer than two windows.
+    """The standard error of the mean, with windows as independent; NaN for fewer than two windows.
 
     `values` are [n], in the order of windows. Of these, windows have `window_sizes`; those without any do not count.
     """
@@ -212,7 +212,7 @@ def _delta_p_figures(values: Floats, window_sizes: NDArray[Any]) -> DeltaPFigure
 
 
 def _tail_share(kld: Floats) -> float:
-    """What the largest hundredth of the positions, rounded up, makes of the sum; NaN where the sum is 0."""
+    """The share of the sum that the largest hundredth of the positions, rounded up, has; NaN where the sum is 0."""
     num_tail = -(-len(kld) // _TAIL_DIVISOR)
     total = float(kld.sum())
     return float(np.sort(kld)[-num_tail:].sum()) / total if total else math.nan

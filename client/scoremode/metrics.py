@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
 
@@ -89,3 +90,10 @@ def count_words(text: str) -> int:
 def exp(value: float) -> float:
     """e**value, infinite where a float overflows, and NaN of NaN."""
     return math.inf if value >= _LARGEST_EXPONENT else math.exp(value)
+
+
+def finite_or_none(value: Any) -> Any:
+    """Replace infinities in a figure, or in several, by None, because JSON lacks them."""
+    if isinstance(value, dict):
+        return {name: finite_or_none(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

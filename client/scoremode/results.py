@@ -1,4 +1,4 @@
-"""What `/v1/score` and `/v1/kld` answer, as arrays, and how it is read from the wire."""
+"""Answers of `/v1/score` and `/v1/kld` as arrays, and how they are read from the wire."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from scoremode.wire.references import KldStatistics, KldWindow
 
 
 def _logprobs(sent: object) -> NDArray[np.float32]:
-    """Of an answer, with minus infinity as in JSON and in `sum_logprob`."""
+    """The logprobs of an answer; minus infinity is as in JSON and in `sum_logprob`."""
     logprobs: NDArray[np.float32] = np.maximum(decode_array("logprobs", sent, "<f4"), np.float32(LOWEST_LOGPROB))
     check_logprobs("logprobs", logprobs)
     return logprobs

@@ -1,4 +1,4 @@
-"""Which tokens of a text are scored, and with how much context: the windows of each perplexity method.
+"""Decides which tokens of a text are scored, and with how much context: the windows of each perplexity method.
 
 A method cuts a text of N tokens into windows. A window is the sequence given to the model; its *targets* are the
 tokens whose log-probabilities count. Everything here is arithmetic on positions: nothing is tokenized or scored.

@@ -35,7 +35,7 @@ class TaskRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelTasks:
-    """What the answers show about a model, against the base."""
+    """Compares a model with the base by its answers."""
 
     label: str
     rows: list[TaskRow]

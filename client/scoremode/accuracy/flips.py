@@ -46,12 +46,12 @@ class Flips:
 
     @property
     def accuracy(self) -> float:
-        """Of the other model."""
+        """The other model's share of right answers."""
         return (self.num_right - self.lost + self.gained) / self.num_questions
 
     @property
     def difference(self) -> float:
-        """Of the accuracies, -1 to 1: negative where the other model is worse."""
+        """The accuracy of the other model less that of the base, -1 to 1."""
         return (self.gained - self.lost) / self.num_questions
 
     @property
@@ -62,7 +62,7 @@ class Flips:
 
 @dataclass(frozen=True, slots=True)
 class TaskFigures:
-    """What the answers to one task's questions, or to those of all tasks, show about a model."""
+    """Figures that a model's answers give, to one task's questions or to those of all tasks."""
 
     flips: Flips
     p: float

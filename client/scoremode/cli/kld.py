@@ -35,12 +35,12 @@ from scoremode.cli.running import (
     run_settings,
     server_rows,
     window_rows,
+    write_and_print,
 )
 from scoremode.kld import times_the_floor
 from scoremode.results import NUM_TOP
 from scoremode.runs.calibration import Overlap, measure_overlap
 from scoremode.runs.divergence import DivergentToken, KldMeasurement, measure_kld, measure_noise_floor
-from scoremode.runs.kld_report import as_arrays, as_json
 from scoremode.runs.output import Output
 from scoremode.runs.report import reference_in_words, weights_in_words
 from scoremode.wire.references import ConfidenceBucket, KldStatistics
@@ -77,21 +77,16 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Measur
         else:
             num_top = 0 if output is None else options.top_logprobs
             measurement = await measure_kld(clients, options.reference, top_logprobs=num_top, **settings)
-    positions, sizes = measurement.positions, measurement.window_sizes
-    overlap = measure_overlap(calibration, positions.token_ids, sizes, measurement.statistics_of)
-    try:
-        if output is not None:
-            output.write(as_json(measurement, options.urls, overlap), as_arrays(measurement))
-    finally:
-        # A number that took hours is shown even where it cannot be written.
-        print(as_text(measurement, overlap))
+    overlap = measure_overlap(calibration, measurement)
+    write_and_print(measurement, overlap, options.urls, output, as_text(measurement, overlap))
+    positions = measurement.positions
     # By rounding a model diverges from itself more in the other lane.
     nats = -positions.logprobs if measurement.reference.is_of(measurement.server) else positions.kld
-    return nats, np.concatenate([np.arange(1, size + 1) for size in sizes])
+    return nats, np.concatenate([np.arange(1, size + 1) for size in measurement.window_sizes])
 
 
 def as_text(measurement: KldMeasurement, overlap: Overlap[KldStatistics] | None = None) -> str:
-    """What was compared, llama.cpp's three tables, and what they lack."""
+    """The models, llama.cpp's three tables, and tables of what these leave out."""
     figures, clustered = measurement.statistics, "stderr_clustered"
     kld, delta_p = figures["kld"], figures["delta_p"]
     tables = [
@@ -146,7 +141,7 @@ def _heading(measurement: KldMeasurement) -> str:
 
 
 def _quantiles(figures: Mapping[str, Any]) -> list[tuple[str, float | None]]:
-    """With llama.cpp's labels; it has two more for Δp."""
+    """The quantiles under llama.cpp's labels, of which Δp has two more."""
     return [(label, figures[name]) for label, name in _QUANTILES.items() if name in figures]
 
 

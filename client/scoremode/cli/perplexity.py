@@ -30,12 +30,13 @@ from scoremode.cli.running import (
     server_rows,
     window_rows,
     windows_of,
+    write_and_print,
 )
 from scoremode.metrics import Perplexity
 from scoremode.runs.calibration import Overlap, measure_overlap
 from scoremode.runs.evaluate import Evaluation, evaluate
 from scoremode.runs.output import Output
-from scoremode.runs.report import as_arrays, as_json, weights_in_words
+from scoremode.runs.report import weights_in_words
 
 
 def check(options: argparse.Namespace) -> None:
@@ -54,14 +55,8 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Measur
         calibration = await calibration_of(options, clients[0])
         settings = run_settings(options, output, on_progress)
         evaluation = await evaluate(clients, corpus, **windows_of(options), return_ranks=output is not None, **settings)
-    sizes = [window.num_scored for window in evaluation.windows]
-    overlap = measure_overlap(calibration, evaluation.plan.target_ids(), sizes, evaluation.result_of)
-    try:
-        if output is not None:
-            output.write(as_json(evaluation, options.urls, overlap), as_arrays(evaluation))
-    finally:
-        # A number that took hours is shown even where it cannot be written.
-        print(as_text(evaluation, overlap))
+    overlap = measure_overlap(calibration, evaluation)
+    write_and_print(evaluation, overlap, options.urls, output, as_text(evaluation, overlap))
     positions = [np.arange(window.first_scored, window.num_tokens) for window in evaluation.plan.windows]
     return np.concatenate([window.nlls for window in evaluation.windows]), np.concatenate(positions)
 

@@ -1,4 +1,4 @@
-"""What `ppl-client` prints on stderr while it works: a progress bar, and one line per event."""
+"""Prints on stderr while `ppl-client` works: a progress bar, and one line per event."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""What commands that measure have in common: clients, corpora, lanes, outputs, and the rows of their tables."""
+"""Shared by commands that measure: clients, corpora, lanes, outputs, and the rows of their tables."""
 
 import argparse
 import asyncio
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scoremode.client import AsyncScoreClient
-from scoremode.runs.calibration import Calibration
+from scoremode.runs.calibration import Calibration, Figures, FinishedRun, Overlap
 from scoremode.runs.corpora import Corpus, load_corpus, read_rows
 from scoremode.runs.lanes import lane_difference
 from scoremode.runs.output import Output
@@ -85,6 +85,17 @@ async def connected(
                 client.retries.first_contact = FIRST_CONTACT_SECONDS
             clients.append(client)
         yield clients, stack.enter_context(bar)
+
+
+def write_and_print(
+    run: FinishedRun[Figures], overlap: Overlap[Figures] | None, urls: Sequence[str], output: Output | None, text: str
+) -> None:
+    """Write a finished run, and print it: a number that took hours is shown even where it cannot be written."""
+    try:
+        if output is not None:
+            output.write(run.record(urls, overlap), run.arrays())
+    finally:
+        print(text)
 
 
 def corpus_of(options: argparse.Namespace) -> Corpus:

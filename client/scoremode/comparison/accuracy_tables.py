@@ -39,8 +39,8 @@ def tasks_as_csv(tasks: TaskComparison) -> Iterator[CsvRow]:
 
 
 def report_sections(tasks: TaskComparison) -> list[dict[str, object]]:
-    """What the report's template shows of each model; questions whose answers the models hold most firmly first, near
-    ties last. Verdicts are classes of the style sheet, one for each row."""
+    """The report's sections, one per model; the flipped questions are sorted by how firmly the models hold their
+    answers, near ties last. Verdicts are classes of the style sheet, one per row."""
     sections: list[dict[str, object]] = []
     for model in tasks.models:
         flipped = sorted(model.flipped, key=lambda each: -min(_margin(each.base), _margin(each.other)))
@@ -101,7 +101,7 @@ def _margin(sample: Sample) -> float:
 
 
 def _flipped(base: str, label: str, flipped: FlippedAnswer) -> tuple[str, list[tuple[str, str, str]]]:
-    """What a question is and was answered, and each option with the logprobs of base and model."""
+    """A question with its answers, and each option with the logprobs of base and model."""
     right, wrong = (base, label) if flipped.base.is_right else (label, base)
     prompt = flipped.base.prompt
     shown = prompt if len(prompt) <= _END else f"…{prompt[-_END:]}"

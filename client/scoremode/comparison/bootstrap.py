@@ -34,7 +34,7 @@ _QUANTILE = 0.975
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
-    """What is drawn: consecutive targets of a text."""
+    """Parts of a text that are drawn: each has consecutive targets."""
 
     starts: NDArray[np.intp]
     """[units], the index of each one's first target."""

@@ -94,7 +94,7 @@ def _with_error(name: str, figure: Figure | None, sign: str = "") -> str:
 
 
 def _number(value: float | None, stderr: float | None, sign: str = "") -> str:
-    """With its error to two digits, to one where that would be long; without one to three."""
+    """A number whose error has two digits, or one where that would be long; without an error it has three."""
     if value is None or math.isnan(value):
         return ""
     if math.isinf(value):

@@ -1,6 +1,6 @@
-"""What llama.cpp's `llama-perplexity` printed and ExLlamaV3's qbench wrote, as figures next to those of runs.
+"""Reads what llama.cpp's `llama-perplexity` printed and ExLlamaV3's qbench wrote, as figures next to those of runs.
 
-Their own errors are kept, and what they do not give is None. They give no value of single tokens, so there are no
+They have errors of their own, and None for what they lack. They give no values of single tokens, so there are no
 intervals and no verdicts.
 """
 
@@ -128,7 +128,7 @@ def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:
 
 
 def _rest_of_line(text: str, words: str) -> str:
-    """What follows words and an equals sign in the first line that has these words; empty where none has."""
+    """The text after some words and an equals sign in the first line that has these words; empty where none has."""
     return text.partition(words)[2].partition("\n")[0].strip(" =")
 
 

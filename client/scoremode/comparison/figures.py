@@ -229,7 +229,7 @@ class RunComparison:
         return [getattr(row.run if metric.is_size else row, metric.name) for row in self.rows]
 
     def ppl_change(self, run: RunFile) -> Figure | None:
-        """Of the perplexity, as a share of the base's; None for the base itself."""
+        """The change of the perplexity as a share of the base's; None for the base itself."""
         base_nlls = self.base.nlls if self.base_reference is None else self.base.reference_nlls
         if base_nlls is None or base_nlls is run.nlls:
             return None
@@ -246,10 +246,10 @@ class RunComparison:
 
     @property
     def corpus(self) -> CorpusInfo | None:
-        """Of the first run that names it: all are of one text."""
+        """The text as the first run that knows it describes it: all runs are of one text."""
         return next((figures.run.corpus for figures in self.runs if figures.run.corpus is not None), None)
 
     @property
     def corpus_names(self) -> list[str]:
-        """What the runs call their text, each name once; none where no run names it."""
+        """The names that runs give their text, each once; none where no run names it."""
         return list(dict.fromkeys(figures.run.corpus.name for figures in self.runs if figures.run.corpus is not None))

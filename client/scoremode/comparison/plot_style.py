@@ -48,7 +48,7 @@ class Theme:
     """Okabe and Ito's hues in lightnesses that stand out from the paper: told apart with any kind of color vision."""
 
     def run(self, index: int) -> str:
-        """Of the run with this place; colors come again after the last, with other markers and dashes."""
+        """The color of the run with this place; colors repeat after the last, with other markers and dashes."""
         return self.runs[index % len(self.runs)]
 
 

@@ -218,7 +218,7 @@ def _floor(comparison: RunComparison) -> str:
 
 
 def common_caption(comparison: RunComparison) -> str:
-    """What belongs below all plots together: how intervals were computed, and the measurement."""
+    """The caption below all plots together says how intervals were computed, and describes the measurement."""
     return f"{comparison.intervals_in_words('Intervals are 95 %')} {measured(comparison)}"
 
 

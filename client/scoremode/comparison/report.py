@@ -99,7 +99,7 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
 
 
 def _command(comparison: RunComparison) -> str:
-    """What makes the comparison again, in the folder of the runs."""
+    """The command that makes the comparison again, in the folder of the runs."""
     runs = [figures.run for figures in comparison.runs]
     paths = [run.path.absolute() for run in runs]
     folder = os.path.commonpath([path.parent for path in paths])

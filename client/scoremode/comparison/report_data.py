@@ -1,4 +1,4 @@
-"""What a report's page draws its text from: the tokens of the passages that fit, and means of all.
+"""Makes the data that a report's page draws its text from: the tokens of the passages that fit, and means of all.
 
 A passage is a window, or a piece of a long one that a page can draw at once. Arrays are base64 of 16 bits per value
 where those are as exact as what the page shows, of 32 where not.
@@ -165,7 +165,7 @@ def _series(
 
 
 def _shown_tops(runs: Sequence[RunFile], num_shown: int) -> dict[int, TopTokens]:
-    """Of runs that have some, where the sum of all divergences is largest, each divided by its run's mean."""
+    """The top tokens of runs where the sum of all divergences, each divided by its run's mean, is largest."""
     klds = [np.minimum(run.kld, np.finfo(np.float32).max) for run in runs if run.kld is not None]
     score = sum((kld / (kld.mean() or 1) for kld in klds), start=np.zeros(runs[0].num_scored))
     shown = np.argsort(-score, kind="stable")[:num_shown]

@@ -106,7 +106,7 @@ def _inverse(ratio: float) -> float:
 
 
 def _rows(labels: list[str], cells: Mapping[tuple[str, str], Cell]) -> list[list[Cell]]:
-    """Of cells by the labels of row and column."""
+    """The rows of a matrix, given its cells by the labels of row and column."""
     return [[cells.get((row, column), Cell(NOT_KNOWN if row != column else "")) for column in labels] for row in labels]
 
 

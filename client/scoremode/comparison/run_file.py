@@ -35,7 +35,7 @@ class _Arrays:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Record:
-    """What is read of a run's JSON."""
+    """The fields that are read from a run's JSON."""
 
     kind: Literal["perplexity", "kld"]
     model: str

@@ -44,7 +44,7 @@ def summary(comparison: RunComparison) -> list[str]:
 
 
 def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Verdict]) -> list[str]:
-    """Which runs are shown to be worse than which, and each pair of which nothing is shown. A verdict is on the first
+    """Say which runs are shown to be worse than others, and for which pairs nothing is shown. A verdict is on the first
     of two."""
     both_ways = {**verdicts, **{(second, first): OPPOSITE[verdict] for (first, second), verdict in verdicts.items()}}
     undecided = [

@@ -1,4 +1,4 @@
-"""What the mean does not say: how the values of single tokens are distributed, and where in the text runs part."""
+"""Plots of single tokens: how their values are distributed, and where in the text runs begin to differ."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Which files a run reads, and its progress."""
+"""Finds the files that a run reads, and counts its progress."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

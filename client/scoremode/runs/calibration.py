@@ -5,13 +5,15 @@ Texts share their common 13-grams (13 tokens in a row), the measure used to sear
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
+
+from scoremode.metrics import Perplexity, finite_or_none
 
 Figures = TypeVar("Figures")
 
@@ -51,12 +53,20 @@ class Overlap(Generic[Figures]):
         """[windows], whether the share is more than the threshold."""
         return self.shares > self.calibration.threshold
 
-    def record(self, without: object) -> dict[str, object]:
-        """For a run's JSON, with `without` as it has it."""
-        sha256 = hashlib.sha256("\0".join(self.calibration.texts).encode()).hexdigest()
-        text = {"name": self.calibration.name, "sha256": sha256, "num_tokens": self.calibration.num_tokens}
-        windows = {"ngram": NGRAM, "threshold": self.calibration.threshold, "shares": self.shares.tolist()}
-        return {"calibration": {**text, **windows, "without": without}}
+    def record(self) -> dict[str, object]:
+        """For a run's JSON."""
+        rest, text = self.without, self.calibration
+        return {
+            "calibration": {
+                "name": text.name,
+                "sha256": hashlib.sha256("\0".join(text.texts).encode()).hexdigest(),
+                "num_tokens": text.num_tokens,
+                "ngram": NGRAM,
+                "threshold": text.threshold,
+                "shares": self.shares.tolist(),
+                "without": finite_or_none(asdict(rest) if isinstance(rest, Perplexity) else rest),
+            }
+        }
 
     @property
     def in_words(self) -> str:
@@ -68,26 +78,40 @@ class Overlap(Generic[Figures]):
         )
 
 
-def measure_overlap(
-    calibration: Calibration | None,
-    token_ids: Sequence[int] | NDArray[np.int32],
-    window_sizes: Sequence[int],
-    figures_of: Callable[[NDArray[np.bool_]], Figures],
-) -> Overlap[Figures] | None:
-    """Measure what windows share with a calibration text, given the token ids of all their targets and the windows'
-    sizes; None without such a text. `figures_of` gives the run's figures of some windows, [windows] true for each.
-    """
+class FinishedRun(Protocol[Figures]):
+    """A finished run of either kind."""
+
+    @property
+    def window_sizes(self) -> Sequence[int]:
+        """Targets of each window."""
+
+    @property
+    def target_ids(self) -> Sequence[int] | NDArray[np.int32]:
+        """Token ids of all targets, in the order of windows."""
+
+    def figures_of(self, windows: NDArray[np.bool_]) -> Figures:
+        """The figures of some windows, [windows] true for each."""
+
+    def record(self, urls: Sequence[str], overlap: Overlap[Figures] | None = None) -> dict[str, object]:
+        """All that was measured and all that it takes to repeat it. JSON lacks infinity: it becomes null."""
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The values of every target, in the order of windows, and the windows' sizes."""
+
+
+def measure_overlap(calibration: Calibration | None, run: FinishedRun[Figures]) -> Overlap[Figures] | None:
+    """Measure what the windows of a run share with a calibration text; None without such a text."""
     if calibration is None:
         return None
     seen = np.unique(np.concatenate([_hashes(np.array(tokens, np.int64)) for tokens in calibration.token_ids]))
-    windows = np.split(np.asarray(token_ids, np.int64), np.cumsum(window_sizes)[:-1])
+    windows = np.split(np.asarray(run.target_ids, np.int64), np.cumsum(run.window_sizes)[:-1])
     shares = np.array([np.isin(hashes, seen).mean() if len(hashes := _hashes(window)) else 0.0 for window in windows])
     kept = shares <= calibration.threshold
-    return Overlap(calibration, shares, figures_of(kept) if kept.any() else None)
+    return Overlap(calibration, shares, run.figures_of(kept) if kept.any() else None)
 
 
 def _hashes(token_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Of each n-gram, [tokens - n + 1]; none of fewer tokens."""
+    """The hash of each n-gram, [tokens - n + 1]; none where there are fewer tokens."""
     if len(token_ids) < NGRAM:
         return np.empty(0, np.uint64)
     return np.asarray(sliding_window_view(token_ids.astype(np.uint64), NGRAM) @ _FACTORS)

@@ -67,7 +67,7 @@ class Corpus:
 
     @property
     def info(self) -> CorpusInfo:
-        """What a reference keeps of it."""
+        """The description that a reference keeps."""
         names = CorpusInfo.model_fields.keys() - {"sha256"}
         return CorpusInfo(sha256=self.fingerprint, **{name: getattr(self, name) for name in names})
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, ScoremodeError, ServersDifferError
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.metrics import exp
-from scoremode.results import KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
+from scoremode.metrics import exp, finite_or_none
+from scoremode.results import TOP_DTYPES, KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
+from scoremode.runs.calibration import Overlap
 from scoremode.runs.lanes import lane_fields, mean_batch
 from scoremode.runs.plan import differences, server_header
 from scoremode.runs.pool import Pool
+from scoremode.runs.report import origin_arrays, record_beginning, record_end
 from scoremode.runs.run import OnProgress, Run, StartJournal, measure
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
 from scoremode.wire.arrays import decode_top_logprobs, encode_top_logprobs
@@ -159,8 +161,11 @@ class KldMeasurement:
     mean_batch: float | None = None
     """Mean of the windows'."""
 
-    def statistics_of(self, windows: NDArray[np.bool_]) -> KldStatistics:
-        """Of the positions of some windows, [windows] true for each."""
+    @property
+    def target_ids(self) -> NDArray[np.int32]:
+        return self.positions.token_ids
+
+    def figures_of(self, windows: NDArray[np.bool_]) -> KldStatistics:
         kept = np.repeat(windows, self.window_sizes)
         positions = KldPositions(**{name: getattr(self.positions, name)[kept] for name in POSITION_DTYPES})
         return statistics(positions, np.array(self.window_sizes)[windows].tolist())
@@ -174,6 +179,30 @@ class KldMeasurement:
         """The mean KL divergence as a multiple of this lane's noise floor; None without one, or if it is 0."""
         floor, mean = self.reference.noise_floor_of(self.lane), self.statistics["kld"]["mean"]
         return mean / floor.mean if floor is not None and floor.mean > 0 and mean is not None else None
+
+    def record(self, urls: Sequence[str], overlap: Overlap[KldStatistics] | None = None) -> dict[str, object]:
+        return {
+            **record_beginning("kld", urls, self.model, self.server),
+            "reference": finite_or_none(self.reference.model_dump()),
+            "settings": {
+                "concurrency": self.concurrency,
+                "as_noise_floor": self.as_noise_floor,
+                **lane_fields(self.lane, self.mean_batch),
+            },
+            "statistics": self.statistics,
+            "kld_over_noise_floor": self.kld_over_noise_floor,
+            "most_divergent": [finite_or_none(asdict(token)) for token in self.most_divergent],
+            "seconds": self.seconds,
+            "positions_per_second": self.positions_per_second,
+            **record_end(self.token_texts, self.origins, overlap),
+        }
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        arrays = {name: getattr(self.positions, name).astype(dtype) for name, dtype in POSITION_DTYPES.items()}
+        if (top := self.top_tokens) is not None:
+            arrays |= {f"top_tokens.{name}": getattr(top, name).astype(dtype) for name, dtype in TOP_DTYPES.items()}
+        arrays["window_sizes"] = np.array(self.window_sizes, np.int32)
+        return arrays | origin_arrays(self.origins, arrays, self.token_texts)
 
 
 async def measure_kld(
@@ -253,7 +282,7 @@ async def _measurement(
     *,
     return_token_texts: bool,
 ) -> KldMeasurement:
-    """Of a finished run; `concurrency` is None for that of a noise floor."""
+    """Make the result of a finished run; `concurrency` is None for a noise floor."""
     windows, seconds = run.in_order(), run.seconds()
     positions = KldPositions.concatenate([window.positions for window in windows])
     if len(positions) != (wanted := plan.reference.num_scored):
@@ -316,7 +345,7 @@ async def _divergent_tokens(
     method: Method,
     documents: Sequence[int],
 ) -> list[DivergentToken]:
-    """With their texts, by the tokenizer of a server. One that fails costs the texts, as the log says."""
+    """Look up the texts of these positions with a server's tokenizer. If it fails, the log says so."""
     firsts = np.cumsum([0, *window_sizes[:-1]])
     if method in EXHAUSTIVE_METHODS:
         # Targets follow one another through a whole document, with the other methods within a window.

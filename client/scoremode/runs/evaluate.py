@@ -4,19 +4,22 @@ The windows are cut here and scored over `/v1/score`, so that every token's NLL 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Unpack
+from dataclasses import asdict, dataclass, field
+from itertools import compress
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scoremode.client import AsyncScoreClient
-from scoremode.metrics import Perplexity, TextMetrics, perplexity, text_metrics
+from scoremode.metrics import Perplexity, TextMetrics, finite_or_none, perplexity, text_metrics
+from scoremode.runs.calibration import Overlap
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.divergence import texts_of_occurring
-from scoremode.runs.lanes import mean_batch
+from scoremode.runs.lanes import lane_fields, mean_batch
 from scoremode.runs.plan import Plan, WindowNlls, make_plan
 from scoremode.runs.pool import Pool
+from scoremode.runs.report import origin_arrays, record_beginning, record_end
 from scoremode.runs.run import OnProgress, StartJournal, measure
 from scoremode.windows import WindowSettings
 from scoremode.wire.protocol import Lane
@@ -48,14 +51,73 @@ class Evaluation:
         sizes = {"num_tokens": len(plan.tokens), "num_bytes": plan.num_bytes, "num_words": plan.num_words}
         return text_metrics(self.result, plan.method, **sizes)
 
-    def result_of(self, windows: NDArray[np.bool_]) -> Perplexity:
-        """The perplexity of some windows, [windows] true for each."""
-        kept = (window for window, is_kept in zip(self.windows, windows, strict=True) if is_kept)
-        return perplexity(nll for window in kept for nll in window.nlls)
+    @property
+    def window_sizes(self) -> list[int]:
+        return [window.num_scored for window in self.windows]
+
+    @property
+    def target_ids(self) -> list[int]:
+        return self.plan.target_ids()
+
+    def figures_of(self, windows: NDArray[np.bool_]) -> Perplexity:
+        return perplexity(nll for window in compress(self.windows, windows) for nll in window.nlls)
 
     @property
     def tokens_per_second(self) -> float:
         return self.result.num_scored / self.seconds
+
+    def record(self, urls: Sequence[str], overlap: Overlap[Perplexity] | None = None) -> dict[str, object]:
+        plan, result = self.plan, self.result
+        return {
+            **record_beginning("perplexity", urls, plan.model, plan.server),
+            "corpus": {**plan.corpus.info.model_dump(), "source": plan.corpus.source},
+            "settings": {
+                "method": plan.method,
+                "context_length": plan.context_length,
+                "stride": plan.stride,
+                "max_tokens": plan.max_tokens,
+                "add_special_tokens": plan.add_special_tokens,
+                # True in files of earlier versions whose windows the server cut.
+                "server_side": False,
+                "concurrency": self.concurrency,
+                **lane_fields(plan.lane, self.mean_batch),
+            },
+            "num_tokens": len(plan.tokens),
+            "num_bytes": plan.num_bytes,
+            "num_words": plan.num_words,
+            **finite_or_none(asdict(result) | asdict(self.text_metrics)),
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            # Under the names that a comparison with a reference has for the served model.
+            "statistics": finite_or_none(
+                {
+                    "num_scored": result.num_scored,
+                    "num_windows": len(self.windows),
+                    "nll_q": result.nll_mean,
+                    "nll_q_stderr": result.nll_stderr,
+                    "ppl_q": result.perplexity,
+                    "ppl_q_stderr": result.perplexity_stderr,
+                }
+            ),
+            "windows": [
+                # Not by `asdict`, which would copy every NLL.
+                {name: getattr(window, name) for name in ("index", "num_scored", "nll_sum", "nlls")}
+                for window in self.windows
+            ],
+            **record_end(self.token_texts, plan.origins, overlap),
+        }
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        arrays: dict[str, NDArray[Any]] = {
+            "token_ids": np.array(self.target_ids, np.int32),
+            # As the server sent them, which float32 holds.
+            "logprobs": np.array([-nll for window in self.windows for nll in window.nlls], np.float32),
+            "window_sizes": np.array(self.window_sizes, np.int32),
+        }
+        ranks = [rank for window in self.windows for rank in window.ranks or ()]
+        if ranks:
+            arrays["ranks"] = np.array(ranks, np.int32)
+        return arrays | origin_arrays(self.plan.origins, arrays, self.token_texts)
 
 
 async def evaluate(

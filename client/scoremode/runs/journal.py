@@ -44,7 +44,7 @@ Result = TypeVar("Result", bound=WindowResult)
 
 
 class Measurement(Protocol[Result]):
-    """What a run measures in each window, and how its journal has it."""
+    """Measures the windows of a run, and says how its journal has them."""
 
     @property
     def num_windows(self) -> int: ...
@@ -53,7 +53,7 @@ class Measurement(Protocol[Result]):
         """Have a server score a window."""
 
     def nats(self, window: Result) -> float:
-        """What a window adds to the sum that `Progress.mean` is of."""
+        """The value that a window adds to the sum whose mean is `Progress.mean`."""
 
     def header(self) -> dict[str, object]:
         """Everything that decides the windows and their numbers; flat, so that each difference has a name."""

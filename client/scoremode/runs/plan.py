@@ -257,8 +257,8 @@ async def _with_turns(plan: Plan, client: AsyncScoreClient) -> Plan:
 
 
 def identity(server: ServerInfo) -> dict[str, object]:
-    """What decides the numbers that a server gives: two servers with the same can share a run. GPUs and kernels decide
-    their last digits, and are left out."""
+    """The fields that decide the numbers of a server: servers with equal ones can share a run. GPUs and kernels, which
+    decide the last digits, are left out."""
     return server.model_dump(exclude={*_FIELDS_WITHOUT_INFLUENCE, "computed_by"})
 
 

@@ -67,7 +67,7 @@ class Pool:
 
     @property
     def clients(self) -> list[AsyncScoreClient]:
-        """Of the servers that were not dropped."""
+        """The clients of the servers that were not dropped."""
         return [server.client for server in self._servers]
 
     async def score(

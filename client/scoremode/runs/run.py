@@ -23,7 +23,7 @@ class Progress:
 
     @property
     def perplexity(self) -> float:
-        """Of the tokens so far, where `mean` is that of their NLLs."""
+        """The perplexity of the tokens so far, where `mean` is that of their NLLs."""
         return exp(self.mean)
 
 

@@ -126,7 +126,7 @@ class ModelEntry(_Part):
 
 
 class CompareOptions(_Part):
-    """What is written at the end; paths are relative to `output`."""
+    """Files that are written at the end; paths are relative to `output`."""
 
     html: str | None = "report.html"
     plots: str | None = "plots"

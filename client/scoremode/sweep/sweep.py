@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import httpx
-from numpy.typing import NDArray
 
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import NotFoundError, OutputError, ScoremodeError
 from scoremode.results import NUM_TOP
-from scoremode.runs import kld_report, report
+from scoremode.runs.calibration import FinishedRun
 from scoremode.runs.corpora import Corpus
-from scoremode.runs.divergence import measure_kld, measure_noise_floor
-from scoremode.runs.evaluate import evaluate
+from scoremode.runs.divergence import KldMeasurement, measure_kld, measure_noise_floor
+from scoremode.runs.evaluate import Evaluation, evaluate
 from scoremode.runs.journal import Journal, Measurement
 from scoremode.runs.output import Output
 from scoremode.runs.plan import WindowNlls
 from scoremode.runs.recording import record_reference
 from scoremode.runs.run import OnProgress
-from scoremode.sweep import kept
+from scoremode.sweep import reuse
 from scoremode.sweep.plan import ModelEntry, SweepPlan, check_local_models
 from scoremode.sweep.server import model_server
 from scoremode.windows import WindowError, WindowSettings
@@ -33,8 +32,6 @@ _log = logging.getLogger(__name__)
 
 OpenBar = Callable[[Literal["ppl", "kld"]], AbstractContextManager[OnProgress | None]]
 """Opens a progress bar with this figure; gives the function that advances it."""
-_Measured = tuple[dict[str, object], dict[str, NDArray[Any]], str]
-"""The record of a run, its arrays, and its figures in words."""
 
 
 @dataclass(slots=True)
@@ -109,8 +106,8 @@ class _Sweep:
         return cast(WindowSettings, {**self.plan.windows.model_dump(), "max_tokens": self.plan.text.max_tokens})
 
     async def measure_served(self, entry: ModelEntry) -> None:
-        marks = self._marks(entry, kept.served_marks(self.plan, entry, self.folder))
-        if self._is_kept(entry, marks, self.reference):
+        marks = self._marks(entry, reuse.served_marks(self.plan, entry, self.folder))
+        if self._is_reusable(entry, marks, self.reference):
             self.result.runs[entry.name] = self._path(entry)
             return
         log = self.output / "logs" / f"{entry.name}.log"
@@ -135,8 +132,8 @@ class _Sweep:
 
     async def measure_running(self, entry: ModelEntry, url: str) -> None:
         async with self._client(url, entry.model) as client:
-            marks = self._marks(entry, kept.running_marks(await client.info(), entry))
-            if self._is_kept(entry, marks, await self._reference_at(client, entry)):
+            marks = self._marks(entry, reuse.running_marks(await client.info(), entry))
+            if self._is_reusable(entry, marks, await self._reference_at(client, entry)):
                 self.result.runs[entry.name] = self._path(entry)
                 return
             self._announce(entry, f"served at {client.address}")
@@ -161,19 +158,19 @@ class _Sweep:
     def _path(self, entry: ModelEntry) -> Path:
         return self.output / f"{entry.name}.json"
 
-    def _marks(self, entry: ModelEntry, of_model: kept.Marks) -> kept.Marks:
-        marks = {**kept.text_marks(self.plan, self.corpus), **of_model}
+    def _marks(self, entry: ModelEntry, of_model: reuse.Marks) -> reuse.Marks:
+        marks = {**reuse.text_marks(self.plan, self.corpus), **of_model}
         if self._is_first(entry):
-            self.reference = kept.reference_name(entry, marks)
+            self.reference = reuse.reference_name(entry, marks)
         return marks
 
-    def _is_kept(self, entry: ModelEntry, marks: kept.Marks, reference: str | None) -> bool:
+    def _is_reusable(self, entry: ModelEntry, marks: reuse.Marks, reference: str | None) -> bool:
         """Whether the run is there already."""
         wanted = {**marks, "reference": reference}
         if reference is None or self.plan.models[0].name in self.result.failures:
             # What was compared with the first is not thrown away because that is not at hand today.
             del wanted["reference"]
-        changed = kept.changes(self._path(entry), wanted)
+        changed = reuse.changes(self._path(entry), wanted)
         if changed:
             _log.info("%s: measured again, because of its %s", entry.name, changed)
         if changed != "" or (entry.url is None and self._is_first(entry) and self._lacks_reference()):
@@ -185,12 +182,12 @@ class _Sweep:
         """Whether the first model's reference is missing, or not complete, and another model needs it, as far as is
         known before its server is asked."""
         assert self.reference is not None
-        if kept.is_complete(self.output / "references" / self.reference):
+        if reuse.is_complete(self.output / "references" / self.reference):
             return False
-        text = {**kept.text_marks(self.plan, self.corpus), "reference": self.reference}
+        text = {**reuse.text_marks(self.plan, self.corpus), "reference": self.reference}
         return any(
             entry.url is not None
-            or kept.changes(self._path(entry), text | kept.served_marks(self.plan, entry, self.folder)) != ""
+            or reuse.changes(self._path(entry), text | reuse.served_marks(self.plan, entry, self.folder)) != ""
             for entry in self.plan.models[1:]
         )
 
@@ -206,7 +203,7 @@ class _Sweep:
         except NotFoundError:
             return None
 
-    async def _measure(self, entry: ModelEntry, client: AsyncScoreClient, marks: kept.Marks) -> None:
+    async def _measure(self, entry: ModelEntry, client: AsyncScoreClient, marks: reuse.Marks) -> None:
         reference = await self._reference_at(client, entry)
         if reference is None:
             text = "%s: its server has no reference of the first model, nor records one: only perplexity is measured"
@@ -214,20 +211,21 @@ class _Sweep:
         elif self._is_first(entry):
             await self._record(client, entry, reference)
         path, all_marks = self._path(entry), {**marks, "reference": reference}
-        output = Output(path, resume=kept.prepare_resume(path, all_marks), force=True)
+        output = Output(path, resume=reuse.prepare_resume(path, all_marks), force=True)
         try:
+            run: FinishedRun[Any]
             if reference is None or self._is_first(entry):
-                record, arrays, figure = await self._perplexity(client, entry, output)
+                run, figures = await self._perplexity(client, entry, output)
             else:
-                record, arrays, figure = await self._kld(client, entry, output, reference)
-            output.write({**record, kept.FIELD: all_marks}, arrays)
+                run, figures = await self._kld(client, entry, output, reference)
+            output.write({**run.record([client.base_url]), reuse.FIELD: all_marks}, run.arrays())
             output.remove_journal()
-            kept.finish(path)
+            reuse.finish(path)
         finally:
             output.abort()
         self.result.runs[entry.name] = path
         self.result.measured.append(entry.name)
-        _log.info("%s: %s, %s", entry.name, figure, path)
+        _log.info("%s: %s, %s", entry.name, figures, path)
 
     async def _record(self, client: AsyncScoreClient, entry: ModelEntry, reference: str) -> None:
         _log.info("%s: recording the reference %s", entry.name, reference)
@@ -241,9 +239,9 @@ class _Sweep:
             with self.open_bar("kld") as on_progress:
                 await measure_noise_floor(client, reference, on_progress=on_progress)
 
-    async def _perplexity(self, client: AsyncScoreClient, entry: ModelEntry, output: Output) -> _Measured:
+    async def _perplexity(self, client: AsyncScoreClient, entry: ModelEntry, output: Output) -> tuple[Evaluation, str]:
         def start_journal(plan: Measurement[WindowNlls]) -> Journal[WindowNlls]:
-            """With the windows that the recording has scored, which are not scored again."""
+            """Start a journal that has the windows which the recording scored: they are not scored again."""
             journal = output.start_journal(plan)
             if not self._is_first(entry):
                 return journal
@@ -267,10 +265,11 @@ class _Sweep:
                 start_journal=start_journal,
                 on_progress=on_progress,
             )
-        figure = f"perplexity {evaluation.result.perplexity:.4f}"
-        return report.as_json(evaluation, [client.base_url]), report.as_arrays(evaluation), figure
+        return evaluation, f"perplexity {evaluation.result.perplexity:.4f}"
 
-    async def _kld(self, client: AsyncScoreClient, entry: ModelEntry, output: Output, reference: str) -> _Measured:
+    async def _kld(
+        self, client: AsyncScoreClient, entry: ModelEntry, output: Output, reference: str
+    ) -> tuple[KldMeasurement, str]:
         _log.info("%s: measuring KL divergence and perplexity", entry.name)
         with self.open_bar("kld") as on_progress:
             measurement = await measure_kld(
@@ -282,8 +281,7 @@ class _Sweep:
                 on_progress=on_progress,
             )
         mean, perplexity = measurement.statistics["kld"]["mean"], measurement.statistics["ppl_q"]
-        figure = f"mean KL divergence {_shown(mean)}, perplexity {_shown(perplexity)}"
-        return kld_report.as_json(measurement, [client.base_url]), kld_report.as_arrays(measurement), figure
+        return measurement, f"mean KL divergence {_shown(mean)}, perplexity {_shown(perplexity)}"
 
 
 def _shown(figure: float | None) -> str:

@@ -1,1 +1,1 @@
-"""What goes over the wire: requests, answers and how they are read, and when a request is sent again."""
+"""The wire: requests, answers and how they are read, and when a request is sent again."""

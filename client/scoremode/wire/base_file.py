@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BaseFile:
-    """Of windows that have equally many targets. Sizes are in bytes."""
+    """The layout of a file whose windows have equally many targets. Sizes are in bytes."""
 
     context_length: int
     num_windows: int
@@ -36,5 +36,5 @@ class BaseFile:
         return max(0, size - self.header_size) // self.window_size
 
     def end_of(self, num_windows: int) -> int:
-        """What a file with so many windows has; without any it has no header."""
+        """The size of a file with so many windows; without any it has no header."""
         return self.header_size + num_windows * self.window_size if num_windows else 0

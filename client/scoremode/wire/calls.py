@@ -170,8 +170,8 @@ class Call(Generic[Answer]):
     bytes_per_byte: int = BYTES_PER_BYTE
 
     def receiver(self, response: httpx.Response, reader: Reader[Answer]) -> Reader[Any]:
-        """What takes the bytes of a response: `reader`, or a reader for the body of an error. ResponseError for a
-        compressed one, which could unpack to any length: the clients accept none."""
+        """The reader of a response: `reader`, or one for the body of an error. ResponseError for a compressed response,
+        which could unpack to any length: the clients accept none."""
         encoding = response.headers.get("content-encoding", "identity")
         if encoding != "identity":
             raise ResponseError(

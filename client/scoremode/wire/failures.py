@@ -87,7 +87,7 @@ def _exception(status_code: int, failure: _Failure, hint: str = "") -> APIStatus
 
 
 def _read_body(body: bytes) -> _Failure:
-    """What the body says: OpenAI's shape, FastAPI's `detail`, or plain text from a proxy."""
+    """Read an error's body: OpenAI's shape, FastAPI's `detail`, or plain text from a proxy."""
     text = body.decode(errors="replace").strip()
     try:
         content = json.loads(text)

@@ -97,7 +97,7 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 
 
 class LaneFields(Request):
-    """Which of the server's kernels compute the tokens, by how many of a sequence are in a step."""
+    """How many tokens of a sequence a step has, which decides the kernels that compute them."""
 
     lane: Lane = "prefill"
     """`decode`: feed one token a step, as in generation; `verify`: as many as a step of speculative decoding has.
@@ -213,7 +213,7 @@ class TopLogprob(TypedDict):
 
 
 class TopLogprobArrays(TypedDict):
-    """With `base64`: the k most likely tokens of n positions, in descending order."""
+    """The k most likely tokens of n positions, in descending order, with `base64`."""
 
     shape: list[int]
     """[n, k]."""
@@ -224,7 +224,7 @@ class TopLogprobArrays(TypedDict):
 
 
 class CandidateLogprobArrays(TypedDict):
-    """With `base64`: m chosen tokens of n positions, in the order in which they were given."""
+    """The m chosen tokens of n positions, in the order in which they were given, with `base64`."""
 
     shape: list[int]
     """[n, m]."""
@@ -338,12 +338,12 @@ class ServerInfo(BaseModel):
 
     @property
     def prefix_token_id(self) -> int | None:
-        """What `rolling` puts before a text: BOS, else EOS."""
+        """The token that `rolling` puts before a text: BOS, else EOS."""
         return self.eos_token_id if self.bos_token_id is None else self.bos_token_id
 
     @property
     def chunk_token_id(self) -> int | None:
-        """What `llama.cpp` puts in the place of a chunk's first token: BOS, where the tokenizer adds one."""
+        """The token that `llama.cpp` puts in place of a chunk's first: BOS, where the tokenizer adds one."""
         return self.bos_token_id if self.adds_bos else None
 
 

@@ -124,7 +124,7 @@ class Reference(BaseModel):
         return self.fingerprint == server.fingerprint
 
     def noise_floor_of(self, lane: Lane) -> NoiseFloor | None:
-        """What a divergence in that lane is read as a multiple of; None where it was not measured."""
+        """The noise floor in that lane; None where it was not measured."""
         return self.noise_floor if lane == "prefill" else self.lane_noise_floors.get(lane)
 
 

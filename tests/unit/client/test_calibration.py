@@ -1,5 +1,7 @@
 """Windows that share n-grams with a calibration text, against sets of tuples."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from scoremode.runs.calibration import NGRAM, Calibration, measure_overlap
@@ -21,7 +23,8 @@ async def test_shares_are_those_of_sets_of_ngrams() -> None:
     async with client_of(FakeServer()) as client:
         calibration = Calibration("text", texts, await tokenize_texts(client, texts, False), 0.4)
     token_ids, sizes = [token for window in windows for token in window], [*map(len, windows)]
-    overlap = measure_overlap(calibration, token_ids, sizes, lambda kept: kept.tolist())
+    run = SimpleNamespace(target_ids=token_ids, window_sizes=sizes, figures_of=lambda kept: kept.tolist())
+    overlap = measure_overlap(calibration, run)
     np.testing.assert_allclose(overlap.shares, expected)
     assert 0 < overlap.is_shared.sum() < len(windows)
     assert overlap.is_shared.tolist() == [share > 0.4 for share in expected]

@@ -11,7 +11,6 @@ from fake_server import INFO, StoredReference
 from scoremode.cli.kld import as_text
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.runs.divergence import DivergentToken, KldMeasurement
-from scoremode.runs.kld_report import as_json
 from scoremode.wire.protocol import ServerInfo
 from scoremode.wire.references import CorpusInfo, NoiseFloor, Reference
 
@@ -159,9 +158,9 @@ def test_missing_and_infinite_figures_have_their_own_lines(measurement, line):
 
 
 def test_the_record_has_null_for_what_is_not_a_number():
-    record = as_json(measured(kld=[0, 1, 2, math.inf]), ["http://me:secret@host:8000"])
+    record = measured(kld=[0, 1, 2, math.inf]).record(["http://me:secret@host:8000"])
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert (record["urls"], record["model"]) == (["http://host:8000"], "adapter")
     assert (record["reference"]["perplexity"], record["statistics"]["kld"]["mean"]) == (None, None)
     assert record["most_divergent"] == [dataclasses.asdict(TOKEN)]
-    assert as_json(with_floor(0.0005), [])["kld_over_noise_floor"] == pytest.approx(4000)
+    assert with_floor(0.0005).record([])["kld_over_noise_floor"] == pytest.approx(4000)

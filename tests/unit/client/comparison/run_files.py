@@ -9,7 +9,6 @@ from fake_server import INFO
 
 from scoremode.comparison import RunFile, load_run
 from scoremode.metrics import perplexity
-from scoremode.runs import report
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.evaluate import Evaluation
 from scoremode.runs.output import Output
@@ -54,9 +53,7 @@ def write_perplexity_run(path: Path, nlls, *, window_sizes=WINDOW_SIZES, text=TE
     }
     windows = [WindowNlls(index, len(part), float(part.sum()), part.tolist()) for index, part in enumerate(parts)]
     evaluation = Evaluation(Plan(**{**made_up, **fields}), 8, perplexity(nlls.tolist()), windows, 1.0, texts)
-    Output(path, resume=False, force=True).write(
-        report.as_json(evaluation, ["http://host"]), report.as_arrays(evaluation)
-    )
+    Output(path, resume=False, force=True).write(evaluation.record(["http://host"]), evaluation.arrays())
     return path
 
 

@@ -9,8 +9,8 @@ from fake_server import INFO
 
 from scoremode.runs.corpora import Corpus
 from scoremode.sweep import PlanError, SweepPlan, read_plan
-from scoremode.sweep.kept import changes, is_complete, prepare_resume, running_marks, served_marks, text_marks
 from scoremode.sweep.plan import ModelEntry
+from scoremode.sweep.reuse import changes, is_complete, prepare_resume, running_marks, served_marks, text_marks
 from scoremode.wire.protocol import ServerInfo
 
 CORPUS = Corpus("fox", "The quick brown fox", "made up", 1)

@@ -1,6 +1,6 @@
-"""Which runs of a sweep need not be measured again: those of which nothing has changed that is known to matter.
+"""Decides which runs of a sweep are reused: those of which nothing has changed that is known to matter.
 
-A run's file keeps a digest of each such thing. It keeps none of them in words, for flags and variables may hold keys.
+A run's file has a digest of each such thing, and none of them in words, because flags and variables may hold keys.
 """
 
 import json
@@ -25,7 +25,7 @@ Marks = dict[str, Any]
 
 
 def text_marks(plan: SweepPlan, corpus: Corpus) -> Marks:
-    """What all runs of a plan share."""
+    """The marks that all runs of a plan share."""
     return {
         "text": _digest(corpus.fingerprint, plan.text.max_tokens),
         "windows": _digest(plan.windows.model_dump()),
@@ -34,7 +34,7 @@ def text_marks(plan: SweepPlan, corpus: Corpus) -> Marks:
 
 
 def served_marks(plan: SweepPlan, entry: ModelEntry, folder: Path) -> Marks:
-    """What is known of a model before it is served: how it will be, and the files of one that is in a local folder."""
+    """The marks of a model before it is served: how it will be, and the files of one that is in a local folder."""
     assert entry.model is not None
     return {
         "model": _digest(entry.model),
@@ -44,19 +44,19 @@ def served_marks(plan: SweepPlan, entry: ModelEntry, folder: Path) -> Marks:
 
 
 def running_marks(info: ServerInfo, entry: ModelEntry) -> Marks:
-    """What a running server says of its model; without a fingerprint that is nothing to go by."""
+    """The mark of a model that a running server describes; None without a fingerprint."""
     return {"model": _digest(identity(info), entry.model) if info.fingerprint else None}
 
 
 def reference_name(entry: ModelEntry, marks: Mapping[str, Any]) -> str:
-    """Of the reference that the first model leaves: another for another model, text or windows."""
+    """The name of the reference that the first model leaves: another for another model, text or windows."""
     letters = "".join(each if each.isascii() and (each.isalnum() or each in "._-") else "-" for each in entry.name)
     decisive = {name: value for name, value in marks.items() if name != "floor"}
     return f"sweep-{letters[:64]}-{_digest(decisive)[:12]}"
 
 
 def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
-    """What differs between the run's file and the run that is now wanted, in words; empty where it can be reused.
+    """The names of marks that differ between the run's file and the run that is wanted; empty where it can be reused.
 
     None where there is no usable file.
     """
