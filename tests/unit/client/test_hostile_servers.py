@@ -1,5 +1,6 @@
 """What a hostile or broken server answers: of any length, of any depth, and with values that no model gives."""
 
+import base64
 import json
 import math
 import time
@@ -9,7 +10,7 @@ import httpx
 import pytest
 from fake_server import BOS, FakeServer, Outcomes, answer, changed, encoded, events, ok, result_event, window_event
 
-from scoremode import BadRequestError, ResponseError, ScoremodeError
+from scoremode import BadRequestError, ResponseError
 from scoremode.wire.calls import EventParser
 from scoremode.wire.protocol import ROUNDING
 
@@ -78,15 +79,29 @@ def test_a_long_line_takes_as_long_as_it_is():
     assert time.process_time() - started < 3, "32 MiB, and minutes where each piece copies all before it"
 
 
+PERPLEXITY = {"object": "perplexity"}
+DEEP = b"[" * 100_000 + b"\n\n"
+
+
 @pytest.mark.parametrize(
-    ("status", "before", "error"),
-    [(200, b"data: ", ResponseError), (200, b'data: {"error": ', ResponseError), (400, b"", BadRequestError)],
+    ("status", "content", "error"),
+    [
+        *((200, b"data: " + DEEP, ResponseError), (200, b'data: {"error": ' + DEEP, ResponseError)),
+        *((400, DEEP, BadRequestError), (400, b"a\x1b[2J\nb", BadRequestError)),
+        *((200, content, ResponseError) for content in (b"data: \x1b[2J\n\n", b"data: [DONE]\n\n")),
+        (200, b'data: {"object": "perplexity"', ResponseError),
+        *(
+            (200, events(*items), ResponseError)
+            for items in ([PERPLEXITY, {"object": "kld"}], [{"object": "surprise"}])
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
 )
-def test_json_of_any_depth_is_refused_in_one_line(call, status, before, error):
-    deep = httpx.Response(status, content=before + b"[" * 100_000 + b"\n\n")
+def test_a_stream_that_breaks_the_protocol_is_refused_in_one_short_line(call, status, content, error):
     with pytest.raises(error) as caught:
-        call(Outcomes(deep), "perplexity", "text")
-    assert len(str(caught.value)) < 500
+        call(Outcomes(httpx.Response(status, content=content)), "perplexity", "text")
+    assert str(caught.value).isprintable()
+    assert (len(str(caught.value)) < 500, r"\x1b" in str(caught.value)) == (True, b"\x1b" in content)
 
 
 def floats(*values: float) -> str:
@@ -99,6 +114,7 @@ TOP = {"shape": [2, 1], "token_ids": encoded([-1, 1], "<i4"), "logprobs": floats
 @pytest.mark.parametrize(
     "change",
     [
+        *({"logprobs": logprobs} for logprobs in ("not base64!", floats(0))),
         *({"logprobs": floats(math.nan, value)} for value in (0.5, math.inf, math.nan)),
         *({"logprobs": floats(value, -1)} for value in (0.5, math.inf)),
         *({"sum_logprob": value} for value in (5.0, "NaN", "Infinity")),
@@ -107,6 +123,7 @@ TOP = {"shape": [2, 1], "token_ids": encoded([-1, 1], "<i4"), "logprobs": floats
         *({name: value} for name, value in (("index", 1), ("tokens", ["a"]))),
         *({"top_logprobs": TOP | part} for part in ({"shape": [1, 2]}, {"logprobs": floats(math.nan, 0.5)})),
         *({"top_logprobs": TOP | {"shape": shape}} for shape in ([2], [2, 1, 1])),
+        {"candidate_logprobs": [None, [-1.0]]},
         *({"candidate_logprobs": {"shape": [2, 1], "logprobs": floats(-1, value)}} for value in (0.5, math.nan)),
     ],
     ids=str,
@@ -170,6 +187,11 @@ def compared(call):
         ({"ranks": encoded([1, 0, 1], "<i4")}, "0 .* in the server's ranks"),
         ({"token_ids": encoded([1, -1, 1], "<i4")}, "-1 .* in the server's token_ids"),
         ({"index": 1}, "did not compare the windows that it was asked for"),
+        ({"ranks": base64.b64encode(b"12345").decode()}, "ranks are not int32 in base64"),
+        ({"kld": [0.5, 0.5, 0.5]}, "kld are not in base64"),
+        ({"kld": floats(0, 0)}, "different shapes"),
+        ({"kld": floats(0, math.nan, 0)}, "NaN in the server's kld"),
+        ({"top_logprobs": {"shape": [3, 2], "token_ids": "", "logprobs": ""}}, r"not of shape \[3, 2\]"),
     ],
 )
 @pytest.mark.parametrize("streamed", [False, True])
@@ -200,10 +222,3 @@ def test_turns_that_are_not_in_their_conversation_are_refused(call, change):
     assert call(server[0], "turns", MESSAGES) == [sequence]
     with pytest.raises(ResponseError):
         call(server[1], "turns", MESSAGES)
-
-
-def test_what_a_server_says_is_shown_on_one_line_without_escapes(call):
-    for response in (httpx.Response(400, text="a\x1b[2J\nb"), httpx.Response(200, content=b"data: \x1b[2J\n\n")):
-        with pytest.raises(ScoremodeError, match=r"\\x1b\[2J") as caught:
-            call(Outcomes(response), "perplexity", "text")
-        assert str(caught.value).isprintable()
