@@ -74,7 +74,7 @@ CLIENT_FAULTS = {
         ("if all(multiple is not None and", "if any(multiple is not None and"),
         ("if first.kind == second.kind else", 'if first.kind == second.kind == "perplexity" else'),
     ],
-    "comparison/cells.py < comparison/test_comparison_tables.py comparison/test_report.py": [
+    "comparison/figures.py < comparison/test_comparison_tables.py comparison/test_report.py": [
         ("{number(scale * figure.stderr, digits)}", "{number(figure.stderr, digits)}")
     ],
     "corpus/documents.py < corpus/test_documents.py": [

@@ -11,7 +11,7 @@ _HIDDEN = re.compile(
 
 def printable(text: str) -> str:
     """The text with escapes in place of all that is not to be seen, such as `\\x1b`."""
-    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def two_columns(rows: Sequence[tuple[str, str]]) -> str:

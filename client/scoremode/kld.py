@@ -25,8 +25,15 @@ MOST_FLOORS = 1000
 """Times the noise floor: a divergence that is larger is shown as more than that."""
 _TAIL_DIVISOR = 100
 _QUANTILES = {
-    **{"median": 0.5, "p999": 0.999, "p99": 0.99, "p95": 0.95, "p90": 0.9},
-    **{"p10": 0.1, "p5": 0.05, "p1": 0.01, "p01": 0.001},
+    "median": 0.5,
+    "p999": 0.999,
+    "p99": 0.99,
+    "p95": 0.95,
+    "p90": 0.9,
+    "p10": 0.1,
+    "p5": 0.05,
+    "p1": 0.01,
+    "p01": 0.001,
 }
 
 

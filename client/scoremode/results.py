@@ -95,24 +95,24 @@ class _Scores(BaseModel):
     mean_batch: float | None = None
 
 
-def parse_scores(body: object, asked: Sequence[str | list[int]], first: int | Sequence[int] = 0) -> list[Score]:
+def parse_scores(body: object, sequences: Sequence[str | list[int]], first: int | Sequence[int] = 0) -> list[Score]:
     """The scores of an answer.
 
     Args:
         body: The answer.
-        asked: The texts or token ids that were to be scored.
+        sequences: The texts or token ids that were to be scored.
         first: Their first positions that were to be returned: of all, or of each.
 
     Raises:
         ResponseError: the scores are not of what was asked for, or cannot be right.
     """
     scores = _Scores.model_validate(body)
-    if len(scores.data) != len(asked):
+    if len(scores.data) != len(sequences):
         raise ResponseError(
-            f"the server did not score what it was sent: {len(scores.data)} scores for {len(asked)} texts"
+            f"the server did not score what it was sent: {len(scores.data)} scores for {len(sequences)} texts"
         )
-    starts = [first] * len(asked) if isinstance(first, int) else first
-    for index, (score, sequence, start) in enumerate(zip(scores.data, asked, starts, strict=False)):
+    starts = [first] * len(sequences) if isinstance(first, int) else first
+    for index, (score, sequence, start) in enumerate(zip(scores.data, sequences, starts, strict=False)):
         if score.index != index or not (isinstance(sequence, str) or score.token_ids == list(sequence[start:])):
             raise ResponseError("the server did not score the tokens that it was sent")
     return [replace(score, mean_batch=scores.mean_batch) for score in scores.data]
@@ -212,15 +212,15 @@ def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> Top
     return TopTokens(np.arange(len(kld)), ids, logprobs, len(kld)).at(largest)
 
 
-def parse_kld_result(body: object, asked: Sequence[int] | None = None) -> KldResult:
-    """The result of an answer, whose windows are those in the range `asked`, if that is given."""
-    found = _RESULT.validate_python(body)
-    _check_windows(found, asked)
-    return replace(found, data=[replace(window, mean_batch=found.mean_batch) for window in found.data])
+def parse_kld_result(body: object, windows: Sequence[int] | None = None) -> KldResult:
+    """The result of an answer, whose windows are those in the range `windows`, if that is given."""
+    result = _RESULT.validate_python(body)
+    _check_windows(result, windows)
+    return replace(result, data=[replace(window, mean_batch=result.mean_batch) for window in result.data])
 
 
-def _check_windows(result: KldResult, asked: Sequence[int] | None) -> None:
-    first, last = result.windows if asked is None else asked
+def _check_windows(result: KldResult, windows: Sequence[int] | None) -> None:
+    first, last = result.windows if windows is None else windows
     indices = [window.index for window in result.data]
     if result.windows != (first, last) or len(indices) != last - first or indices != list(range(first, last)):
         raise ResponseError("the server did not compare the windows that it was asked for")
@@ -244,7 +244,7 @@ def encode_positions(positions: KldPositions) -> dict[str, str]:
 
 
 def kld_reader(
-    on_window: Callable[[KldWindowValues], object] | None, asked: Sequence[int] | None = None
+    on_window: Callable[[KldWindowValues], object] | None, requested: Sequence[int] | None = None
 ) -> EventReader[KldWindowValues, KldResult]:
     """Reads a stream of compared windows, and puts them into the result, as `parse_kld_result`."""
     windows: list[KldWindowValues] = []
@@ -255,8 +255,8 @@ def kld_reader(
             on_window(window)
 
     def result(event: object) -> KldResult:
-        found = replace(_RESULT.validate_python(event), data=sorted(windows, key=lambda window: window.index))
-        _check_windows(found, asked)
-        return found
+        kld_result = replace(_RESULT.validate_python(event), data=sorted(windows, key=lambda window: window.index))
+        _check_windows(kld_result, requested)
+        return kld_result
 
     return EventReader(("kld.window", "kld"), _window, result, collect)

@@ -88,9 +88,9 @@ def turn_windows(turns: Iterable[tuple[int, int]], context_length: int) -> list[
     return [Window(0, min(end, context_length), first) for first, end in turns if first < context_length]
 
 
-def adds_special_tokens(method: Method, asked: bool | None) -> bool:
+def adds_special_tokens(method: Method, requested: bool | None) -> bool:
     """Whether the tokenizer adds its special tokens: as asked; by default, as in lm-eval, except for `rolling`."""
-    return method != "rolling" if asked is None else asked
+    return method != "rolling" if requested is None else requested
 
 
 def resolve_context_length(method: Method, context_length: int | None, max_model_len: int) -> int:

@@ -62,8 +62,8 @@ def load_tasks(folder: Path, metrics: Sequence[str] = (), filters: Sequence[str]
     """
     latest: dict[str, tuple[str, Path]] = {}
     for path in folder.rglob("samples_*.jsonl"):
-        if found := _FILE_NAME.fullmatch(path.name):
-            task, date = printable(found[1]), found[2]
+        if match := _FILE_NAME.fullmatch(path.name):
+            task, date = printable(match[1]), match[2]
             latest[task] = max(latest.get(task, ("", path)), (date, path))
     if not latest:
         raise RunError(f"{folder}: no samples_TASK_DATE.jsonl below it; run lm-eval with --log_samples --output_path")

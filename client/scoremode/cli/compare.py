@@ -16,25 +16,26 @@ _NAMES = partial(str.split, sep=",")
 
 
 def check(options: argparse.Namespace) -> None:
-    runs, tasks = options.runs, options.tasks or []
-    if not runs and not tasks:
-        raise UsageError("give finished runs, or --tasks")
-    if (options.llama_cpp or options.qbench) and not runs:
-        raise UsageError("--llama-cpp and --qbench need a finished run to be compared with")
-    if len({path.resolve() for path in runs}) < len(runs):
-        raise UsageError("a run is named twice")
-    if options.labels is not None:
-        if len(options.labels) != len(runs):
-            raise UsageError(f"--labels has {len(options.labels)} names for {len(runs)} runs")
-        if not all(options.labels) or len(set(options.labels)) < len(runs):
-            raise UsageError("--labels needs another name for every run")
-    if len(tasks) == 1:
-        raise UsageError("--tasks needs a folder for the base and one per other model")
-    if any("=" not in each for each in tasks) and len(tasks) != len(runs):
-        raise UsageError(f"--tasks has {len(tasks)} folders for {len(runs)} runs: give names to them (NAME=DIR)")
-    for name in ("card", "html", "plots"):
-        if getattr(options, name) and not runs:
-            raise UsageError(f"--{name} needs runs")
+    runs, tasks, labels = options.runs, options.tasks or [], options.labels
+    rules = [
+        (not runs and not tasks, "give finished runs, or --tasks"),
+        (
+            not runs and (options.llama_cpp or options.qbench),
+            "--llama-cpp and --qbench need a finished run to be compared with",
+        ),
+        (len({path.resolve() for path in runs}) < len(runs), "a run is named twice"),
+        (labels and len(labels) != len(runs), f"--labels has {len(labels or ())} names for {len(runs)} runs"),
+        (labels and (not all(labels) or len(set(labels)) < len(runs)), "--labels needs another name for every run"),
+        (len(tasks) == 1, "--tasks needs a folder for the base and one per other model"),
+        (
+            len(tasks) != len(runs) and any("=" not in task for task in tasks),
+            f"--tasks has {len(tasks)} folders for {len(runs)} runs: give names to them (NAME=DIR)",
+        ),
+        *((getattr(options, name) and not runs, f"--{name} needs runs") for name in ("card", "html", "plots")),
+    ]
+    for is_broken, message in rules:
+        if is_broken:
+            raise UsageError(message)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -46,8 +46,18 @@ from scoremode.runs.report import reference_in_words, weights_in_words
 from scoremode.wire.references import ConfidenceBucket, KldStatistics
 
 _QUANTILES = {
-    **{"Maximum": "max", "99.9%  ": "p999", "99.0%  ": "p99", "95.0%  ": "p95", "90.0%  ": "p90", "75.0%  ": "p75"},
-    **{"Median ": "median", "25.0%  ": "p25", "10.0%  ": "p10", " 5.0%  ": "p5", " 1.0%  ": "p1", " 0.1%  ": "p01"},
+    "Maximum": "max",
+    "99.9%  ": "p999",
+    "99.0%  ": "p99",
+    "95.0%  ": "p95",
+    "90.0%  ": "p90",
+    "75.0%  ": "p75",
+    "Median ": "median",
+    "25.0%  ": "p25",
+    "10.0%  ": "p10",
+    " 5.0%  ": "p5",
+    " 1.0%  ": "p1",
+    " 0.1%  ": "p01",
     "Minimum": "min",
 }
 _SHOWN_BEFORE = 60

@@ -16,8 +16,13 @@ from scoremode.windows import WindowError
 COMMANDS = {
     command.name: command
     for command in (
-        *(perplexity.COMMAND, record.COMMAND, kld.COMMAND, export.COMMAND),
-        *(compare.COMMAND, sweep.COMMAND, corpus.COMMAND),
+        perplexity.COMMAND,
+        record.COMMAND,
+        kld.COMMAND,
+        export.COMMAND,
+        compare.COMMAND,
+        sweep.COMMAND,
+        corpus.COMMAND,
     )
 }
 _MORE = (

@@ -16,12 +16,12 @@ from scoremode.runs.corpora import Corpus, load_corpus, read_rows
 from scoremode.runs.lanes import lane_difference
 from scoremode.runs.output import Output
 from scoremode.runs.plan import Plan, tokenize_texts
+from scoremode.runs.pool import patient_client
 from scoremode.runs.presets import comparable_with
 from scoremode.runs.run import OnProgress
 from scoremode.windows import WindowSettings
 from scoremode.wire.protocol import Lane, ServerInfo
 from scoremode.wire.references import CorpusInfo, Reference
-from scoremode.wire.retries import FIRST_CONTACT_SECONDS, PATIENT_RETRY_FOR
 
 OnStep = TypeVar("OnStep")
 Rows = list[tuple[str, str]]
@@ -75,15 +75,9 @@ async def connected(
     options: argparse.Namespace, bar: AbstractContextManager[OnStep]
 ) -> AsyncIterator[tuple[list[AsyncScoreClient], OnStep]]:
     """A client for each server, and the progress bar to be advanced."""
-    settings = {"model": options.model, "api_key": options.api_key, "timeout": options.timeout}
-    retry_for = PATIENT_RETRY_FOR if options.retry_for is None else options.retry_for
+    settings = {name: getattr(options, name) for name in ("model", "api_key", "timeout", "retry_for")}
     async with AsyncExitStack() as stack:
-        clients = []
-        for url in options.urls:
-            client = await stack.enter_async_context(AsyncScoreClient(url, **settings, retry_for=retry_for))
-            if options.retry_for is None:
-                client.retries.first_contact = FIRST_CONTACT_SECONDS
-            clients.append(client)
+        clients = [await stack.enter_async_context(patient_client(url, **settings)) for url in options.urls]
         yield clients, stack.enter_context(bar)
 
 

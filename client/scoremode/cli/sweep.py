@@ -21,8 +21,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure the models of a plan and compare them, with the table on stdout last; returns 1 if a model failed."""
     with extra("report"):
         from scoremode.comparison import as_text
-        from scoremode.sweep import read_plan, run_sweep
-        from scoremode.sweep.outcome import compare_runs
+        from scoremode.sweep import compare_runs, read_plan, run_sweep
     plan, folder = read_plan(options.plan), options.plan.parent
     measuring = run_sweep(plan, folder, api_key=options.api_key, open_bar=partial(progress_bar, quiet=options.quiet))
     result = asyncio.run(_stopped_by_sigterm(measuring))

@@ -29,9 +29,13 @@ def tasks_as_csv(tasks: TaskComparison) -> Iterator[CsvRow]:
             difference = {"figure": "accuracy_difference", "value": flips.difference, "low": low, "high": high}
             yield {**shared, **difference, "verdict": figures.verdict}
             values = {
-                **{"base_accuracy": flips.base_accuracy, "accuracy": flips.accuracy},
-                **{"num_questions": flips.num_questions, "lost": flips.lost, "gained": flips.gained},
-                **{"p": figures.p, "smallest_difference_shown": figures.smallest_shown},
+                "base_accuracy": flips.base_accuracy,
+                "accuracy": flips.accuracy,
+                "num_questions": flips.num_questions,
+                "lost": flips.lost,
+                "gained": flips.gained,
+                "p": figures.p,
+                "smallest_difference_shown": figures.smallest_shown,
                 "num_questions_needed": figures.num_needed,
             }
             for name, value in values.items():

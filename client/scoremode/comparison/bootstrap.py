@@ -135,9 +135,9 @@ def _factor(sizes: Floats, length: int, are_documents: bool) -> float:
     if len(sizes) < MIN_UNITS:
         return math.nan
     num_units = float(sizes.sum() ** 2 / np.square(sizes).sum()) if are_documents else len(sizes)
-    kept = 1 - 1 / length
-    freedom = num_units * (1 - kept**2) / (1 + kept**2) - 1
-    lost = (1 + kept) / (1 - kept) / num_units
+    decay = 1 - 1 / length
+    freedom = num_units * (1 - decay**2) / (1 + decay**2) - 1
+    lost = (1 + decay) / (1 - decay) / num_units
     return float(stdtrit(freedom, _QUANTILE)) / math.sqrt(1 - lost)
 
 

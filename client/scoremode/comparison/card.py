@@ -166,12 +166,12 @@ def _results(comparison: RunComparison, figures: RunFigures) -> list[EvalResult]
     stride = f"stride {run.stride}" if run.method in STRIDED_METHODS else None
     windows = (config, run.method, f"context length {run.context_length}", stride)
     values = {**figures.known, "ppl_change": comparison.ppl_change(run)}
-    found = []
+    results = []
     for metric, (type_, hub_name) in _HUB_METRICS.items():
         figure = values[metric]
         value = figure.value if isinstance(figure, Figure) else figure
         if value is not None and math.isfinite(value):
-            found.append(
+            results.append(
                 EvalResult(
                     task_type="text-generation",
                     dataset_type="text" if corpus is None else HUB_ALIASES.get(name, (name,))[0],
@@ -183,4 +183,4 @@ def _results(comparison: RunComparison, figures: RunFigures) -> list[EvalResult]
                     metric_value=float(f"{METRICS[metric].scale * value:.6g}"),
                 )
             )
-    return found
+    return results

@@ -41,7 +41,7 @@ def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPL
     klds = [run.kld for run in runs if run.kld is not None]
     # Infinities are expected, and what cannot be computed with them is None or NaN in the end.
     with np.errstate(invalid="ignore", over="ignore"):
-        of_text, *of_groups = resample(
+        text_resamples, *group_resamples = resample(
             np.column_stack(list(values.values())),
             # These set the block length: the first run's NLLs, the others' differences from them, and the divergences.
             np.column_stack([runs[0].nlls, *(run.nlls - runs[0].nlls for run in runs[1:]), *klds]),
@@ -51,10 +51,10 @@ def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPL
             num_resamples=num_resamples,
             seed=seed,
         )
-        sample = _Sample(values, of_text)
+        sample = _Sample(values, text_resamples)
         figures = [sample.run_figures(run, noise_floors.get((run.reference_identity, run.lane))) for run in runs]
         group_figures: list[GroupFigures] = []
-        for group, resamples in zip(groups, of_groups, strict=True):
+        for group, resamples in zip(groups, group_resamples, strict=True):
             part = _Sample({name: series[group.members] for name, series in values.items()}, resamples)
             group_figures += [part.group_figures(run, runs[0], group) for run in runs]
         return RunComparison(
@@ -62,8 +62,8 @@ def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPL
             pairs=[sample.pair_figures(first, second) for first, second in combinations(figures, 2)],
             num_resamples=num_resamples,
             seed=seed,
-            blocks=of_text.blocks,
-            has_intervals=math.isfinite(of_text.factor),
+            blocks=text_resamples.blocks,
+            has_intervals=math.isfinite(text_resamples.factor),
             groups=group_figures,
         )
 
@@ -106,17 +106,17 @@ class _Sample:
             same_top_p=self._clipped_mean(run, "same_top", 1),
         )
 
-    def pair_figures(self, of_first: RunFigures, of_second: RunFigures) -> PairFigures:
-        first, second = of_first.run, of_second.run
+    def pair_figures(self, first_figures: RunFigures, second_figures: RunFigures) -> PairFigures:
+        first, second = first_figures.run, second_figures.run
         ln_ratio = self._difference(first, second, "nll")
-        ppl_first, ppl_second = of_first.perplexity.value, of_second.perplexity.value
+        ppl_first, ppl_second = first_figures.perplexity.value, second_figures.perplexity.value
         resampled = np.exp(self._resampled(second, "nll")) - np.exp(self._resampled(first, "nll"))
         stderr = standard_error(ppl_second * second.nlls - ppl_first * first.nlls)
         kld_difference, kld_verdict = None, None
         if first.kld is not None and second.kld is not None and first.reference_identity == second.reference_identity:
             kld_difference = self._difference(first, second, "kld")
             kld_verdict = _verdict(kld_difference)
-            multiples = (of_first.kld_over_noise_floor, of_second.kld_over_noise_floor)
+            multiples = (first_figures.kld_over_noise_floor, second_figures.kld_over_noise_floor)
             if all(multiple is not None and multiple <= 1 for multiple in multiples):
                 kld_verdict = "no difference shown"
         return PairFigures(
@@ -161,8 +161,8 @@ def _series(run: RunFile) -> dict[str, Floats]:
 
 def _noise_floors(runs: Sequence[RunFile]) -> dict[object, float]:
     """By reference and lane, the largest that any run has: runs from before it was measured have none."""
-    known = sorted((run.noise_floor, run.reference_identity, run.lane) for run in runs if run.noise_floor is not None)
-    return {(identity, lane): floor for floor, identity, lane in known}
+    floors = sorted((run.noise_floor, run.reference_identity, run.lane) for run in runs if run.noise_floor is not None)
+    return {(identity, lane): floor for floor, identity, lane in floors}
 
 
 def _exponential(of: Figure) -> Figure:
@@ -207,8 +207,11 @@ def _run_difference(first: RunFile, second: RunFile) -> str | None:
     settings = {
         # Runs of kinds `kld` and `perplexity` identify their text by different hashes, which cannot be compared.
         **({"text_identity": "text (its fingerprint)"} if first.kind == second.kind else {}),
-        **{"method": "method", "context_length": "context length", "stride": "stride"},
-        **{"num_windows": "number of windows", "num_scored": "number of scored tokens"},
+        "method": "method",
+        "context_length": "context length",
+        "stride": "stride",
+        "num_windows": "number of windows",
+        "num_scored": "number of scored tokens",
     }
     for name, words in settings.items():
         one, other = getattr(first, name), getattr(second, name)

@@ -88,12 +88,12 @@ def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
         num_windows=int(windows[1]),
         context_length=int(windows[2]),
     )
-    known: dict[str, Any] = {name: printed[label].value for name, label in _QUANTILES.items() if label in printed}
+    figures: dict[str, Any] = {name: printed[label].value for name, label in _QUANTILES.items() if label in printed}
     for name, label in _PERCENTAGES.items():
         if label in printed:
-            known[name] = printed[label].mapped(lambda percent: percent / 100, 1 / 100)
+            figures[name] = printed[label].mapped(lambda percent: percent / 100, 1 / 100)
     nll = perplexity.mapped(math.log, 1 / perplexity.value)
-    return RunFigures(log, nll, perplexity, kld=printed.get("Mean KLD"), **known)
+    return RunFigures(log, nll, perplexity, kld=printed.get("Mean KLD"), **figures)
 
 
 def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:
@@ -134,11 +134,11 @@ def _rest_of_line(text: str, words: str) -> str:
 
 def _read_figure(path: Path, name: str, text: str) -> Figure:
     least, largest = _RANGES.get(name, (-math.inf, math.inf))
-    found = _FIGURE.fullmatch(text.strip())
-    value, stderr = (float(found[1]), float(found[2] or 0)) if found else (math.inf, -1)
+    match = _FIGURE.fullmatch(text.strip())
+    value, stderr = (float(match[1]), float(match[2] or 0)) if match else (math.inf, -1)
     if value < least or value > largest or stderr < 0:
         raise RunError(f"{path}: {name}: {text.strip()[:40]!r} is not a number from {least:g} to {largest:g}")
-    return Figure(value, stderr if found and found[2] else None, None, None)
+    return Figure(value, stderr if match and match[2] else None, None, None)
 
 
 def with_logs(
@@ -146,13 +146,13 @@ def with_logs(
 ) -> RunComparison:
     """A comparison with logs of llama-perplexity, by labels and paths, and qbench's results. RunError if a log cannot
     be read, is of other windows than the runs, or of another base than their reference, or a label occurs twice."""
-    found = [load_log(path, label) for label, path in llama_cpp]
-    found += [figures for path in qbench for figures in load_qbench(path)]
-    for each in found:
-        _check(comparison, each.run)
-    with_found = replace(comparison, logs=found)
-    check_labels([each.run.label for each in with_found.rows])
-    return with_found
+    logs = [load_log(path, label) for label, path in llama_cpp]
+    logs += [figures for path in qbench for figures in load_qbench(path)]
+    for figures in logs:
+        _check(comparison, figures.run)
+    extended = replace(comparison, logs=logs)
+    check_labels([figures.run.label for figures in extended.rows])
+    return extended
 
 
 def _check(comparison: RunComparison, log: EngineLog) -> None:

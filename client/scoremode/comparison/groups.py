@@ -45,18 +45,18 @@ def domains(runs: Sequence[RunFile]) -> tuple[Sequence[str], NDArray[np.int32]] 
 def groups_of(runs: Sequence[RunFile]) -> list[Group]:
     """Groups by class, by domain and by context, each only where there are several; by context only where that is
     longer than the default context length."""
-    found: list[Group] = []
+    groups: list[Group] = []
     sizes, classes = runs[0].window_sizes, first_known(runs, "classes")
     if classes is not None:
-        found += _several("class", dict(enumerate(TOKEN_CLASSES)), classes)
-    if (of_windows := domains(runs)) is not None:
-        found += _domain_groups(of_windows[0], np.repeat(of_windows[1], sizes))
+        groups += _several("class", dict(enumerate(TOKEN_CLASSES)), classes)
+    if (window_domains := domains(runs)) is not None:
+        groups += _domain_groups(window_domains[0], np.repeat(window_domains[1], sizes))
     before = tokens_before(runs)
     if before is not None and before.max() >= DEFAULT_CONTEXT_LENGTH:
         names = [f"{low:,} to {high - 1:,}" for low, high in pairwise(_CONTEXT_EDGES)]
         names.append(f"{_CONTEXT_EDGES[-1]:,} and more")
-        found += _several("tokens before", dict(enumerate(names, 1)), np.digitize(before, _CONTEXT_EDGES))
-    return found
+        groups += _several("tokens before", dict(enumerate(names, 1)), np.digitize(before, _CONTEXT_EDGES))
+    return groups
 
 
 def tokens_before(runs: Sequence[RunFile]) -> NDArray[np.int64] | None:
@@ -78,5 +78,5 @@ def _domain_groups(names: Sequence[str], indices: NDArray[np.int32]) -> list[Gro
 
 def _several(by: str, names: Mapping[int, str], indices: NDArray[Any]) -> list[Group]:
     present = set(np.unique(indices).tolist())
-    found = [Group(by, name, indices == index) for index, name in names.items() if index in present]
-    return found if len(found) > 1 else []
+    groups = [Group(by, name, indices == index) for index, name in names.items() if index in present]
+    return groups if len(groups) > 1 else []

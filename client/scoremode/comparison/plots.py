@@ -48,14 +48,14 @@ def plots(comparison: RunComparison) -> list[Plot]:
     ]
     comparison = replace(comparison, runs=runs)
     diverging = [(index, figures.run) for index, figures in enumerate(comparison.runs) if _diverges(figures.run)]
-    found = (
+    drawable = (
         _perplexity_ratio(comparison) if comparison.pairs else _perplexity(comparison),
         _mean_kld(comparison),
         _kld_distribution(comparison, diverging) if diverging else None,
         _kld_by_confidence(comparison, diverging) if diverging else None,
         _running_difference(comparison),
     )
-    return [plot for plot in found if plot is not None]
+    return [plot for plot in drawable if plot is not None]
 
 
 def write_plots(comparison: RunComparison, folder: str | Path) -> list[Path]:

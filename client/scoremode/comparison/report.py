@@ -55,8 +55,8 @@ def write_report(
     data["largest_kld"] = _largest_kld(comparison)
     text_note, num_kept, num_tokens = "Values are rounded to 16 bits.", data["num_kept"], comparison.base.num_scored
     if num_kept < num_tokens:
-        kept = f"The text of {num_kept:,} of {num_tokens:,} tokens is here, that of the passages that diverge most"
-        text_note = f"{kept}; others have their mean. {text_note}"
+        part = f"The text of {num_kept:,} of {num_tokens:,} tokens is here, that of the passages that diverge most"
+        text_note = f"{part}; others have their mean. {text_note}"
     html = template.render(**context, data=Markup(script_json(data)), text_note=text_note)
     Path(path).write_text(html, encoding="utf-8")
 
@@ -120,7 +120,7 @@ def _run_settings(runs: Sequence[RunFile]) -> list[Column]:
         "finished": [run.finished or "-" for run in runs],
         "file": [printable(run.path.name) for run in runs],
     }
-    return [Column(name, of_runs, right=False) for name, of_runs in cells.items()]
+    return [Column(name, values, right=False) for name, values in cells.items()]
 
 
 def _largest_kld(comparison: RunComparison) -> int | None:

@@ -80,8 +80,8 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
     """
     passages = cut_passages(runs[0].window_sizes)
     tops = _shown_tops(runs, int(_SHARE_OF_TOPS * max_bytes / (_BYTES_OF_TOPS * len(runs))))
-    of_runs = [array for run in runs for array in (run.token_ids, run.top_token_ids, run.reference_top_token_ids)]
-    ids = [*(array for array in of_runs if array is not None), *(top.token_ids[..., :NUM_TOP] for top in tops.values())]
+    arrays = [array for run in runs for array in (run.token_ids, run.top_token_ids, run.reference_top_token_ids)]
+    ids = [*(array for array in arrays if array is not None), *(top.token_ids[..., :NUM_TOP] for top in tops.values())]
     vocabulary = np.unique(np.concatenate([np.unique(array) for array in ids]))
     # A passage costs in proportion to its tokens, but for the top tokens of some.
     nothing = np.zeros(len(passages), bool)

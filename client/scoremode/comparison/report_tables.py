@@ -5,8 +5,23 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scoremode.comparison.cells import NOT_KNOWN, Cell, cell_of, decimals, digits_of, number, plain, with_errors
-from scoremode.comparison.figures import METRICS, OPPOSITE, Figure, Metric, PairFigures, RunComparison, Verdict
+from scoremode.comparison.figures import (
+    METRICS,
+    NOT_KNOWN,
+    OPPOSITE,
+    Cell,
+    Figure,
+    Metric,
+    PairFigures,
+    RunComparison,
+    Verdict,
+    cell_of,
+    decimals,
+    digits_of,
+    number,
+    plain,
+    with_errors,
+)
 
 _FAR_FEWER = 2
 """From this many digits of difference after the point, the figures of a column each keep their own digits."""
@@ -49,7 +64,7 @@ def _column(comparison: RunComparison, metric: Metric) -> list[Cell]:
 def effects(comparison: RunComparison) -> list[tuple[str, list[Cell]]]:
     """The label of each run but the base, and what it adds to the perplexity, how far it diverges, and its size."""
     pairs = {pair.second.label: pair for pair in comparison.pairs_with_base}
-    found = []
+    rows = []
     for figures in comparison.runs:
         pair, label = pairs.get(figures.run.label), figures.run.label
         if pair is not None:
@@ -65,8 +80,8 @@ def effects(comparison: RunComparison) -> list[tuple[str, list[Cell]]]:
             parts.append(Cell(f"{figures.same_top_p.value:.1%} same top"))
         if pair is not None and figures.run.gib and comparison.base.gib:
             parts.append(Cell(f"{figures.run.gib / comparison.base.gib:.0%} of the size"))
-        found.append((label, parts))
-    return found
+        rows.append((label, parts))
+    return rows
 
 
 def _percent_more(ratio: Figure) -> str:
@@ -116,9 +131,9 @@ def _pair_cells(
     """Both ways round: of the second run, which the verdict is on, and of the first."""
     ways = ((pair.second.label, pair.first.label, verdict), (pair.first.label, pair.second.label, OPPOSITE[verdict]))
     cells = {}
-    for (run, other, of_run), figure in zip(ways, figures, strict=True):
-        shown, mark = with_errors(figure, sign=sign), _mark(of_run)
-        said = f"{run} is {of_run} than {other}" if mark else f"No difference is shown between {run} and {other}"
+    for (run, other, run_verdict), figure in zip(ways, figures, strict=True):
+        shown, mark = with_errors(figure, sign=sign), _mark(run_verdict)
+        said = f"{run} is {run_verdict} than {other}" if mark else f"No difference is shown between {run} and {other}"
         tip = f"{said} by {by}: {' '.join((f'{shown.text} {unit}', *shown.errors))}"
         cells[run, other] = Cell(shown.text, shown.value, mark=mark, tip=tip)
     return cells

@@ -70,8 +70,15 @@ class _Record:
 
 _RECORD = TypeAdapter(_Record)
 _OPTIONAL_ARRAYS = (
-    *("window_contexts", "window_documents", "window_labels", "classes", "ranks"),
-    *("kld", "top_token_ids", "reference_top_token_ids", "reference_confidence"),
+    "window_contexts",
+    "window_documents",
+    "window_labels",
+    "classes",
+    "ranks",
+    "kld",
+    "top_token_ids",
+    "reference_top_token_ids",
+    "reference_confidence",
 )
 """That not every file has."""
 
@@ -150,7 +157,8 @@ class RunFile(_Record):
     @property
     def weights(self) -> str:
         """Quantization and dtype, in words, and the lane where it is another than usual."""
-        return weights_in_words(self.server) + f", {self.lane} lane" * (self.lane != "prefill")
+        weights = weights_in_words(self.server)
+        return weights if self.lane == "prefill" else f"{weights}, {self.lane} lane"
 
     @property
     def versions(self) -> str:
@@ -189,11 +197,11 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
         top_tokens = TopTokens(**tops, num_scored=len(arrays["token_ids"])) if tops["positions"].size else None
     except ValueError as error:
         raise RunError(f"{path}: its top tokens do not fit: {error}") from error
-    known: dict[str, Any] = {each.name: getattr(record, each.name) for each in fields(record)}
-    known |= {name: arrays.get(name) for name in _OPTIONAL_ARRAYS}
-    known |= {name: arrays[name].astype(np.float64) for name in ("kld", "reference_confidence") if name in arrays}
+    values: dict[str, Any] = {part.name: getattr(record, part.name) for part in fields(record)}
+    values |= {name: arrays.get(name) for name in _OPTIONAL_ARRAYS}
+    values |= {name: arrays[name].astype(np.float64) for name in ("kld", "reference_confidence") if name in arrays}
     return RunFile(
-        **known,
+        **values,
         path=path,
         label=record.model if label is None else printable(label),
         window_sizes=arrays["window_sizes"],
@@ -220,11 +228,11 @@ def _read_record(path: Path) -> _Record:
         raise RunError(f"{path} is of version {version}; this ppl-client reads version {RECORD_VERSION}")
     # The windows and the text of a comparison are its reference's.
     parts = [part for part in (record.get("reference"), record.get("settings")) if isinstance(part, dict)]
-    found = ChainMap({"token_texts": content.get("token_texts")}, record, *parts)
+    layers = ChainMap({"token_texts": content.get("token_texts")}, record, *parts)
     if record.get(needed := "reference" if kind == "kld" else "corpus") is None:
         raise RunError(f"{path}: {needed}: is required")
     try:
-        return _RECORD.validate_python({name: value for name, value in found.items() if value is not None})
+        return _RECORD.validate_python({name: value for name, value in layers.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         raise RunError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -304,7 +312,8 @@ def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) 
 
 
 def _labels(runs: Sequence[RunFile]) -> list[str]:
-    labels = [model_name(run.model) + f" ({run.lane})" * (run.lane != "prefill") for run in runs]
+    names = [model_name(run.model) for run in runs]
+    labels = [name if run.lane == "prefill" else f"{name} ({run.lane})" for name, run in zip(names, runs, strict=True)]
     numbered = [f"{run.path} ({number})" for number, run in enumerate(runs, 1)]
     # Each is longer than the one before, and the last is another for every file.
     for longer in ([run.path.stem for run in runs], [str(run.path) for run in runs], numbered):

@@ -50,18 +50,18 @@ def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple
     runs = [each.run for each in comparison.runs]
     axis: str | None = None
     sizes = [0.0] * len(runs)
-    for name, known in (
+    for name, run_sizes in (
         ("weight files (GiB)", [run.gib for run in runs]),
         ("bits per weight", [run.bits_per_weight for run in runs]),
     ):
-        if None not in known:
-            axis, sizes = name, [size or 0 for size in known]
-    found = []
+        if None not in run_sizes:
+            axis, sizes = name, [size or 0 for size in run_sizes]
+    drawn = []
     for index, (run, size, figure) in enumerate(zip(runs, sizes, figures, strict=True)):
         if figure is not None and math.isfinite(figure.value):
             ends = (figure.value if end is None or math.isinf(end) else end for end in (figure.low, figure.high))
-            found.append(Point(index, run.label, size, figure.value, *ends))
-    return axis, found
+            drawn.append(Point(index, run.label, size, figure.value, *ends))
+    return axis, drawn
 
 
 def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float | None, theme: Theme) -> Drawing:

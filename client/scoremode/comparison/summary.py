@@ -128,8 +128,8 @@ _WITHOUT_INFLUENCE = {"num_devices", "data_parallel_size"}
 
 def in_words(computed_by: ComputedBy | None) -> str:
     """All that is known of it."""
-    known = {} if computed_by is None else computed_by.model_dump(exclude_none=True)
-    return "; ".join(f"{words} {_value(known[name])}" for name, words in _IN_WORDS.items() if name in known)
+    values = {} if computed_by is None else computed_by.model_dump(exclude_none=True)
+    return "; ".join(f"{words} {_value(values[name])}" for name, words in _IN_WORDS.items() if name in values)
 
 
 def computed_differently(runs: Sequence[RunFile]) -> list[str]:
@@ -140,15 +140,15 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
     sources: list[tuple[str, ServerInfo | Reference, str | None]] = [(run.label, run.server, run.lane) for run in runs]
     sources += [(f"reference {each.name}", each, None) for run in runs if (each := run.reference) is not None]
     # By what it is and, of kernels, the quantization: every value with the labels that have it.
-    found: dict[tuple[str, str | None], dict[str, dict[str, None]]] = {}
+    labels_by_value: dict[tuple[str, str | None], dict[str, dict[str, None]]] = {}
     for name in ("dtype", "lane", *(name for name in _IN_WORDS if name not in _WITHOUT_INFLUENCE)):
         for label, model, lane in sources:
-            known = {"dtype": model.dtype, "lane": lane, **(dict(model.computed_by) if model.computed_by else {})}
-            if known.get(name) is not None:
-                alike = found.setdefault((name, model.quantization if name == "kernels" else None), {})
-                alike.setdefault(_value(known[name]), {})[label] = None
+            fields = {"dtype": model.dtype, "lane": lane, **(dict(model.computed_by) if model.computed_by else {})}
+            if fields.get(name) is not None:
+                alike = labels_by_value.setdefault((name, model.quantization if name == "kernels" else None), {})
+                alike.setdefault(_value(fields[name]), {})[label] = None
     parts = []
-    for (name, _), alike in found.items():
+    for (name, _), alike in labels_by_value.items():
         if len(alike) > 1:
             values = ", ".join(f"{value} ({', '.join(labels)})" for value, labels in alike.items())
             parts.append(f"{_IN_WORDS.get(name, name)}: {values}")

@@ -7,17 +7,35 @@ from dataclasses import asdict, dataclass, replace
 
 from scoremode._printable import printable
 from scoremode.comparison.bootstrap import MIN_UNITS
-from scoremode.comparison.cells import cell_of
-from scoremode.comparison.figures import METRICS, Figure, RunComparison
+from scoremode.comparison.figures import METRICS, Figure, RunComparison, cell_of
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import summary
 from scoremode.runs.presets import comparable_with
 
 CsvRow = dict[str, object]
 _CSV_HEADER = (
-    *("run", "base", "quantization", "dtype", "figure", "value", "stderr", "low", "high", "verdict"),
-    *("path", "corpus", "corpus_sha256", "figures", "model", "revision", "versions", "device", "finished", "task"),
-    *("by", "group"),
+    "run",
+    "base",
+    "quantization",
+    "dtype",
+    "figure",
+    "value",
+    "stderr",
+    "low",
+    "high",
+    "verdict",
+    "path",
+    "corpus",
+    "corpus_sha256",
+    "figures",
+    "model",
+    "revision",
+    "versions",
+    "device",
+    "finished",
+    "task",
+    "by",
+    "group",
 )
 _RUN_SECTIONS = (
     ("gib", "bits_per_weight", "bits_per_byte"),
@@ -100,14 +118,19 @@ def _csv_rows(comparison: RunComparison) -> Iterator[CsvRow]:
 def _csv_row(run: RunFile, name: str, value: Figure | float | None) -> CsvRow:
     corpus = run.corpus
     return {
-        **{"run": run.label, "quantization": run.server.quantization, "dtype": run.server.dtype},
+        "run": run.label,
+        "quantization": run.server.quantization,
+        "dtype": run.server.dtype,
         **_csv_figure(name, value),
         "path": printable(str(run.path)),
         "corpus": None if corpus is None else corpus.in_words,
         "corpus_sha256": None if corpus is None else corpus.sha256,
         "figures": comparable_with(corpus, run.context_length),
-        **{"model": run.model, "revision": run.server.revision, "versions": run.versions},
-        **{"device": run.server.devices, "finished": run.finished},
+        "model": run.model,
+        "revision": run.server.revision,
+        "versions": run.versions,
+        "device": run.server.devices,
+        "finished": run.finished,
     }
 
 

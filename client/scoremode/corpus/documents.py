@@ -101,12 +101,12 @@ class DocumentScorer:
     async def score(self, documents: Sequence[AnyDocument]) -> list[DocumentResult]:
         """Score any number of documents, many in a request where they fit the context. One that a server refuses has no
         figures."""
-        asked = [document for document in documents if isinstance(document, Document)]
+        with_text = [document for document in documents if isinstance(document, Document)]
         limit = self.context_length * _FEWEST_BYTES
         short, long = await joined(
             [
-                self._score_texts([document for document in asked if document.num_bytes <= limit]),
-                joined(self._tokenize_and_score(document) for document in asked if document.num_bytes > limit),
+                self._score_texts([document for document in with_text if document.num_bytes <= limit]),
+                joined(self._tokenize_and_score(document) for document in with_text if document.num_bytes > limit),
             ]
         )
         results = {True: iter(short), False: iter(long)}
@@ -141,8 +141,8 @@ class DocumentScorer:
     def _scored(self, document: Document, answer: Score) -> ScoredDocument:
         if not answer.num_scored == len(answer.token_ids) > 0:
             raise ResponseError(f"the server scored {answer.num_scored} of {len(answer.token_ids)} tokens")
-        kept = (answer.token_ids, answer.logprob_array) if self._per_token else (None, None)
-        return ScoredDocument(document.num_bytes, answer.num_scored, -answer.sum_logprob, *kept)
+        per_token = (answer.token_ids, answer.logprob_array) if self._per_token else (None, None)
+        return ScoredDocument(document.num_bytes, answer.num_scored, -answer.sum_logprob, *per_token)
 
     async def _tokenize_and_score(self, document: Document) -> DocumentResult:
         try:
@@ -166,8 +166,8 @@ class DocumentScorer:
         except _RefusalError as error:
             return UnscoredDocument(str(error))
         logprobs = np.concatenate([window for part in parts for window in part])
-        kept = (tokens, logprobs) if self._per_token else (None, None)
-        return ScoredDocument(num_bytes, len(tokens), -math.fsum(logprobs.tolist()), *kept)
+        per_token = (tokens, logprobs) if self._per_token else (None, None)
+        return ScoredDocument(num_bytes, len(tokens), -math.fsum(logprobs.tolist()), *per_token)
 
     async def _score_windows(self, tokens: list[int], windows: Sequence[Window]) -> list[NDArray[np.float32]]:
         """The logprobs of each window's targets."""

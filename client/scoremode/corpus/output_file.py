@@ -55,13 +55,13 @@ class FiguresJournal(AppendedFile):
         batches: list[pa.RecordBatch] = []
         with pa.memory_map(str(self.path)) as source:
             try:
-                of_file = json.loads((pa.ipc.read_schema(source).metadata or {}).get(HEADER_KEY, b"{}"))
+                own_header = json.loads((pa.ipc.read_schema(source).metadata or {}).get(HEADER_KEY, b"{}"))
             except (OSError, ValueError, RecursionError, pa.ArrowException):
                 # Torn within the header, or no journal; one that is killed there has no more than that.
                 if source.size() <= len(schema.serialize()):
                     return 0, batches
                 raise OutputError(f"{self.path} is not a journal of this version of ppl-client; move it away") from None
-            check_same_run(self.path, of_file, header, "delete it to start afresh")
+            check_same_run(self.path, own_header, header, "delete it to start afresh")
             while True:
                 end = int(source.tell())
                 try:
@@ -145,11 +145,12 @@ def check_finished(path: Path, header: Mapping[str, object]) -> None:
     """Refuse to take a finished file for that of a run."""
     try:
         metadata = pq.read_schema(path).metadata or {}
-        found = json.loads(metadata[_header_key(header)])
+        own_header = json.loads(metadata[_header_key(header)])
     except (OSError, pa.ArrowException, KeyError, ValueError, RecursionError) as error:
         raise OutputError(f"{path} is there, and is not of ppl-client corpus: choose another folder") from error
     # The journal has the checksum of its input; a finished file is trusted by its name and size.
-    check_same_run(path, found, {"input_sha256": found.get("input_sha256"), **header}, "choose another folder")
+    wanted = {"input_sha256": own_header.get("input_sha256"), **header}
+    check_same_run(path, own_header, wanted, "choose another folder")
     journal_of(path).unlink(missing_ok=True)
 
 

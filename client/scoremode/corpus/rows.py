@@ -67,8 +67,8 @@ def _json_batches(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
 
 def _with_column(schema: pa.Schema, name: str, rows: Sequence[dict[str, Any]]) -> pa.Schema:
     """Give a column of the schema a type that fits these rows too."""
-    found = pa.schema([(name, pa.array([row.get(name) for row in rows]).type)])
-    return pa.unify_schemas([schema, found], promote_options="permissive")
+    column = pa.schema([(name, pa.array([row.get(name) for row in rows]).type)])
+    return pa.unify_schemas([schema, column], promote_options="permissive")
 
 
 def _converted(block: _Block, convert: Callable[[list[dict[str, Any]]], Any], name: str = "") -> Any:

@@ -126,8 +126,8 @@ class ScoremodeLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The context of an empty context."""
-        known = (self._prefix_token_id, self.tokenizer.bos_token_id)
-        return int(next((token_id for token_id in known if token_id is not None), self.eot_token_id))
+        candidates = (self._prefix_token_id, self.tokenizer.bos_token_id)
+        return int(next((token_id for token_id in candidates if token_id is not None), self.eot_token_id))
 
     @property
     def tokenizer_name(self) -> str:
@@ -239,8 +239,8 @@ class ScoremodeLM(TemplateLM):
         eos = self.tokenizer.decode(self.eot_token_id)
 
         async def generate(client: AsyncScoreClient, index: int) -> list[tuple[int, str]]:
-            context, given = requests[index].args
-            options = normalize_gen_kwargs(given, self._max_gen_toks)
+            context, arguments = requests[index].args
+            options = normalize_gen_kwargs(arguments, self._max_gen_toks)
             stop = handle_stop_sequences(options.pop("until", None), eos=eos)
             max_tokens = options.pop("max_gen_toks")
             if max_tokens >= self.max_length:

@@ -106,8 +106,8 @@ def measure_overlap(calibration: Calibration | None, run: FinishedRun[Figures]) 
     seen = np.unique(np.concatenate([_hashes(np.array(tokens, np.int64)) for tokens in calibration.token_ids]))
     windows = np.split(np.asarray(run.target_ids, np.int64), np.cumsum(run.window_sizes)[:-1])
     shares = np.array([np.isin(hashes, seen).mean() if len(hashes := _hashes(window)) else 0.0 for window in windows])
-    kept = shares <= calibration.threshold
-    return Overlap(calibration, shares, run.figures_of(kept) if kept.any() else None)
+    unseen = shares <= calibration.threshold
+    return Overlap(calibration, shares, run.figures_of(unseen) if unseen.any() else None)
 
 
 def _hashes(token_ids: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -24,9 +24,17 @@ _NAMES = {
     "developer": ("developer",),
     "user": ("user", "human", "input", "prompter"),
     "assistant": (
-        *("assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model", "output"),
+        "assistant",
+        "gpt",
+        "chatgpt",
+        "bing",
+        "bard",
+        "bot",
+        "model",
+        "output",
         # A call of a tool, as text.
-        *("function_call", "tool_call"),
+        "function_call",
+        "tool_call",
     ),
     "tool": ("tool", "function", "observation", "function_response", "tool_response", "ipython"),
 }
@@ -70,8 +78,8 @@ def read_conversation(row: Mapping[str, Any], column: str, where: str) -> Conver
     valid_text(content, where)
     if not any(each["role"] == "assistant" and _says_something(each) for each in messages):
         raise CorpusError(f"{where} has no answer of the assistant to score")
-    if any(row.get(name) for name in MEDIA) and (found := _PLACEHOLDER.search(content)):
-        raise CorpusError(f"{where} has {found[0]} in its messages: only text is scored")
+    if any(row.get(name) for name in MEDIA) and (match := _PLACEHOLDER.search(content)):
+        raise CorpusError(f"{where} has {match[0]} in its messages: only text is scored")
     if row.get("system") and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": valid_text(row["system"], f"{where}: column 'system'")})
     return Conversation(messages, tools or None)
@@ -116,10 +124,10 @@ def token_classes(
             continue
         parts = [texts.get(int(token), "") for token in token_ids[start:end]]
         begins = np.cumsum([0, *map(len, parts[:-1])])
-        of_turn = np.full(size, TOKEN_CLASSES.index("text"), np.uint8)
+        turn_classes = np.full(size, TOKEN_CLASSES.index("text"), np.uint8)
         for name, kind in _KINDS.items():
-            for found in kind.finditer("".join(parts)):
-                first, last = np.searchsorted(begins, found.span())
-                of_turn[first:last] = TOKEN_CLASSES.index(name)
-        classes[start:end] = of_turn
+            for match in kind.finditer("".join(parts)):
+                first, last = np.searchsorted(begins, match.span())
+                turn_classes[first:last] = TOKEN_CLASSES.index(name)
+        classes[start:end] = turn_classes
     return classes

@@ -368,7 +368,7 @@ def _load_from_hub(
         table = datasets.load_dataset(repository, config, split=split, **streaming)
         # A stream may not know them.
         _check_columns(columns, table.column_names or next(iter(table), {}), repository)
-        found = list(islice(table, num_samples))
+        records = list(islice(table, num_samples))
     except CorpusError:
         raise
     # What can go wrong comes from half a dozen libraries below `datasets`, each with its own exceptions.
@@ -379,7 +379,7 @@ def _load_from_hub(
         ) from error
     rows: list[_Row] = [
         (f"row {number} of {repository}", {name: _without_nulls(value) for name, value in row.items()})
-        for number, row in enumerate(found, 1)
+        for number, row in enumerate(records, 1)
     ]
     source = f"hub dataset {repository}, config {config or 'default'}, split {split}, column {columns[0]}"
     return Corpus(dataset, "", source, len(rows), config, split), rows

@@ -97,11 +97,11 @@ class KldPlan:
         }
 
     def from_line(self, line: dict[str, object]) -> KldWindowValues:
-        found = _Line.model_validate(line)
-        top, reference_top = [*map(decode_top_logprobs, found.tops), None, None][:2]
-        positions = decode_positions(found.positions)
-        window = KldWindowValues(found.index, positions, top, reference_top, found.mean_batch)
-        if found.index >= self.num_windows or found.num_scored != window.num_scored:
+        fields = _Line.model_validate(line)
+        top, reference_top = [*map(decode_top_logprobs, fields.tops), None, None][:2]
+        positions = decode_positions(fields.positions)
+        window = KldWindowValues(fields.index, positions, top, reference_top, fields.mean_batch)
+        if fields.index >= self.num_windows or fields.num_scored != window.num_scored:
             raise ValueError("not a window of this run")
         return window
 
@@ -166,8 +166,8 @@ class KldMeasurement:
         return self.positions.token_ids
 
     def figures_of(self, windows: NDArray[np.bool_]) -> KldStatistics:
-        kept = np.repeat(windows, self.window_sizes)
-        positions = KldPositions(**{name: getattr(self.positions, name)[kept] for name in POSITION_DTYPES})
+        inside = np.repeat(windows, self.window_sizes)
+        positions = KldPositions(**{name: getattr(self.positions, name)[inside] for name in POSITION_DTYPES})
         return statistics(positions, np.array(self.window_sizes)[windows].tolist())
 
     @property
@@ -298,8 +298,8 @@ async def _measurement(
     occurring = [positions.token_ids, positions.top_token_ids, positions.reference_top_token_ids]
     occurring += [] if top_tokens is None else [top_tokens.token_ids.ravel()]
     figures, origins = statistics(positions, window_sizes), await client.reference_windows(reference.name)
-    of_windows = (origins.num_context, origins.documents, origins.labels, origins.roles)
-    if any(each is not None and len(each) != len(windows) for each in of_windows):
+    columns = (origins.num_context, origins.documents, origins.labels, origins.roles)
+    if any(each is not None and len(each) != len(windows) for each in columns):
         raise ResponseError(f"the server's windows of the reference {reference.name} are not {len(windows)}")
     return KldMeasurement(
         server=plan.server,

@@ -162,9 +162,9 @@ def open_journal(path: Path, plan: Measurement[Result]) -> Journal[Result]:
     return journal
 
 
-def check_same_run(path: Path, found: Mapping[str, object], wanted: Mapping[str, object], other_way: str) -> None:
+def check_same_run(path: Path, header: Mapping[str, object], wanted: Mapping[str, object], other_way: str) -> None:
     """Refuse a file of finished work whose header is that of another run."""
-    if differing := conflicts(path, found, wanted):
+    if differing := conflicts(path, header, wanted):
         raise OutputError(f"{path} is of another run: {differing}; give the options of that run, or {other_way}")
 
 

@@ -15,9 +15,9 @@ AGREEMENT = 0.001
 _STANDARD_ERRORS = 3
 
 
-def mean_batch(of_windows: Iterable[float | None]) -> float | None:
-    known = [batch for batch in of_windows if batch is not None]
-    return sum(known) / len(known) if known else None
+def mean_batch(batches: Iterable[float | None]) -> float | None:
+    means = [batch for batch in batches if batch is not None]
+    return sum(means) / len(means) if means else None
 
 
 def lane_fields(lane: Lane, batch: float | None = None) -> dict[str, object]:

@@ -111,10 +111,10 @@ class Plan:
         first = window.first_scored - left_out
         nlls = [-logprob for logprob in score.logprobs[first:] if logprob is not None]
         ranks = [rank for rank in (score.ranks or [])[first:] if rank is not None]
-        asked = {"logprobs": len(nlls), **({"ranks": len(ranks)} if self.return_ranks else {})}
-        for name, given in asked.items():
-            if given != window.num_scored:
-                raise ResponseError(f"the server gave {given} {name} for the {window.num_scored} targets of a window")
+        counts = {"logprobs": len(nlls), **({"ranks": len(ranks)} if self.return_ranks else {})}
+        for name, count in counts.items():
+            if count != window.num_scored:
+                raise ResponseError(f"the server gave {count} {name} for the {window.num_scored} targets of a window")
         asked_ranks = ranks if self.return_ranks else None
         return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, asked_ranks, score.mean_batch)
 
@@ -136,17 +136,17 @@ class Plan:
         return asdict(window)
 
     def from_line(self, line: dict[str, object]) -> WindowNlls:
-        found = WindowNlls(**cast(dict[str, Any], line))
-        expected = self.windows[found.index].num_scored if found.index < len(self.windows) else None
-        num_ranks = None if found.ranks is None else len(found.ranks)
-        is_sum = abs(found.nll_sum - math.fsum(found.nlls)) <= ROUNDING * len(found.nlls)
+        window = WindowNlls(**cast(dict[str, Any], line))
+        expected = self.windows[window.index].num_scored if window.index < len(self.windows) else None
+        num_ranks = None if window.ranks is None else len(window.ranks)
+        is_sum = abs(window.nll_sum - math.fsum(window.nlls)) <= ROUNDING * len(window.nlls)
         if (
-            not found.num_scored == len(found.nlls) == expected
+            not window.num_scored == len(window.nlls) == expected
             or not is_sum
             or num_ranks != (expected if self.return_ranks else None)
         ):
             raise ValueError("not a window of this run")
-        return found
+        return window
 
 
 async def make_plan(
@@ -196,10 +196,10 @@ async def _with_text(plan: Plan, client: AsyncScoreClient) -> Plan:
         documents = [tokens]
         # A BOS that the tokenizer put before the text is not part of it.
         has_bos = plan.add_special_tokens and server.adds_bos and tokens[0] == server.bos_token_id
-        of_text = tokens[has_bos:]
-        text = await client.detokenize(of_text) if of_text else ""
+        text_tokens = tokens[1:] if has_bos else tokens
+        text = await client.detokenize(text_tokens) if text_tokens else ""
     windows: list[Window] = []
-    of_windows: list[int] = []
+    document_indices: list[int] = []
     offset = 0
     for index, document in enumerate(documents):
         cut = cut_windows(
@@ -211,7 +211,7 @@ async def _with_text(plan: Plan, client: AsyncScoreClient) -> Plan:
             bos_token_id=server.chunk_token_id,
         )
         windows += [window.moved(offset) for window in cut]
-        of_windows += [index] * len(cut)
+        document_indices += [index] * len(cut)
         offset += len(document)
     if not windows:
         raise WindowError(
@@ -219,14 +219,14 @@ async def _with_text(plan: Plan, client: AsyncScoreClient) -> Plan:
             f"{plan.method!r}; give a smaller context_length (--context-length) or a longer text",
             "context_length",
         )
-    corpus.warn_of_unscored(of_windows)
+    corpus.warn_of_unscored(document_indices)
     return replace(
         plan,
         tokens=tokens,
         num_bytes=corpus.num_bytes or len(text.encode()),
         num_words=corpus.num_words or count_words(text),
         windows=windows,
-        documents=of_windows if len(documents) > 1 else [],
+        documents=document_indices if len(documents) > 1 else [],
     )
 
 
@@ -271,22 +271,22 @@ def server_header(server: ServerInfo) -> dict[str, object]:
     }
 
 
-def conflicts(path: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
-    """Why a file with the header `found` cannot be resumed as a run with the header `wanted`; empty if it can. Other
-    GPUs or kernels do not prevent it: they are logged."""
-    kept, now = (
-        {name: value for name, value in header.items() if name.startswith(_COMPUTED_BY)} for header in (found, wanted)
+def conflicts(path: Path, header: Mapping[str, object], wanted: Mapping[str, object]) -> str:
+    """Say why a file with this header cannot be resumed as the run that is `wanted`; empty if it can. Other GPUs or
+    kernels do not prevent it: they are logged."""
+    earlier, now = (
+        {name: value for name, value in fields.items() if name.startswith(_COMPUTED_BY)} for fields in (header, wanted)
     )
-    if now.keys() <= kept.keys() and (differing := differences(kept, now)):
+    if now.keys() <= earlier.keys() and (differing := differences(earlier, now)):
         _log.warning("%s was begun on another server, and will mix what both compute: %s", path, differing)
-    forgiven = {**kept, **now}
-    return differences({**found, **forgiven}, {**wanted, **forgiven})
+    forgiven = {**earlier, **now}
+    return differences({**header, **forgiven}, {**wanted, **forgiven})
 
 
-def differences(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
+def differences(actual: Mapping[str, object], wanted: Mapping[str, object]) -> str:
     """The fields whose values differ, in words; empty where none do."""
     return ", ".join(
-        f"{name} is {found.get(name)!r} instead of {wanted.get(name)!r}"
-        for name in dict.fromkeys([*wanted, *found])
-        if found.get(name) != wanted.get(name)
+        f"{name} is {actual.get(name)!r} instead of {wanted.get(name)!r}"
+        for name in dict.fromkeys([*wanted, *actual])
+        if actual.get(name) != wanted.get(name)
     )

@@ -5,14 +5,14 @@ from asyncio import Event, Lock
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from scoremode._tasks import joined
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import RateLimitError, ScoremodeError, ServerError, ServersDifferError, TransportError
 from scoremode.runs.plan import differences, identity
 from scoremode.wire.protocol import ServerInfo
-from scoremode.wire.retries import TIMED_OUT
+from scoremode.wire.retries import FIRST_CONTACT_SECONDS, PATIENT_RETRY_FOR, TIMED_OUT
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +26,15 @@ GRACE = 20.0
 Job = TypeVar("Job")
 """The input of one request, such as a window's number."""
 Result = TypeVar("Result")
+
+
+def patient_client(url: str, *, retry_for: float | None = None, **settings: Any) -> AsyncScoreClient:
+    """A client for runs that take long: unless `retry_for` says how long it waits, that is less for a server that has
+    not answered yet. Other arguments are those of `AsyncScoreClient`."""
+    client = AsyncScoreClient(url, retry_for=PATIENT_RETRY_FOR if retry_for is None else retry_for, **settings)
+    if retry_for is None:
+        client.retries.first_contact = FIRST_CONTACT_SECONDS
+    return client
 
 
 @dataclass(slots=True, eq=False)

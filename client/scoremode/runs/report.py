@@ -29,7 +29,7 @@ def reference_in_words(reference: Reference) -> str:
 
 
 def origin_arrays(
-    origins: WindowOrigins | None, of_run: Mapping[str, NDArray[Any]], token_texts: Mapping[int, str]
+    origins: WindowOrigins | None, run_arrays: Mapping[str, NDArray[Any]], token_texts: Mapping[int, str]
 ) -> dict[str, NDArray[Any]]:
     """Where each window of a run is from, and the classes of its targets, as far as they are known."""
     if origins is None:
@@ -41,8 +41,8 @@ def origin_arrays(
         names = {name: index for index, name in enumerate(dict.fromkeys(origins.labels))}
         arrays["window_labels"] = np.array([names[label] for label in origins.labels], np.int32)
     if origins.roles and token_texts:
-        sizes = of_run["window_sizes"].tolist()
-        arrays["classes"] = token_classes(of_run["token_ids"], sizes, origins.roles, token_texts)
+        sizes = run_arrays["window_sizes"].tolist()
+        arrays["classes"] = token_classes(run_arrays["token_ids"], sizes, origins.roles, token_texts)
     return arrays
 
 

@@ -4,6 +4,6 @@ It needs the extra `report`.
 """
 
 from scoremode.sweep.plan import PlanError, SweepPlan, read_plan
-from scoremode.sweep.sweep import SweepResult, run_sweep
+from scoremode.sweep.sweep import SweepResult, compare_runs, run_sweep
 
-__all__ = ["PlanError", "SweepPlan", "SweepResult", "read_plan", "run_sweep"]
+__all__ = ["PlanError", "SweepPlan", "SweepResult", "compare_runs", "read_plan", "run_sweep"]

@@ -61,12 +61,12 @@ def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
     None where there is no usable file.
     """
     try:
-        kept = json.loads(run.read_text())[FIELD]
+        marks_of_run = json.loads(run.read_text())[FIELD]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    if not isinstance(kept, dict) or not run.with_suffix(ARRAYS_SUFFIX).is_file():
+    if not isinstance(marks_of_run, dict) or not run.with_suffix(ARRAYS_SUFFIX).is_file():
         return None
-    return ", ".join(name for name in marks if kept.get(name) != marks[name] or marks["model"] is None)
+    return ", ".join(name for name in marks if marks_of_run.get(name) != marks[name] or marks["model"] is None)
 
 
 def prepare_resume(run: Path, marks: Mapping[str, Any]) -> bool:

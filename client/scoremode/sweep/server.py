@@ -75,7 +75,7 @@ async def model_server(
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with _reserved_port() as port:
-        arguments = [*_found(command, folder), model, "--host", "127.0.0.1", "--port", str(port), *flags]
+        arguments = [*_resolved(command, folder), model, "--host", "127.0.0.1", "--port", str(port), *flags]
         # Where util-linux is there, the kernel ends the server of a sweep that is killed.
         if setpriv := shutil.which("setpriv"):
             arguments = [setpriv, "--pdeathsig", "TERM", "--", *arguments]
@@ -103,21 +103,21 @@ async def model_server(
             await _stop(process)
 
 
-def _found(command: Sequence[str], folder: Path) -> list[str]:
+def _resolved(command: Sequence[str], folder: Path) -> list[str]:
     """The command by its path: one from `folder`, one next to this Python, as in a virtual environment that is not
     activated, or one on PATH."""
     name, *rest = command
     if "/" in name:
-        found = shutil.which((folder / Path(name).expanduser()).absolute())
+        path = shutil.which((folder / Path(name).expanduser()).absolute())
     else:
-        found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
-    if found is None:
+        path = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
+    if path is None:
         command = f"scripts/install.sh {sys.executable} cuda report"
         raise ServerProcessError(
-            f"command {name!r} not found; to install the server, run in a clone of Scoremode (cpu without an NVIDIA "
+            f"command {name!r} not path; to install the server, run in a clone of Scoremode (cpu without an NVIDIA "
             f"GPU): {command}"
         )
-    return [found, *rest]
+    return [path, *rest]
 
 
 @contextmanager
@@ -159,5 +159,5 @@ async def _stop(process: Process) -> None:
 def _reason(log: Path) -> str:
     """The last error in a log, or else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-_TAIL_LINES:]
-    errors = [found[0] for line in lines if (found := _ERROR.search(line)) and _SUMMARY_OF_VLLM not in line]
+    errors = [match[0] for line in lines if (match := _ERROR.search(line)) and _SUMMARY_OF_VLLM not in line]
     return f" (log {log}): {(errors or lines or ['it printed nothing'])[-1]}"

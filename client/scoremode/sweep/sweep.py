@@ -10,7 +10,10 @@ from typing import Any, Literal, cast
 import httpx
 
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import NotFoundError, OutputError, ScoremodeError
+from scoremode.comparison import RunComparison, RunFile, check_comparable, compare, load_run
+from scoremode.comparison.plots import write_plots
+from scoremode.comparison.report import write_report
+from scoremode.errors import NotFoundError, OutputError, RunError, ScoremodeError
 from scoremode.results import NUM_TOP
 from scoremode.runs.calibration import FinishedRun
 from scoremode.runs.corpora import Corpus
@@ -19,6 +22,7 @@ from scoremode.runs.evaluate import Evaluation, evaluate
 from scoremode.runs.journal import Journal, Measurement
 from scoremode.runs.output import Output
 from scoremode.runs.plan import WindowNlls
+from scoremode.runs.pool import patient_client
 from scoremode.runs.recording import record_reference
 from scoremode.runs.run import OnProgress
 from scoremode.sweep import reuse
@@ -26,7 +30,6 @@ from scoremode.sweep.plan import ModelEntry, SweepPlan, check_local_models
 from scoremode.sweep.server import model_server
 from scoremode.windows import WindowError, WindowSettings
 from scoremode.wire.protocol import PerplexityWindow
-from scoremode.wire.retries import FIRST_CONTACT_SECONDS, PATIENT_RETRY_FOR
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +87,30 @@ async def run_sweep(
             sweep.result.failures[entry.name] = str(error)
             _log.error("%s: failed: %s", entry.name, error)
     return sweep.result
+
+
+def compare_runs(plan: SweepPlan, folder: Path, result: SweepResult) -> RunComparison | None:
+    """Compare the runs that are comparable with the first, if there are any, and write what the plan asks for.
+
+    The other runs are added to the failures of `result`, with the reason.
+    """
+    runs: list[RunFile] = []
+    for label, path in result.runs.items():
+        try:
+            run = load_run(path, label)
+            check_comparable([*runs[:1], run])
+            runs.append(run)
+        except RunError as error:
+            result.failures[label] = str(error)
+    if not runs:
+        return None
+    comparison, output = compare(runs), folder / plan.output
+    if plan.compare.plots is not None:
+        write_plots(comparison, output / plan.compare.plots)
+    if plan.compare.html is not None:
+        write_report(comparison, output / plan.compare.html)
+        _log.info("the report is %s", output / plan.compare.html)
+    return comparison
 
 
 @dataclass(slots=True)
@@ -149,17 +176,13 @@ class _Sweep:
     def _client(
         self, url: str, model: str | None, transport: httpx.AsyncBaseTransport | None = None
     ) -> AsyncScoreClient:
-        client = AsyncScoreClient(
-            url, model=model, api_key=self.api_key, retry_for=PATIENT_RETRY_FOR, transport=transport
-        )
-        client.retries.first_contact = FIRST_CONTACT_SECONDS
-        return client
+        return patient_client(url, model=model, api_key=self.api_key, transport=transport)
 
     def _path(self, entry: ModelEntry) -> Path:
         return self.output / f"{entry.name}.json"
 
-    def _marks(self, entry: ModelEntry, of_model: reuse.Marks) -> reuse.Marks:
-        marks = {**reuse.text_marks(self.plan, self.corpus), **of_model}
+    def _marks(self, entry: ModelEntry, model_marks: reuse.Marks) -> reuse.Marks:
+        marks = {**reuse.text_marks(self.plan, self.corpus), **model_marks}
         if self._is_first(entry):
             self.reference = reuse.reference_name(entry, marks)
         return marks

@@ -45,8 +45,8 @@ class EventParser:
         searched = max(0, len(self._rest) - 1)
         self._rest += chunk
         done = 0
-        for found in [*_LINE_END.finditer(self._rest, searched)]:
-            line, done = bytes(self._rest[done : found.start()]), found.end()
+        for match in [*_LINE_END.finditer(self._rest, searched)]:
+            line, done = bytes(self._rest[done : match.start()]), match.end()
             if line.startswith(b"data:"):
                 self._data.append(line.removeprefix(b"data:").removeprefix(b" "))
             elif not line and self._data:

@@ -13,7 +13,7 @@ from made_up_runs import MODELS, write_runs
 from run_files import kld_run, made_up_nlls, perplexity_run
 
 from scoremode.comparison import Figure, compare, load_runs
-from scoremode.comparison.cells import with_errors
+from scoremode.comparison.figures import with_errors
 from scoremode.comparison.report import write_report
 from scoremode.comparison.report_tables import pair_matrices
 
