@@ -1,4 +1,4 @@
-"""The figures of compared runs, and how all forms of a comparison show them: headings, digits, units, cells of tables."""
+"""The figures of compared runs, and how every form of a comparison shows them: headings, digits, units and cells."""
 
 import math
 from collections.abc import Callable, Sequence
