@@ -114,20 +114,33 @@ def events(*objects: dict) -> bytes:
     return b"".join(b"data: " + json.dumps(item).encode() + b"\n\n" for item in objects) + b"data: [DONE]\n\n"
 
 
-class CutShort(httpx.Response, httpx.SyncByteStream, httpx.AsyncByteStream):
-    """A stream whose connection is lost after these events."""
+class Chunks(httpx.Response, httpx.SyncByteStream, httpx.AsyncByteStream):
+    """An answer for both clients, in chunks; the bytes that are sent are counted."""
 
-    def __init__(self, reported: list[dict]) -> None:
-        self.start = b": the stream begins\n\n" + events(*reported).removesuffix(b"data: [DONE]\n\n")
-        super().__init__(200, stream=self)
+    def __init__(self, chunks: Iterable[bytes], status: int = 200, **headers: str) -> None:
+        super().__init__(status, headers=headers, stream=self)
+        self.chunks, self.num_sent = chunks, 0
 
     def __iter__(self) -> Iterator[bytes]:
-        yield self.start
-        raise httpx.ReadError("connection lost")
+        for chunk in self.chunks:
+            self.num_sent += len(chunk)
+            yield chunk
 
     async def __aiter__(self):
         for chunk in self:
             yield chunk
+
+
+class CutShort(Chunks):
+    """A stream whose connection is lost after these events, or after other content."""
+
+    def __init__(self, reported: list[dict], start: bytes | None = None) -> None:
+        self.start = start or b": the stream begins\n\n" + events(*reported).removesuffix(b"data: [DONE]\n\n")
+        super().__init__(self._lost())
+
+    def _lost(self) -> Iterator[bytes]:
+        yield self.start
+        raise httpx.ReadError("connection lost")
 
 
 def window_event(index: int, num_windows: int, nlls: list[float], **so_far: float) -> dict:

@@ -30,11 +30,8 @@ class Server(FakeServer):
         first = int(parse_qs(request.url.query.decode())["first"][0])
         self.firsts = [*getattr(self, "firsts", []), first]
         content = (b"" if first else HEADER) + b"".join(WINDOWS[first:])
-        if len(content) <= self.most:
-            return httpx.Response(200, content=content)
-        cut = CutShort([])
-        cut.start = content[: self.most]
-        return cut
+        is_whole = len(content) <= self.most
+        return httpx.Response(200, content=content) if is_whole else CutShort([], content[: self.most])
 
 
 @pytest.fixture

@@ -4,11 +4,22 @@ import base64
 import json
 import math
 import time
-from collections.abc import Iterator
 
 import httpx
 import pytest
-from fake_server import BOS, FakeServer, Outcomes, answer, changed, encoded, events, ok, result_event, window_event
+from fake_server import (
+    BOS,
+    Chunks,
+    FakeServer,
+    Outcomes,
+    answer,
+    changed,
+    encoded,
+    events,
+    ok,
+    result_event,
+    window_event,
+)
 
 from scoremode import BadRequestError, ResponseError
 from scoremode.wire.calls import EventParser
@@ -34,40 +45,28 @@ WITHOUT_LIMIT = {"references", "reference_windows"}
 """What a server has decides the length of these."""
 
 
-class Endless(httpx.Response, httpx.SyncByteStream, httpx.AsyncByteStream):
-    """An answer without an end, as far as a test can tell; the bytes that are sent are counted."""
-
-    def __init__(self, status: int = 200, chunk: bytes = b" " * 65_536, **headers: str) -> None:
-        super().__init__(status, headers=headers, stream=self)
-        self.chunk, self.num_sent = chunk, 0
-
-    def __iter__(self) -> Iterator[bytes]:
-        while self.num_sent < 2**27:
-            self.num_sent += len(self.chunk)
-            yield self.chunk
-
-    async def __aiter__(self):
-        for chunk in self:
-            yield chunk
+def endless(status: int = 200, chunk: bytes = b" " * 65_536, **headers: str) -> Chunks:
+    """An answer without an end, as far as a test can tell."""
+    return Chunks([chunk] * (2**27 // len(chunk)), status, **headers)
 
 
 @pytest.mark.parametrize("chunk", [b" " * 65_536, b": waiting\n\n" * 6000, b'data: {"object": "a\n' * 3000])
 @pytest.mark.parametrize("status", [200, 500])
 @pytest.mark.parametrize("method", REQUESTS)
 def test_an_endless_answer_is_read_as_far_as_the_request_can_bring(call, method, status, chunk):
-    endless, (arguments, fields) = Endless(status, chunk), REQUESTS[method]
+    response, (arguments, fields) = endless(status, chunk), REQUESTS[method]
     with pytest.raises(ResponseError, match="longer than the"):
-        call(Outcomes(endless), method, *arguments, **fields)
-    assert endless.num_sent < (9 if method in WITHOUT_LIMIT else 2) * 2**20
+        call(Outcomes(response), method, *arguments, **fields)
+    assert response.num_sent < (9 if method in WITHOUT_LIMIT else 2) * 2**20
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "gzip, gzip"])
 def test_a_compressed_answer_is_not_unpacked(call, encoding):
-    endless = Endless(**{"Content-Encoding": encoding})
-    server = Outcomes(endless)
+    response = endless(**{"Content-Encoding": encoding})
+    server = Outcomes(response)
     with pytest.raises(ResponseError, match="is compressed"):
         call(server, "score", [[BOS, 1]])
-    assert endless.num_sent == 0
+    assert response.num_sent == 0
     assert server.requests[0].headers["Accept-Encoding"] == "identity"
 
 
