@@ -1,10 +1,17 @@
-"""Texts from other people's files: their encoding, and whether they are valid."""
+"""Texts of other people: the encoding of files, whether texts are valid, and how they are shown on a terminal."""
 
 import codecs
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from scoremode.errors import CorpusError
+
+# Control characters, line ends and marks of direction among them; what is invisible; lone surrogates; what XML lacks.
+_HIDDEN = re.compile(
+    "[\0-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff\ufffe\uffff]"
+)
 
 
 def encoding_of(path: Path) -> str:
@@ -23,3 +30,14 @@ def valid_text(value: Any, name: str) -> str:
     except UnicodeEncodeError as error:
         raise CorpusError(f"{name} is not valid Unicode at character {error.start}") from None
     return value
+
+
+def printable(text: str) -> str:
+    """The text with escapes in place of all that is not to be seen, such as `\\x1b`."""
+    return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def two_columns(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and values, one line each."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}}  {printable(value)}" for name, value in rows)

@@ -214,16 +214,17 @@ def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> Top
 
 def parse_kld_result(body: object, windows: Sequence[int] | None = None) -> KldResult:
     """The result of an answer, whose windows are those in the range `windows`, if that is given."""
-    result = _RESULT.validate_python(body)
-    _check_windows(result, windows)
+    result = _checked(_RESULT.validate_python(body), windows)
     return replace(result, data=[replace(window, mean_batch=result.mean_batch) for window in result.data])
 
 
-def _check_windows(result: KldResult, windows: Sequence[int] | None) -> None:
+def _checked(result: KldResult, windows: Sequence[int] | None) -> KldResult:
+    """Return a result whose windows are those in the range `windows`; a ResponseError if they are not."""
     first, last = result.windows if windows is None else windows
     indices = [window.index for window in result.data]
     if result.windows != (first, last) or len(indices) != last - first or indices != list(range(first, last)):
         raise ResponseError("the server did not compare the windows that it was asked for")
+    return result
 
 
 def decode_positions(fields: Mapping[str, Any]) -> KldPositions:
@@ -255,8 +256,7 @@ def kld_reader(
             on_window(window)
 
     def result(event: object) -> KldResult:
-        kld_result = replace(_RESULT.validate_python(event), data=sorted(windows, key=lambda window: window.index))
-        _check_windows(kld_result, requested)
-        return kld_result
+        kld_result = _RESULT.validate_python(event)
+        return _checked(replace(kld_result, data=sorted(windows, key=lambda window: window.index)), requested)
 
     return EventReader(("kld.window", "kld"), _window, result, collect)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scoremode._printable import printable
-from scoremode._texts import encoding_of
+from scoremode._texts import encoding_of, printable
 from scoremode.errors import RunError
 
 _FILE_NAME = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")

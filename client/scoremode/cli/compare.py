@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from scoremode._printable import printable
+from scoremode._texts import printable
 from scoremode.cli.options import MORE_THAN_0, Command, Group, Option, UsageError, at_least, value
 from scoremode.errors import RunError, extra
 

@@ -5,7 +5,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from scoremode._printable import two_columns
+from scoremode._texts import two_columns
 from scoremode.cli.options import COUNT, QUIET, SEVERAL_SERVERS, Command, Group, Option, check_servers
 from scoremode.cli.progress import corpus_bar
 from scoremode.cli.running import connected

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from scoremode._printable import printable
+from scoremode._texts import printable
 from scoremode.cli.options import ONE_SERVER, QUIET, Command, Group, Option, check_one_server
 from scoremode.cli.progress import export_bar
 from scoremode.cli.running import connected

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from scoremode._printable import printable, two_columns
+from scoremode._texts import printable, two_columns
 from scoremode.cli.options import (
     CALIBRATION,
     PACE,

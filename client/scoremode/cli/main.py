@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from scoremode._printable import printable
+from scoremode._texts import printable
 from scoremode.cli import compare, corpus, export, kld, perplexity, record, sweep
 from scoremode.cli.options import Command, UsageError
 from scoremode.cli.progress import lines_on_stderr

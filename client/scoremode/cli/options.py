@@ -53,13 +53,6 @@ class Group:
     is_required: bool = False
     """Whether one must be given, of a group that is exclusive."""
 
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
-        group: Any = parser.add_argument_group(self.title) if self.title else parser
-        if self.is_exclusive:
-            group = group.add_mutually_exclusive_group(required=self.is_required)
-        for option in self.options:
-            group.add_argument(option.name, **option.settings)
-
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -84,7 +77,11 @@ class Command:
         )
         parser.add_argument("--version", action="version", version=f"ppl-client {__version__}")
         for group in self.groups:
-            group.add_to(parser)
+            target: Any = parser.add_argument_group(group.title) if group.title else parser
+            if group.is_exclusive:
+                target = target.add_mutually_exclusive_group(required=group.is_required)
+            for option in group.options:
+                target.add_argument(option.name, **option.settings)
         return parser
 
 

@@ -4,7 +4,7 @@ import argparse
 
 import numpy as np
 
-from scoremode._printable import two_columns
+from scoremode._texts import two_columns
 from scoremode.cli.options import (
     CALIBRATION,
     DATASET,

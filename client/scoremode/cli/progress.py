@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as ProgressBar
 
-from scoremode._printable import printable
+from scoremode._texts import printable
 from scoremode.corpus import CorpusProgress, OnCorpusProgress
 from scoremode.runs.export import OnBytes
 from scoremode.runs.run import OnProgress, Progress

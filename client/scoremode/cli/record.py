@@ -4,7 +4,7 @@ import argparse
 import asyncio
 from datetime import UTC, datetime
 
-from scoremode._printable import two_columns
+from scoremode._texts import two_columns
 from scoremode.cli.options import (
     DATASET,
     ONE_SERVER,

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from scoremode._printable import printable
+from scoremode._texts import printable
 from scoremode.cli.options import API_KEY_HELP, QUIET, Command, Group, Option
 from scoremode.cli.progress import progress_bar
 from scoremode.errors import extra

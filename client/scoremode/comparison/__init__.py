@@ -13,14 +13,13 @@ It needs the extra `report`.
 from scoremode.comparison.card import card
 from scoremode.comparison.compare import check_comparable, compare
 from scoremode.comparison.engine_log import with_logs
-from scoremode.comparison.figures import Figure, GroupFigures, PairFigures, RunComparison, RunFigures, Verdict
+from scoremode.comparison.figures import Figure, PairFigures, RunComparison, RunFigures, Verdict
 from scoremode.comparison.run_file import RunFile, load_run, load_runs
 from scoremode.comparison.summary import summary
 from scoremode.comparison.tables import as_csv, as_markdown, as_text
 
 __all__ = [
     "Figure",
-    "GroupFigures",
     "PairFigures",
     "RunComparison",
     "RunFigures",

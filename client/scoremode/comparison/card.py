@@ -7,7 +7,7 @@ import re
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from scoremode._printable import printable
+from scoremode._texts import printable
 from scoremode.comparison.figures import METRICS, Figure, RunComparison, RunFigures
 from scoremode.comparison.run_file import RunFile, compare_command, model_name
 from scoremode.comparison.summary import computed_differently
@@ -165,10 +165,9 @@ def _results(comparison: RunComparison, figures: RunFigures) -> list[EvalResult]
     config, split = (None, None) if corpus is None else (corpus.config, corpus.split)
     stride = f"stride {run.stride}" if run.method in STRIDED_METHODS else None
     windows = (config, run.method, f"context length {run.context_length}", stride)
-    values = {**figures.known, "ppl_change": comparison.ppl_change(run)}
     results = []
     for metric, (type_, hub_name) in _HUB_METRICS.items():
-        figure = values[metric]
+        figure = comparison.ppl_change(run) if metric == "ppl_change" else getattr(figures, metric)
         value = figure.value if isinstance(figure, Figure) else figure
         if value is not None and math.isfinite(value):
             results.append(

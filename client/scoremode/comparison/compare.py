@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scoremode.comparison.bootstrap import Resamples, resample
-from scoremode.comparison.figures import Figure, GroupFigures, PairFigures, RunComparison, RunFigures, Verdict
+from scoremode.comparison.figures import Figure, PairFigures, RunComparison, RunFigures, Verdict
 from scoremode.comparison.groups import Group, first_known, groups_of
 from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
@@ -52,11 +52,12 @@ def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPL
             seed=seed,
         )
         sample = _Sample(values, text_resamples)
-        figures = [sample.run_figures(run, noise_floors.get((run.reference_identity, run.lane))) for run in runs]
-        group_figures: list[GroupFigures] = []
+        floors = [noise_floors.get((run.reference_identity, run.lane)) for run in runs]
+        figures = [sample.run_figures(run, runs[0], floor) for run, floor in zip(runs, floors, strict=True)]
+        group_figures: list[tuple[Group, RunFigures]] = []
         for group, resamples in zip(groups, group_resamples, strict=True):
             part = _Sample({name: series[group.members] for name, series in values.items()}, resamples)
-            group_figures += [part.group_figures(run, runs[0], group) for run in runs]
+            group_figures += [(group, part.run_figures(run, runs[0], is_group=True)) for run in runs]
         return RunComparison(
             runs=figures,
             pairs=[sample.pair_figures(first, second) for first, second in combinations(figures, 2)],
@@ -79,31 +80,24 @@ class _Sample:
     def _resampled(self, run: RunFile, name: str) -> Floats:
         return self.resamples.means[:, list(self.values).index((run.label, name))]
 
-    def run_figures(self, run: RunFile, noise_floor: float | None) -> RunFigures:
+    def run_figures(
+        self, run: RunFile, base: RunFile, noise_floor: float | None = None, is_group: bool = False
+    ) -> RunFigures:
         nll, kld = self._mean(run, "nll"), self._clipped_mean(run, "kld")
         square = self._clipped_mean(run, "delta_p_square")
         names = {"kld_median": 0.5, "kld_p95": 0.95, "kld_p99": 0.99, "kld_p999": 0.999, "kld_max": 1}
-        ordered = None if run.kld is None else np.sort(run.kld)
+        ordered = np.sort(self.values.get((run.label, "kld"), np.empty(0)))
         return RunFigures(
             run=run,
             nll=nll,
             perplexity=_exponential(nll),
-            bits_per_byte=_bits_per_byte(run, nll),
+            bits_per_byte=None if is_group else _bits_per_byte(run, nll),
             kld=kld,
-            **{name: None if ordered is None else quantile(ordered, at) for name, at in names.items()},
+            **{name: quantile(ordered, fraction) if kld else None for name, fraction in names.items()},
             same_top_p=self._clipped_mean(run, "same_top", 1),
             delta_p_rms=square and square.mapped(math.sqrt, 0.5 / math.sqrt(square.value) if square.value else None),
             kld_over_noise_floor=kld.value / noise_floor if kld and noise_floor and noise_floor > 0 else None,
-        )
-
-    def group_figures(self, run: RunFile, base: RunFile, group: Group) -> GroupFigures:
-        return GroupFigures(
-            run=run,
-            group=group,
-            perplexity=_exponential(self._mean(run, "nll")),
             ppl_ratio=None if run is base else _exponential(self._difference(base, run, "nll")),
-            kld=self._clipped_mean(run, "kld"),
-            same_top_p=self._clipped_mean(run, "same_top", 1),
         )
 
     def pair_figures(self, first_figures: RunFigures, second_figures: RunFigures) -> PairFigures:

@@ -13,8 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from scoremode._printable import printable
-from scoremode._texts import encoding_of
+from scoremode._texts import encoding_of, printable
 from scoremode.comparison.compare import check_labels
 from scoremode.comparison.figures import EngineLog, Figure, RunComparison, RunFigures
 from scoremode.errors import RunError

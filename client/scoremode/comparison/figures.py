@@ -114,7 +114,8 @@ M = TypeVar("M", bound=RunFile | EngineLog, covariant=True, default=RunFile)
 
 @dataclass(frozen=True)
 class RunFigures(Generic[M]):
-    """One run's own figures. Those of a comparison with a reference are None for a run that had none."""
+    """One run's figures, over the text or a group of its targets. Those of a comparison with a reference are None for a
+    run that had none."""
 
     run: M
     nll: Figure
@@ -135,11 +136,8 @@ class RunFigures(Generic[M]):
     """Share of positions with the reference's top token."""
     kld_over_noise_floor: float | None = None
     """Mean KL divergence over that of the reference's own model compared with itself."""
-
-    @property
-    def known(self) -> dict[str, Figure | float | None]:
-        """All figures by name."""
-        return {name: getattr(self, name) for name in RunFigures.__annotations__ if name != "run"}
+    ppl_ratio: Figure | None = None
+    """Perplexity over that of the base, paired by token; None for the base itself."""
 
     @property
     def has_no_divergence(self) -> bool:
@@ -166,26 +164,6 @@ class PairFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFigures:
-    """A run's figures over a group of targets; the last two are None for a run without a reference."""
-
-    run: RunFile
-    group: Group
-    perplexity: Figure
-    ppl_ratio: Figure | None
-    """Over that of the base; None for the base itself."""
-    kld: Figure | None
-    """Mean KL divergence from the reference, nats."""
-    same_top_p: Figure | None
-
-    @property
-    def known(self) -> dict[str, Figure | float | None]:
-        """All figures by name."""
-        figures = {name: getattr(self, name) for name in ("perplexity", "ppl_ratio", "kld", "same_top_p")}
-        return {"num_scored": self.group.num_scored, **figures}
-
-
-@dataclass(frozen=True, slots=True)
 class RunComparison:
     """All runs, in the order in which they were given, and every pair of them, the earlier one first."""
 
@@ -196,7 +174,7 @@ class RunComparison:
     blocks: str
     """How the resamples were drawn, in words, or why there are none."""
     has_intervals: bool
-    groups: Sequence[GroupFigures] = ()
+    groups: Sequence[tuple[Group, RunFigures]] = ()
     """Of classes, domains and contexts where the text has several, every run of each."""
     logs: Sequence[RunFigures[EngineLog]] = ()
     """On the same text, without values of single tokens."""
@@ -212,11 +190,6 @@ class RunComparison:
         return self.runs[0].run
 
     @property
-    def pairs_with_base(self) -> list[PairFigures]:
-        """Every other run, compared with the first."""
-        return [pair for pair in self.pairs if pair.first is self.base]
-
-    @property
     def base_reference(self) -> Reference | None:
         """The first run's reference, which is then the base; None if it recorded that run's own model."""
         reference = self.base.reference
@@ -224,9 +197,6 @@ class RunComparison:
 
     def values(self, metric: Metric) -> list[Figure | float | None]:
         """A figure of every row; None where it is not known."""
-        if metric.name == "ppl_ratio":
-            compared = {pair.second.label: pair.ppl_ratio for pair in self.pairs_with_base}
-            return [compared.get(row.run.label) for row in self.rows]
         if metric.name == "ppl_change":
             return [self.ppl_change(row.run) if isinstance(row.run, RunFile) else None for row in self.rows]
         return [getattr(row.run if metric.is_size else row, metric.name) for row in self.rows]

@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from scoremode._printable import printable
+from scoremode._texts import printable
 from scoremode.accuracy.compare_tasks import TaskComparison
 from scoremode.comparison.accuracy_tables import accuracy_notes, report_sections
 from scoremode.comparison.card import card

@@ -63,7 +63,7 @@ def _column(comparison: RunComparison, metric: Metric) -> list[Cell]:
 
 def effects(comparison: RunComparison) -> list[tuple[str, list[Cell]]]:
     """The label of each run but the base, and what it adds to the perplexity, how far it diverges, and its size."""
-    pairs = {pair.second.label: pair for pair in comparison.pairs_with_base}
+    pairs = {pair.second.label: pair for pair in comparison.pairs if pair.first is comparison.base}
     rows = []
     for figures in comparison.runs:
         pair, label = pairs.get(figures.run.label), figures.run.label

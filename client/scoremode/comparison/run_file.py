@@ -15,7 +15,7 @@ from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from scoremode._printable import printable
+from scoremode._texts import printable
 from scoremode.errors import RunError
 from scoremode.kld import POSITION_DTYPES
 from scoremode.results import TOP_DTYPES, TopTokens

@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from scoremode._printable import printable
+from scoremode._texts import printable
 from scoremode.comparison.bootstrap import MIN_UNITS
 from scoremode.comparison.figures import METRICS, Figure, RunComparison, cell_of
 from scoremode.comparison.run_file import RunFile
@@ -36,6 +36,20 @@ _CSV_HEADER = (
     "task",
     "by",
     "group",
+)
+_CSV_FIGURES = (
+    "nll",
+    "perplexity",
+    "bits_per_byte",
+    "kld",
+    "kld_median",
+    "kld_p95",
+    "kld_p99",
+    "kld_p999",
+    "kld_max",
+    "delta_p_rms",
+    "same_top_p",
+    "kld_over_noise_floor",
 )
 _RUN_SECTIONS = (
     ("gib", "bits_per_weight", "bits_per_byte"),
@@ -98,21 +112,23 @@ def _csv_rows(comparison: RunComparison) -> Iterator[CsvRow]:
     for figures in comparison.runs:
         run = figures.run
         sizes = {"weight_bytes": run.server.weight_bytes, "num_parameters": run.server.num_parameters}
-        for name, value in {**sizes, "bits_per_weight": run.bits_per_weight, **figures.known}.items():
+        values = {name: getattr(figures, name) for name in _CSV_FIGURES}
+        for name, value in {**sizes, "bits_per_weight": run.bits_per_weight, **values}.items():
             yield _csv_row(run, name, value)
     for log in comparison.logs:
-        for name, value in {"bits_per_weight": log.run.bits_per_weight, **log.known}.items():
+        values = {name: getattr(log, name) for name in _CSV_FIGURES}
+        for name, value in {"bits_per_weight": log.run.bits_per_weight, **values}.items():
             yield {"run": log.run.label, "quantization": log.run.weights, **_csv_figure(name, value)}
     for pair in comparison.pairs:
         verdicts = {"ln_ppl_ratio": pair.verdict, "ppl_ratio": pair.verdict, "ppl_difference": None}
         for name, verdict in {**verdicts, "kld_difference": pair.kld_verdict}.items():
             row = _csv_row(pair.second, name, getattr(pair, name))
             yield {**row, "base": pair.first.label, "verdict": verdict}
-    for each in comparison.groups:
-        for name, value in each.known.items():
+    for group, figures in comparison.groups:
+        for name in ("num_scored", "perplexity", "ppl_ratio", "kld", "same_top_p"):
+            row = _csv_row(figures.run, name, getattr(group if name == "num_scored" else figures, name))
             base = comparison.base.label if name == "ppl_ratio" else ""
-            row = _csv_row(each.run, name, value)
-            yield {**row, "base": base, "by": each.group.by, "group": each.group.name}
+            yield {**row, "base": base, "by": group.by, "group": group.name}
 
 
 def _csv_row(run: RunFile, name: str, value: Figure | float | None) -> CsvRow:
@@ -202,24 +218,26 @@ def _pair_sections(comparison: RunComparison) -> list[list[Column]]:
 
 def group_tables(comparison: RunComparison) -> Iterator[list[list[Column]]]:
     """Sections of a table for each way in which the text is divided."""
-    for by in dict.fromkeys(each.group.by for each in comparison.groups):
-        rows = [each for each in comparison.groups if each.group.by == by]
+    base = comparison.base.label
+    for by in dict.fromkeys(group.by for group, _ in comparison.groups):
+        groups, rows = zip(*(pair for pair in comparison.groups if pair[0].by == by), strict=True)
         labels = [
-            Column(by, [row.group.name for row in rows], right=False),
-            Column("tokens", [f"{row.group.num_scored:,}" for row in rows]),
+            Column(by, [group.name for group in groups], right=False),
+            Column("tokens", [f"{group.num_scored:,}" for group in groups]),
             Column("run", [row.run.label for row in rows], right=False),
         ]
-        by_nll = [_column("perplexity", [row.perplexity for row in rows])]
-        if comparison.pairs:
-            by_nll.append(_column("ppl_ratio", [row.ppl_ratio for row in rows], comparison.base.label))
-        by_kld = [_column("kld", [row.kld for row in rows]), _column("same_top_p", [row.same_top_p for row in rows])]
-        has_kld = any(row.kld is not None for row in rows)
-        yield [[*labels, *by_nll], [*labels, *by_kld]] if has_kld else [[*labels, *by_nll]]
+        sections = [("perplexity", "ppl_ratio") if comparison.pairs else ("perplexity",)]
+        if any(row.kld is not None for row in rows):
+            sections.append(("kld", "same_top_p"))
+        yield [
+            [*labels, *(_column(name, [getattr(row, name) for row in rows], base) for name in names)]
+            for names in sections
+        ]
 
 
 def group_notes(comparison: RunComparison) -> list[str]:
     """Why some groups have no intervals although the text has."""
-    if not comparison.has_intervals or all(each.perplexity.low is not None for each in comparison.groups):
+    if not comparison.has_intervals or all(figures.perplexity.low is not None for _, figures in comparison.groups):
         return []
     return [f"Without an interval: groups with tokens in fewer than {MIN_UNITS} of the documents or windows drawn."]
 

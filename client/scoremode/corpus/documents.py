@@ -121,7 +121,10 @@ class DocumentScorer:
 
     async def _score_request(self, documents: Sequence[Document]) -> list[DocumentResult]:
         try:
-            answers = await self.pool.ask([document.text for document in documents], self._ask_for_texts)
+            answers = await self.pool.ask(
+                [document.text for document in documents],
+                lambda client, texts: _answer(client, client.score([[self.prefix_token_id]], texts)),
+            )
         except _RefusalError:
             if len(documents) == 1:
                 return [await self._tokenize_and_score(documents[0])]
@@ -174,9 +177,6 @@ class DocumentScorer:
         sequences = [window.token_ids(tokens) for window in windows]
         answers = await self.pool.ask(sequences, lambda client, sequences: _answer(client, client.score(sequences)))
         return [answer.logprob_array[window.first_scored :] for answer, window in zip(answers, windows, strict=True)]
-
-    async def _ask_for_texts(self, client: AsyncScoreClient, texts: list[str]) -> list[Score]:
-        return await _answer(client, client.score([[self.prefix_token_id]], texts))
 
 
 class _RefusalError(ScoremodeError):

@@ -21,8 +21,8 @@ from more_itertools import chunked, constrained_batches
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from scoremode._printable import printable
 from scoremode._sync_client import ScoreClient
+from scoremode._texts import printable
 from scoremode.client import AsyncScoreClient
 from scoremode.runs.pool import Pool
 from scoremode.wire.calls import LISTING_BYTES, call

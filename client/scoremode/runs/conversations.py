@@ -68,7 +68,11 @@ def read_conversation(row: Mapping[str, Any], column: str, where: str) -> Conver
         cells: list[Any] = [row.get(column), row.get("tools")]
         messages, tools = (json.loads(each) if isinstance(each, str) and each else each for each in cells)
         messages = [_message(each, f"{where}, message {number}") for number, each in enumerate(messages, 1)]
-        tools = [_tool(each) for each in ([tools] if isinstance(tools, dict) else tools or ())]
+        # Other sets have the function alone.
+        tools = [
+            {"type": "function", "function": tool} if tool.get("name") else tool
+            for tool in ([tools] if isinstance(tools, dict) else tools or ())
+        ]
         content = json.dumps([messages, tools], ensure_ascii=False)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise CorpusError(
@@ -101,11 +105,6 @@ def _message(fields: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _says_something(message: Mapping[str, Any]) -> bool:
     return any(message.get(name) for name in ("content", "tool_calls", "reasoning", "reasoning_content"))
-
-
-def _tool(fields: dict[str, Any]) -> dict[str, Any]:
-    """Bring a tool into OpenAI's shape; other sets have the function alone."""
-    return {"type": "function", "function": fields} if fields.get("name") else fields
 
 
 def token_classes(

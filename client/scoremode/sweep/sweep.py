@@ -49,12 +49,8 @@ class SweepResult:
     """Why a run is missing, by the models' names; with the error in a server's log where it failed."""
 
 
-def _no_bar(_figure: Literal["ppl", "kld"]) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 async def run_sweep(
-    plan: SweepPlan, folder: Path, *, api_key: str | None = None, open_bar: OpenBar = _no_bar
+    plan: SweepPlan, folder: Path, *, api_key: str | None = None, open_bar: OpenBar = lambda figure: nullcontext()
 ) -> SweepResult:
     """Measure every model of a plan whose run is not there yet.
 
@@ -134,8 +130,7 @@ class _Sweep:
 
     async def measure_served(self, entry: ModelEntry) -> None:
         marks = self._marks(entry, reuse.served_marks(self.plan, entry, self.folder))
-        if self._is_reusable(entry, marks, self.reference):
-            self.result.runs[entry.name] = self._path(entry)
+        if self._reuse(entry, marks, self.reference):
             return
         log = self.output / "logs" / f"{entry.name}.log"
         command = entry.command or self.plan.command
@@ -152,16 +147,15 @@ class _Sweep:
                 start_seconds=self.plan.start_timeout,
             ) as server,
             # A proxy of the environment is not asked for what runs here.
-            self._client(server.url, None, httpx.AsyncHTTPTransport()) as client,
+            patient_client(server.url, api_key=self.api_key, transport=httpx.AsyncHTTPTransport()) as client,
         ):
             await server.while_it_runs(self._measure(entry, client, marks))
         _log.info("%s: server stopped", entry.name)
 
     async def measure_running(self, entry: ModelEntry, url: str) -> None:
-        async with self._client(url, entry.model) as client:
+        async with patient_client(url, model=entry.model, api_key=self.api_key) as client:
             marks = self._marks(entry, reuse.running_marks(await client.info(), entry))
-            if self._is_reusable(entry, marks, await self._reference_at(client, entry)):
-                self.result.runs[entry.name] = self._path(entry)
+            if self._reuse(entry, marks, await self._reference_at(client, entry)):
                 return
             self._announce(entry, f"served at {client.address}")
             await self._measure(entry, client, marks)
@@ -173,11 +167,6 @@ class _Sweep:
     def _is_first(self, entry: ModelEntry) -> bool:
         return entry is self.plan.models[0]
 
-    def _client(
-        self, url: str, model: str | None, transport: httpx.AsyncBaseTransport | None = None
-    ) -> AsyncScoreClient:
-        return patient_client(url, model=model, api_key=self.api_key, transport=transport)
-
     def _path(self, entry: ModelEntry) -> Path:
         return self.output / f"{entry.name}.json"
 
@@ -187,8 +176,8 @@ class _Sweep:
             self.reference = reuse.reference_name(entry, marks)
         return marks
 
-    def _is_reusable(self, entry: ModelEntry, marks: reuse.Marks, reference: str | None) -> bool:
-        """Whether the run is there already."""
+    def _reuse(self, entry: ModelEntry, marks: reuse.Marks, reference: str | None) -> bool:
+        """Take the run of an earlier sweep, if there is one that need not be measured again; returns whether it is."""
         wanted = {**marks, "reference": reference}
         if reference is None or self.plan.models[0].name in self.result.failures:
             # What was compared with the first is not thrown away because that is not at hand today.
@@ -198,6 +187,7 @@ class _Sweep:
             _log.info("%s: measured again, because of its %s", entry.name, changed)
         if changed != "" or (entry.url is None and self._is_first(entry) and self._lacks_reference()):
             return False
+        self.result.runs[entry.name] = self._path(entry)
         _log.info("%s: measured before, %s", entry.name, self._path(entry))
         return True
 

@@ -10,7 +10,7 @@ import httpx
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from scoremode._printable import printable
+from scoremode._texts import printable
 from scoremode.errors import ResponseError
 from scoremode.wire.failures import event_error, protocol_error
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import httpx
 from pydantic import ValidationError
 
-from scoremode._printable import printable
+from scoremode._texts import printable
 from scoremode.errors import (
     APIStatusError,
     AuthenticationError,

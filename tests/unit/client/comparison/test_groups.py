@@ -55,12 +55,12 @@ def comparison(runs):
 
 
 def test_each_group_has_the_means_of_its_tokens(runs, comparison):
-    found = {(each.group.by, each.group.name, each.run.label): each for each in comparison.groups}
+    found = {(group.by, group.name, each.run.label): (group, each) for group, each in comparison.groups}
     assert list(found) == [(*group, run.label) for group in MEMBERS for run in runs]
     base = runs[0]
-    for (by, name, _), each in found.items():
+    for (by, name, _), (group, each) in found.items():
         members, run = MEMBERS[by, name], each.run
-        assert each.group.num_scored == members.sum()
+        assert group.num_scored == members.sum()
         assert each.perplexity.value == pytest.approx(math.exp(run.nlls[members].mean()))
         assert each.perplexity.stderr == pytest.approx(each.perplexity.value * stats.sem(run.nlls[members]))
         has_interval = (by, name) in WITH_INTERVALS
@@ -78,7 +78,7 @@ def test_each_group_has_the_means_of_its_tokens(runs, comparison):
 
 
 def test_every_form_has_the_groups(runs, comparison, tmp_path):
-    each = next(each for each in comparison.groups if each.group.name == "reasoning" and each.run.label == "int8")
+    each = next(each for group, each in comparison.groups if (group.name, each.run.label) == ("reasoning", "int8"))
     ratio = f"{each.ppl_ratio.value:.4f} ± {each.ppl_ratio.stderr:.4f} [{each.ppl_ratio.low:.4f}"
     kld = f"{each.kld.value:.6f} ± {each.kld.stderr:.6f} [{each.kld.low:.6f}"
     text, markdown = as_text(comparison), as_markdown(comparison)
