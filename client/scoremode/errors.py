@@ -26,6 +26,15 @@ def extra(name: str) -> Iterator[None]:
         raise MissingPackageError(f"{package} is missing; {how}") from error
 
 
+@contextmanager
+def file_errors(kind: type[ScoremodeError], action: str) -> Iterator[None]:
+    """Raise an OSError as an error of this kind that says which action failed, such as `read run.json`."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"cannot {action}: {error.strerror or error}") from error
+
+
 class TransportError(ScoremodeError):
     """The server gave no answer: refused, dropped or timed out, after all retries."""
 

@@ -73,10 +73,6 @@ def check(options: argparse.Namespace) -> None:
         refuse(options, ("concurrency", "decode_batch"), "floor", ": the server decides")
 
 
-def run(options: argparse.Namespace) -> None:
-    measure_lanes(options, _measure)
-
-
 async def _measure(options: argparse.Namespace, output: Output | None) -> Measured:
     async with connected(options, progress_bar("kld", quiet=options.quiet)) as (clients, on_progress):
         calibration = await calibration_of(options, clients[0])
@@ -275,6 +271,6 @@ COMMAND = Command(
             ],
         ),
     ],
-    run,
+    lambda options: measure_lanes(options, _measure),
     check,
 )

@@ -45,10 +45,6 @@ def check(options: argparse.Namespace) -> None:
     check_measurement(options)
 
 
-def run(options: argparse.Namespace) -> None:
-    measure_lanes(options, _measure)
-
-
 async def _measure(options: argparse.Namespace, output: Output | None) -> Measured:
     corpus = corpus_of(options)
     async with connected(options, progress_bar("ppl", quiet=options.quiet)) as (clients, on_progress):
@@ -103,6 +99,6 @@ COMMAND = Command(
             ),
         ),
     ],
-    run,
+    lambda options: measure_lanes(options, _measure),
     check,
 )

@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 from rich.console import Console
@@ -46,34 +46,34 @@ def lines_on_stderr() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@contextmanager
-def progress_bar(figure: Literal["ppl", "kld"], *, quiet: bool) -> Iterator[OnProgress]:
-    """Show a bar with the perplexity or the mean KL divergence so far, unless `quiet`; gives the function that advances
-    it."""
-    with _bar("windows", "{task.fields[rate]} tok/s", TimeRemainingColumn(), figure, quiet=quiet) as update:
+def progress_bar(figure: Literal["ppl", "kld"], *, quiet: bool) -> AbstractContextManager[OnProgress]:
+    """Show a bar with the perplexity or the mean KL divergence so far, unless `quiet`; gives what advances it."""
 
-        def advance(progress: Progress) -> None:
-            so_far = f"{progress.perplexity:.4f}" if figure == "ppl" else f"{progress.mean:.6f}"
-            num_new = progress.num_scored - progress.num_resumed
-            update(progress.num_windows, progress.windows_done, num_new, figure=so_far)
+    def fields(progress: Progress) -> dict[str, Any]:
+        return {
+            "total": progress.num_windows,
+            "completed": progress.windows_done,
+            "num_tokens": progress.num_scored - progress.num_resumed,
+            "figure": f"{progress.perplexity:.4f}" if figure == "ppl" else f"{progress.mean:.6f}",
+        }
 
-        yield advance
+    return _bar("windows", "{task.fields[rate]} tok/s", TimeRemainingColumn(), figure, fields, quiet=quiet)
 
 
-@contextmanager
-def corpus_bar(*, quiet: bool) -> Iterator[OnCorpusProgress]:
-    """Show a bar of files, with the documents and the perplexity so far, unless `quiet`; gives the function that
-    advances it."""
+def corpus_bar(*, quiet: bool) -> AbstractContextManager[OnCorpusProgress]:
+    """Show a bar of files with the documents and the perplexity so far, unless `quiet`; gives what advances it."""
+
+    def fields(progress: CorpusProgress) -> dict[str, Any]:
+        return {
+            "total": progress.num_files,
+            "completed": progress.files_done,
+            "num_tokens": progress.num_tokens - progress.num_tokens_resumed,
+            "figure": "-" if progress.perplexity is None else f"{progress.perplexity:.4f}",
+            "documents": f"{progress.num_documents:,}",
+        }
+
     middle = "{task.fields[documents]} documents, {task.fields[rate]} tok/s"
-    with _bar("files", middle, TimeElapsedColumn(), "ppl", quiet=quiet) as update:
-
-        def advance(progress: CorpusProgress) -> None:
-            so_far = "-" if progress.perplexity is None else f"{progress.perplexity:.4f}"
-            num_new = progress.num_tokens - progress.num_tokens_resumed
-            documents = f"{progress.num_documents:,}"
-            update(progress.num_files, progress.files_done, num_new, figure=so_far, documents=documents)
-
-        yield advance
+    return _bar("files", middle, TimeElapsedColumn(), "ppl", fields, quiet=quiet)
 
 
 @contextmanager
@@ -86,21 +86,30 @@ def export_bar(*, quiet: bool) -> Iterator[OnBytes]:
 
 
 @contextmanager
-def _bar(counted: str, middle: str, time: ProgressColumn, figure: str, *, quiet: bool) -> Iterator[Callable[..., None]]:
-    """Show a bar; gives the function that updates it. One that never had a figure is not left above an error."""
+def _bar(
+    counted: str,
+    middle: str,
+    time: ProgressColumn,
+    figure: str,
+    fields: Callable[[Any], dict[str, Any]],
+    *,
+    quiet: bool,
+) -> Iterator[Callable[[Any], None]]:
+    """Show a bar; gives the function that advances it. One that never had a figure is not left above an error."""
     columns = (TextColumn(counted), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn(middle), time)
     so_far = TextColumn(f"{figure} {{task.fields[figure]}}")
     bar = ProgressBar(*columns, so_far, console=Console(stderr=True), disable=quiet)
     bar.add_task("", total=None, documents="0", rate="-", figure="-")
     [task] = bar.tasks
 
-    def update(total: int, completed: int, num_tokens: int, **fields: Any) -> None:
-        rate = f"{num_tokens / task.elapsed:,.0f}" if task.elapsed else "-"
-        bar.update(task.id, total=total, completed=completed, rate=rate, **fields)
+    def advance(progress: Any) -> None:
+        shown = fields(progress)
+        num_tokens = shown.pop("num_tokens")
+        bar.update(task.id, rate=f"{num_tokens / task.elapsed:,.0f}" if task.elapsed else "-", **shown)
 
     bar.start()
     try:
-        yield update
+        yield advance
     except BaseException:
         if task.fields["figure"] == "-":
             # The bar's own `stop` leaves it on a terminal, and an empty line elsewhere.

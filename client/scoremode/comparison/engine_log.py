@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from scoremode._texts import encoding_of, printable
 from scoremode.comparison.compare import check_labels
 from scoremode.comparison.figures import EngineLog, Figure, RunComparison, RunFigures
-from scoremode.errors import RunError
+from scoremode.errors import RunError, file_errors
 
 # None of these can take longer than a line is long, times a constant.
 _NUMBER = r"(-?(?:\d{1,20}(?:\.\d{0,20})?(?:e[+-]?\d{1,3})?|inf|nan))"
@@ -62,10 +62,8 @@ def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
     """Read what `llama-perplexity`, with `--kl-divergence` or without, printed on stdout and stderr.
     RunError if it cannot be read, or has no final figures."""
     path = Path(path)
-    try:
+    with file_errors(RunError, f"read {path}"):
         text = path.read_text(encoding_of(path), errors="replace")
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}") from error
     lines = (line.partition(":") for line in text.split("\n"))
     values = {" ".join(name.split()): value for name, _, value in lines} | {_FINAL: _rest_of_line(text, _FINAL)}
     names = (_FINAL, _OF_MODEL, _OF_BASE, "Mean KLD", *_QUANTILES.values(), *_PERCENTAGES.values())
@@ -99,10 +97,10 @@ def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:
     """Read the `results` of ExLlamaV3's eval/qbench.py: a row per model with a perplexity, except its reference, and
     the noise floor. RunError if it cannot be read, or has no reference."""
     path = Path(path)
+    with file_errors(RunError, f"read {path}"):
+        text = path.read_text(encoding_of(path), errors="replace")
     try:
-        models = _QBENCH.validate_json(path.read_text(encoding_of(path), errors="replace"))
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}") from error
+        models = _QBENCH.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         reason = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))

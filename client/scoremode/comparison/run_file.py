@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load
 
 from scoremode._texts import printable
-from scoremode.errors import RunError
+from scoremode.errors import RunError, file_errors
 from scoremode.kld import POSITION_DTYPES
 from scoremode.results import TOP_DTYPES, TopTokens
 from scoremode.runs.output import ARRAYS_SUFFIX
@@ -213,12 +213,12 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
 
 
 def _read_record(path: Path) -> _Record:
+    with file_errors(RunError, f"read {path}"):
+        text = path.read_bytes()
     try:
         # Integers that need more than 64 bits are refused here, because numpy cannot hold them.
-        content: Any = json.loads(path.read_bytes(), parse_int=lambda digits: int(np.int64(digits)))
+        content: Any = json.loads(text, parse_int=lambda digits: int(np.int64(digits)))
         record: dict[str, Any] = _shown(content)
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, OverflowError, RecursionError) as error:
         raise RunError(f"{path} is not JSON: {error}") from error
     kind, version = (record.get("kind"), record.get("version")) if isinstance(record, dict) else (None, None)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from scoremode.errors import OutputError
+from scoremode.errors import OutputError, file_errors
 from scoremode.runs.journal import AppendedFile, check_same_run, open_locked
 from scoremode.runs.output import sync_folder
 
@@ -113,14 +113,12 @@ class OutputFile:
     def finish(self) -> None:
         """Put the file in its place, and delete the journal."""
         self._write_waiting()
-        try:
+        with file_errors(OutputError, f"write {self.path}"):
             self._writer.close()
             with self._temporary.open("rb") as file:
                 os.fsync(file.fileno())
             self._temporary.replace(self.path)
             sync_folder(self.path.parent)
-        except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
         self._journal.remove()
 
     def abort(self) -> None:
@@ -135,10 +133,8 @@ class OutputFile:
             return
         table, self._waiting = pa.concat_tables(self._waiting), []
         self._waiting_rows = self._waiting_bytes = 0
-        try:
+        with file_errors(OutputError, f"write {self.path}"):
             self._writer.write_table(table)
-        except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
 
 
 def check_finished(path: Path, header: Mapping[str, object]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scoremode._texts import encoding_of, valid_text
-from scoremode.errors import CorpusError, extra
+from scoremode.errors import CorpusError, extra, file_errors
 from scoremode.metrics import count_words
 from scoremode.runs import presets
 from scoremode.runs.conversations import MEDIA, OPTIONAL_COLUMNS, RENDERED, Conversation, read_conversation
@@ -348,9 +348,8 @@ def json_row(line: str | bytes, where: str) -> dict[str, Any]:
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_bytes().decode(encoding_of(file))
-    except OSError as error:
-        raise CorpusError(f"cannot read {file}: {error.strerror}") from error
+        with file_errors(CorpusError, f"read {file}"):
+            return file.read_bytes().decode(encoding_of(file))
     except UnicodeDecodeError as error:
         raise CorpusError(f"cannot read {file}: byte {error.start} is not {error.encoding.upper()}") from error
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from scoremode._tasks import in_thread
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import OutputError, RateLimitError, ResponseError, ServerError, TransportError
+from scoremode.errors import OutputError, RateLimitError, ResponseError, ServerError, TransportError, file_errors
 from scoremode.runs.journal import open_locked
 from scoremode.wire.base_file import BaseFile
 
@@ -42,13 +42,10 @@ async def export_llama_cpp(
     layout = BaseFile(reference.context_length, reference.num_windows, reference.num_scored, reference.vocab_size)
     identity = hashlib.sha256(f"{reference.fingerprint} {reference.text_fingerprint}".encode()).hexdigest()
     partial = path.with_name(f"{path.name}.{identity[:12]}.partial")
-    try:
-        with BufferedWriter(open_locked(partial)) as file:
-            await _fill(client, name, layout, file, path, on_bytes)
-            file.flush()
-            partial.replace(path)
-    except OSError as error:
-        raise OutputError(f"cannot write {partial}: {error.strerror}") from error
+    with file_errors(OutputError, f"write {partial}"), BufferedWriter(open_locked(partial)) as file:
+        await _fill(client, name, layout, file, path, on_bytes)
+        file.flush()
+        partial.replace(path)
     return layout.size
 
 

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, NonNegativeFloat, TypeAdapter
 from typing_extensions import Buffer
 
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import OutputError, ResponseError
+from scoremode.errors import OutputError, ResponseError, file_errors
 from scoremode.runs.plan import conflicts
 
 _log = logging.getLogger(__name__)
@@ -206,10 +206,8 @@ def open_locked(path: Path) -> FileIO:
     while True:
         if path.exists() and not path.is_file():
             raise OutputError(f"{path} is not a file")
-        try:
+        with file_errors(OutputError, f"write {path}"):
             file = FileIO(path, "a")
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

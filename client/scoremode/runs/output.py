@@ -12,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from scoremode.errors import OutputError
+from scoremode.errors import OutputError, file_errors
 from scoremode.runs.journal import Journal, Measurement, Result, count_windows, open_journal, open_locked
 
 _log = logging.getLogger(__name__)
@@ -84,10 +84,8 @@ class Output:
         for path in (self.path, self._arrays_path):
             if path.exists() and not path.is_file():
                 raise OutputError(f"cannot write {path}: it is not a file")
-        try:
+        with file_errors(OutputError, f"write {self.path}"):
             TemporaryFile(dir=self.path.parent).close()
-        except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
 
     def _clear_journal(self) -> None:
         """Delete a journal that nothing hangs on: without a window, or of a run that was killed after its output."""

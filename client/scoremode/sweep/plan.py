@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from scoremode.errors import ScoremodeError
+from scoremode.errors import ScoremodeError, file_errors
 from scoremode.runs.corpora import DEFAULT_COLUMN, DEFAULT_SPLIT, Corpus, load_corpus, local_path
 from scoremode.windows import METHODS, Method, resolve_stride
 from scoremode.wire.requests import server_root
@@ -178,9 +178,8 @@ def _is_local(model: str) -> bool:
 def read_plan(path: Path) -> SweepPlan:
     """Read a plan. PlanError with the file, the entry and the field, if something is wrong."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(f"cannot read {path}: {error.strerror}") from error
+        with file_errors(PlanError, f"read {path}"):
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"

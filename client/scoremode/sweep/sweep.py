@@ -13,7 +13,7 @@ from scoremode.client import AsyncScoreClient
 from scoremode.comparison import RunComparison, RunFile, check_comparable, compare, load_run
 from scoremode.comparison.plots import write_plots
 from scoremode.comparison.report import write_report
-from scoremode.errors import NotFoundError, OutputError, RunError, ScoremodeError
+from scoremode.errors import NotFoundError, OutputError, RunError, ScoremodeError, file_errors
 from scoremode.results import NUM_TOP
 from scoremode.runs.calibration import FinishedRun
 from scoremode.runs.corpora import Corpus
@@ -71,10 +71,8 @@ async def run_sweep(
     """
     check_local_models(plan, folder)
     corpus, output = plan.text.load(folder), (folder / plan.output).resolve()
-    try:
+    with file_errors(OutputError, f"make {output / 'references'}"):
         (output / "references").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot make {output / 'references'}: {error.strerror}") from error
     sweep = _Sweep(plan, folder, corpus, output, api_key, open_bar)
     for entry in plan.models:
         try:

@@ -1,4 +1,4 @@
-"""Statistics of KL divergence: against numpy on random vectors. `test_kld_report.py` has a case worked by hand."""
+"""Statistics of KL divergence: against numpy on random vectors. `cli/test_kld_tables.py` has a case worked by hand."""
 
 import math
 
