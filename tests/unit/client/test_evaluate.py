@@ -40,13 +40,14 @@ async def test_every_method_gives_the_figures_of_its_definition(method):
     assert evaluation.windows[0].ranks is None
     flat, plan = [nll for window in expected for nll in window], evaluation.plan
     mean = sum(flat) / len(flat)
-    assert evaluation.result.num_scored == len(flat)
-    assert evaluation.result.perplexity == pytest.approx(math.exp(mean), rel=1e-12)
     assert [step.windows_done for step in steps] == list(range(1, len(expected) + 1))
-    assert (steps[-1].num_scored, steps[-1].perplexity) == (len(flat), pytest.approx(math.exp(mean)))
+    figures = (len(flat), pytest.approx(math.exp(mean), rel=1e-12))
+    for result in (evaluation.result, steps[-1]):
+        assert (result.num_scored, result.perplexity) == figures
     text_nll = sum(flat) if method in ("sliding", "rolling") else mean * len(tokens)
-    assert evaluation.text_metrics.bits_per_byte == pytest.approx(text_nll / math.log(2) / len(TEXT))
-    assert evaluation.text_metrics.word_perplexity == pytest.approx(math.exp(text_nll / 13))
+    assert evaluation.text_metrics == TextMetrics(
+        pytest.approx(text_nll / math.log(2) / len(TEXT)), pytest.approx(math.exp(text_nll / 13))
+    )
     assert (len(plan.tokens), plan.num_bytes, plan.num_words) == (len(tokens), len(TEXT), 13)
 
 
