@@ -89,7 +89,7 @@ CLIENT_FAULTS = {
     "sweep/reuse.py < sweep/test_reuse.py": [
         ("each.stat().st_size, each.stat().st_mtime_ns)", "each.stat().st_size, 0)")
     ],
-    "sweep/sweep.py < sweep/test_run_sweep.py": [(" and self._lacks_reference())", " and False)")],
+    "sweep/sweep.py < sweep/test_run_sweep.py": [(" and self._is_reference_missing())", " and False)")],
 }
 
 SERVER_FAULTS = {

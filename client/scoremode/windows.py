@@ -56,7 +56,7 @@ class Window:
     end: int
     first_target: int
     head: int | None = None
-    """A token that is not of the text: a BOS in the place of a chunk's first token, or a text's prefix token."""
+    """A token that is not of the text: a BOS that replaces a chunk's first token, or a text's prefix token."""
 
     @property
     def num_scored(self) -> int:

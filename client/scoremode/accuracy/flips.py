@@ -77,7 +77,7 @@ class TaskFigures:
 
 def task_figures(flips: Flips, smallest_difference: float, p: float | None = None) -> TaskFigures:
     """Figures and verdict: where no difference of accuracies is shown, so many questions should have shown
-    `smallest_difference`, 0 to 1. `p` is in the place of the test's own."""
+    `smallest_difference`, 0 to 1. `p` replaces the test's own."""
     p = exact_p(flips) if p is None else p
     smallest_shown = smallest_difference_shown(flips.num_questions, flips.rate)
     verdict: TaskVerdict = "worse" if flips.difference < 0 else "better"

@@ -139,9 +139,11 @@ def _metadata(comparison: RunComparison) -> ModelCardData:
     """Build what huggingface.co reads from the head of a model card: the base if it is on the hub, and the figures of
     one model, that of the first run that is not of the base, in all of its lanes."""
     base, is_base = comparison.base, comparison.base_reference is None and len(comparison.runs) > 1
-    shown = [each for each in comparison.runs if not (is_base and (each.run is base or _in_other_lane(each.run, base)))]
+    shown = [
+        each for each in comparison.runs if not (is_base and (each.run is base or _is_in_other_lane(each.run, base)))
+    ]
     first = (shown or comparison.runs)[0]
-    lanes = [first, *(each for each in shown if _in_other_lane(each.run, first.run))]
+    lanes = [first, *(each for each in shown if _is_in_other_lane(each.run, first.run))]
     name = (comparison.base_reference or base).model
     is_on_hub = _HUB_NAME.fullmatch(name) is not None
     return ModelCardData(
@@ -152,7 +154,7 @@ def _metadata(comparison: RunComparison) -> ModelCardData:
     )
 
 
-def _in_other_lane(one: RunFile, other: RunFile) -> bool:
+def _is_in_other_lane(one: RunFile, other: RunFile) -> bool:
     """Whether two runs are of one model in two lanes."""
     return one.lane != other.lane and one.server.fingerprint == other.server.fingerprint is not None
 

@@ -42,7 +42,7 @@ class Theme:
     paper: str
     ink: str
     quiet: str
-    """Of ticks, of lines that are no run's."""
+    """The color of ticks, and of lines that belong to no run."""
     grid: str
     runs: tuple[str, ...]
     """Okabe and Ito's hues in lightnesses that stand out from the paper: told apart with any kind of color vision."""

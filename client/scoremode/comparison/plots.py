@@ -47,7 +47,7 @@ def plots(comparison: RunComparison) -> list[Plot]:
         for figures, label in zip(comparison.runs, labels, strict=True)
     ]
     comparison = replace(comparison, runs=runs)
-    diverging = [(index, figures.run) for index, figures in enumerate(comparison.runs) if _diverges(figures.run)]
+    diverging = [(index, figures.run) for index, figures in enumerate(comparison.runs) if _has_divergence(figures.run)]
     drawable = (
         _perplexity_ratio(comparison) if comparison.pairs else _perplexity(comparison),
         _mean_kld(comparison),
@@ -116,7 +116,7 @@ def _perplexity_ratio(comparison: RunComparison) -> Plot:
 
 
 def _mean_kld(comparison: RunComparison) -> Plot | None:
-    diverging = [figures.kld if _diverges(figures.run) else None for figures in comparison.runs]
+    diverging = [figures.kld if _has_divergence(figures.run) else None for figures in comparison.runs]
     size, points = size_plots.points(comparison, diverging)
     if not points:
         return None
@@ -179,11 +179,11 @@ def noise_floor(comparison: RunComparison) -> float | None:
 def _drawn_floor(comparison: RunComparison) -> float | None:
     """The noise floor, unless it is so far below all runs that an axis with both would show neither."""
     floor = noise_floor(comparison)
-    means = (figures.kld.value for figures in comparison.runs if figures.kld and _diverges(figures.run))
+    means = (figures.kld.value for figures in comparison.runs if figures.kld and _has_divergence(figures.run))
     return None if floor is None or MOST_FLOORS * floor < min(means, default=0) else floor
 
 
-def _diverges(run: RunFile) -> bool:
+def _has_divergence(run: RunFile) -> bool:
     """Whether the run has KL divergences that a log axis can show: finite ones that are not negligible."""
     return run.kld is not None and float(run.kld.sum(where=np.isfinite(run.kld))) >= NEGLIGIBLE_KLD * len(run.kld)
 

@@ -80,7 +80,7 @@ def read_conversation(row: Mapping[str, Any], column: str, where: str) -> Conver
             "than a list of functions"
         ) from None
     valid_text(content, where)
-    if not any(each["role"] == "assistant" and _says_something(each) for each in messages):
+    if not any(each["role"] == "assistant" and _has_content(each) for each in messages):
         raise CorpusError(f"{where} has no answer of the assistant to score")
     if any(row.get(name) for name in MEDIA) and (match := _PLACEHOLDER.search(content)):
         raise CorpusError(f"{where} has {match[0]} in its messages: only text is scored")
@@ -98,12 +98,12 @@ def _message(fields: dict[str, Any], where: str) -> dict[str, Any]:
         raise CorpusError(f"{where} is of role {name!r}, which is not one of {', '.join(_ROLES)}")
     content = message.pop("value") if "value" in message else message.get("content")
     message |= {"role": role, "content": content}
-    if not isinstance(content, str | list) and (content is not None or not _says_something(message)):
+    if not isinstance(content, str | list) and (content is not None or not _has_content(message)):
         raise CorpusError(f"{where} has no text: its content is {json.dumps(content, default=str)}")
     return message
 
 
-def _says_something(message: Mapping[str, Any]) -> bool:
+def _has_content(message: Mapping[str, Any]) -> bool:
     return any(message.get(name) for name in ("content", "tool_calls", "reasoning", "reasoning_content"))
 
 

@@ -60,7 +60,7 @@ class Corpus:
     """Bytes that bits per byte divide by, and next the words, where they differ from those of the scored text."""
     num_words: int | None = None
     conversations: tuple[Conversation, ...] = ()
-    """In the place of a text."""
+    """Instead of a text."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     labels: tuple[str, ...] = ()
     """Of each conversation or document, such as its language; empty without `by`."""
@@ -129,7 +129,7 @@ def load_corpus(
         config: Configuration of the dataset; a subfolder of a local one. It has a `split`, and the text in a `column`.
         num_samples: Read the first rows only.
         preset: Join it as this tool does.
-        messages: Column of the dataset that holds conversations, in the place of `column`; their tools are in the
+        messages: Column of the dataset that holds conversations, used instead of `column`; their tools are in the
             column `tools`, if there is one, and a system message may be in a column `system`.
         by: Column of the dataset that holds a label of each row. Rows are then not joined.
 

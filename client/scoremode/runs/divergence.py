@@ -298,8 +298,8 @@ async def _measurement(
     occurring = [positions.token_ids, positions.top_token_ids, positions.reference_top_token_ids]
     occurring += [] if top_tokens is None else [top_tokens.token_ids.ravel()]
     figures, origins = statistics(positions, window_sizes), await client.reference_windows(reference.name)
-    columns = (origins.num_context, origins.documents, origins.labels, origins.roles)
-    if any(each is not None and len(each) != len(windows) for each in columns):
+    fields = (origins.num_context, origins.documents, origins.labels, origins.roles)
+    if any(each is not None and len(each) != len(windows) for each in fields):
         raise ResponseError(f"the server's windows of the reference {reference.name} are not {len(windows)}")
     return KldMeasurement(
         server=plan.server,

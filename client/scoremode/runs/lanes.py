@@ -65,14 +65,14 @@ def lane_difference(
     for octave in np.unique(octaves).tolist():
         part = off[octaves == octave]
         ranges.append((2**octave, min(2 ** (octave + 1), int(positions.max()) + 1), float(part.mean())))
-        significant.append(_differs(part))
+        significant.append(_is_different(part))
     differs_from = None
-    if _differs(off) or significant[-1]:
+    if _is_different(off) or significant[-1]:
         # The last ranges that all differ; where the mean alone does, all positions.
         count = next((index for index, each in enumerate(reversed(significant)) if not each), len(significant))
         differs_from = ranges[-count][0] if count else ranges[0][0]
     return LaneDifference(float(off.mean()), float(np.abs(off).mean()), ranges, differs_from)
 
 
-def _differs(off: NDArray[np.float64]) -> bool:
+def _is_different(off: NDArray[np.float64]) -> bool:
     return len(off) > 1 and bool(abs(off.mean()) > max(AGREEMENT, _STANDARD_ERRORS * standard_error(off)))

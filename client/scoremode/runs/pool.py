@@ -46,7 +46,7 @@ class _Server:
     """`client.retries.num_failures` when the server's identity was last checked."""
     in_flight: int = 0
     num_asked: int = 0
-    """Requests so far: requests one at a time go to all servers in turn."""
+    """Requests so far: single requests go to one server after another."""
 
 
 class Pool:

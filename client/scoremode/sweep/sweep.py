@@ -183,13 +183,13 @@ class _Sweep:
         changed = reuse.changes(self._path(entry), wanted)
         if changed:
             _log.info("%s: measured again, because of its %s", entry.name, changed)
-        if changed != "" or (entry.url is None and self._is_first(entry) and self._lacks_reference()):
+        if changed != "" or (entry.url is None and self._is_first(entry) and self._is_reference_missing()):
             return False
         self.result.runs[entry.name] = self._path(entry)
         _log.info("%s: measured before, %s", entry.name, self._path(entry))
         return True
 
-    def _lacks_reference(self) -> bool:
+    def _is_reference_missing(self) -> bool:
         """Whether the first model's reference is missing, or not complete, and another model needs it, as far as is
         known before its server is asked."""
         assert self.reference is not None

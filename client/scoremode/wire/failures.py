@@ -1,4 +1,4 @@
-"""From an error answer, whoever wrote it, to the exception that tells what went wrong."""
+"""Makes the exception that tells what went wrong from an error answer, of the server or of a proxy."""
 
 import json
 from http import HTTPStatus

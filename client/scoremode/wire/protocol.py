@@ -371,7 +371,7 @@ class PerplexityRequest(MessagesFields, LaneFields):
 
 
 Figure = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value), Field(ge=0.999)]
-"""A perplexity: at least 1, but for `ROUNDING`. It may be infinite, for which JSON, lacking infinity, has null."""
+"""A perplexity: at least 1, but for `ROUNDING`. It may be infinite, which is null in JSON."""
 
 
 class PerplexityWindow(BaseModel):

@@ -114,7 +114,7 @@ class Attempts:
         if response.status_code == TIMED_OUT and self._raises_timeouts:
             self._retries.num_failures += 1
             raise error
-        if not self._may_pass(error):
+        if not self._is_passing(error):
             raise error
         asked_wait = _retry_after(response.headers.get("retry-after"))
         if response.status_code != BUSY or error.param != "reference":
@@ -133,7 +133,7 @@ class Attempts:
         self._num_failures += 1
         return self._wait(failure, None, busy=False)
 
-    def _may_pass(self, error: APIStatusError) -> bool:
+    def _is_passing(self, error: APIStatusError) -> bool:
         if error.status_code == INTERNAL_ERROR and self._retries.retry_for is not None:
             self._num_internal_errors += 1
             return self._num_internal_errors <= RETRIES_OF_INTERNAL_ERRORS
