@@ -61,27 +61,15 @@ class Retries:
         way keep what they began with."""
         self.num_failures = 0
         """Attempts that failed because the server was down; those that found it busy do not count."""
-        self._address = address
-        self._waiting_since: float | None = None
-        """When waiting was reported; None once an answer came."""
+        self.address = address
+        self.waiting_since: float | None = None
+        """When the log showed that requests wait; None once an answer came."""
 
     def limit(self, *, busy: bool) -> float | None:
         """Seconds since a request's first failure; None where attempts are counted instead."""
         if self.retry_for is None or busy:
             return self.retry_for
         return min(limit for limit in (self.grace, self.first_contact, self.retry_for) if limit is not None)
-
-    def begin_waiting(self, seconds: float, reason: str) -> None:
-        """A request is going to wait. The log shows it once for all that wait, and not for a first, short pause."""
-        if self._waiting_since is None and seconds > FIRST_WAIT:
-            self._waiting_since = monotonic()
-            _log.info("waiting for %s, %s", self._address, reason)
-
-    def end_waiting(self) -> None:
-        """A request that waited has its answer."""
-        if self._waiting_since is not None:
-            _log.info("%s answers again after %.0f s", self._address, monotonic() - self._waiting_since)
-            self._waiting_since = None
 
 
 class Attempts:
@@ -100,10 +88,12 @@ class Attempts:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
+        retries = self._retries
         if kind is None:
-            self._retries.first_contact = None
-            if self._first_failure is not None:
-                self._retries.end_waiting()
+            retries.first_contact = None
+            if self._first_failure is not None and retries.waiting_since is not None:
+                _log.info("%s answers again after %.0f s", retries.address, monotonic() - retries.waiting_since)
+                retries.waiting_since = None
 
     def wait_after_status(self, response: httpx.Response, body: bytes) -> float:
         """Seconds to wait after an error answer. APIStatusError if trying again would not
@@ -168,7 +158,10 @@ class Attempts:
         patience = f"{self._retries.max_retries} times" if limit is None else f"{limit:g} s"
         if self._num_internal_errors or self._num_timeouts:
             patience = f"{RETRIES_OF_INTERNAL_ERRORS if self._num_internal_errors else RETRIES_OF_TIMEOUTS} times"
-        self._retries.begin_waiting(wait, f"{patience} at most: {error}")
+        # Once for all requests that wait, and not for a first, short pause.
+        if self._retries.waiting_since is None and wait > FIRST_WAIT:
+            self._retries.waiting_since = now
+            _log.info("waiting for %s, %s at most: %s", self._retries.address, patience, error)
         return wait
 
 
