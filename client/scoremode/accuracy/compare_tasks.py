@@ -9,9 +9,6 @@ from scoremode.accuracy.flips import Flips, TaskFigures, exact_p, task_figures
 from scoremode.accuracy.samples import Sample, TaskSamples
 from scoremode.errors import RunError
 
-ALL_TASKS = "all tasks"
-DEFAULT_SMALLEST_DIFFERENCE = 0.01
-
 
 @dataclass(frozen=True, slots=True)
 class FlippedAnswer:
@@ -60,9 +57,7 @@ class TaskComparison:
     warnings: list[str]
 
 
-def compare_tasks(
-    models: Mapping[str, Mapping[str, TaskSamples]], smallest_difference: float = DEFAULT_SMALLEST_DIFFERENCE
-) -> TaskComparison:
+def compare_tasks(models: Mapping[str, Mapping[str, TaskSamples]], smallest_difference: float = 0.01) -> TaskComparison:
     """Compare models with the first of them. RunError if the questions differ, or there is nothing to compare.
 
     Args:
@@ -104,7 +99,7 @@ def _model(label: str, pairs: list[tuple[TaskSamples, TaskSamples]], smallest_di
         for doc_id, sample in base.samples.items()
         if sample.is_right != other.samples[doc_id].is_right
     ]
-    return ModelTasks(label, rows, TaskRow(ALL_TASKS, "", "", task_figures(total, smallest_difference)), flipped)
+    return ModelTasks(label, rows, TaskRow("all tasks", "", "", task_figures(total, smallest_difference)), flipped)
 
 
 def _flips(base: TaskSamples, other: TaskSamples) -> Flips:

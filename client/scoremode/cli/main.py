@@ -32,9 +32,6 @@ _MORE = (
     "every document of files; each has its own --help. "
 )
 
-EXIT_FAILURE = 1
-EXIT_INTERRUPTED = 130
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ppl-client` and return its exit status: 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C."""
@@ -44,11 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return command.run(options) or 0
     except (KeyboardInterrupt, asyncio.CancelledError) as error:  # The second is SIGTERM's, in a sweep.
         print(f"ppl-client: interrupted{command.if_interrupted}{_how_to_resume(error)}", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return 130
     except (ScoremodeError, WindowError, OSError) as error:
         message = " ".join(str(error).split())
         print(f"ppl-client: error: {printable(message)}{_how_to_resume(error)}", file=sys.stderr)
-        return EXIT_FAILURE
+        return 1
 
 
 def _how_to_resume(error: BaseException) -> str:

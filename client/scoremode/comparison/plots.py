@@ -16,8 +16,6 @@ from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.tables import measured_by
 from scoremode.kld import MOST_FLOORS
 
-_THEMES = {"light": LIGHT, "dark": DARK}
-CAPTIONS_FILE = "captions.md"
 MAX_LABEL = 40
 """Characters that a plot and its caption show of a run's name."""
 
@@ -65,12 +63,12 @@ def write_plots(comparison: RunComparison, folder: str | Path) -> list[Path]:
     contents: dict[str, bytes] = {}
     all_plots = plots(comparison)
     for plot in all_plots:
-        for name, theme in _THEMES.items():
+        for name, theme in (("light", LIGHT), ("dark", DARK)):
             drawing = plot.draw(theme)
             contents[f"{plot.name}-{name}.svg"] = as_svg(drawing, text_as_paths=True).encode()
             contents[f"{plot.name}-{name}.png"] = as_png(drawing)
     captions = [*(f"**{plot.name}**: {plot.caption}" for plot in all_plots), common_caption(comparison)]
-    contents[CAPTIONS_FILE] = "".join(f"{caption}\n\n" for caption in captions).encode()
+    contents["captions.md"] = "".join(f"{caption}\n\n" for caption in captions).encode()
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     return [folder / name for name in contents]

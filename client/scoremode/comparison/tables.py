@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from scoremode._texts import printable
 from scoremode.comparison.bootstrap import MIN_UNITS
-from scoremode.comparison.figures import METRICS, Figure, RunComparison, cell_of
+from scoremode.comparison.figures import METRICS, Figure, RunComparison, RunFigures, cell_of
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import summary
 from scoremode.runs.presets import comparable_with
@@ -37,20 +37,7 @@ _CSV_HEADER = (
     "by",
     "group",
 )
-_CSV_FIGURES = (
-    "nll",
-    "perplexity",
-    "bits_per_byte",
-    "kld",
-    "kld_median",
-    "kld_p95",
-    "kld_p99",
-    "kld_p999",
-    "kld_max",
-    "delta_p_rms",
-    "same_top_p",
-    "kld_over_noise_floor",
-)
+_CSV_FIGURES = [name for name in RunFigures.__annotations__ if name not in ("run", "ppl_ratio")]
 _RUN_SECTIONS = (
     ("gib", "bits_per_weight", "bits_per_byte"),
     ("perplexity", "ppl_ratio"),

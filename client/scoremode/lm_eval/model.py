@@ -31,7 +31,6 @@ from scoremode.wire.retries import PATIENT_RETRY_FOR
 
 MAX_PROMPTS, MAX_TOKENS = 32, 65_536
 """Of one request to `/v1/score`."""
-NUM_CONCURRENT = 16
 ENCODED_AT_ONCE = 1024
 PROBE = "Scoremode, 1 + 2:\n  naïve “quotes” 你好\n"
 """A text that the local tokenizer must encode as the server does."""
@@ -69,7 +68,7 @@ class ScoremodeLM(TemplateLM):
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
         custom_prefix_token_id: int | None = None,
-        num_concurrent: int = NUM_CONCURRENT,
+        num_concurrent: int = 16,
         api_key: str | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         retry_for: float = PATIENT_RETRY_FOR,

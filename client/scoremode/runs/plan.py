@@ -166,11 +166,19 @@ async def make_plan(
     if corpus.conversations:
         method, stride, max_tokens, add_special_tokens = "conversation", None, None, False
     context_length = resolve_context_length(method, context_length, server.max_model_len)
-    stride = resolve_stride(method, context_length, stride)
-    model, special = client.model or server.model, adds_special_tokens(method, add_special_tokens)
-    settings = (method, context_length, stride, max_tokens, special)
-    plan = Plan(corpus, server, model, *settings, return_ranks=return_ranks, lane=lane)
-    return await (_with_turns if corpus.conversations else _with_text)(plan, client)
+    plan = Plan(
+        corpus=corpus,
+        server=server,
+        model=client.model or server.model,
+        method=method,
+        context_length=context_length,
+        stride=resolve_stride(method, context_length, stride),
+        max_tokens=max_tokens,
+        add_special_tokens=adds_special_tokens(method, add_special_tokens),
+        return_ranks=return_ranks,
+        lane=lane,
+    )
+    return await (_with_turns(plan, client) if corpus.conversations else _with_text(plan, client))
 
 
 async def tokenize_texts(client: AsyncScoreClient, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:

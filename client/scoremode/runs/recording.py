@@ -23,10 +23,6 @@ class Recording:
     """Windows that the server had recorded before."""
     seconds: float
 
-    @property
-    def num_recorded(self) -> int:
-        return self.reference.num_windows - self.num_resumed
-
 
 async def record_reference(
     client: AsyncScoreClient,

@@ -195,4 +195,4 @@ async def test_windows_of_an_earlier_session_are_counted_and_not_recorded_again(
     references["base"].recorded |= {0, 1, 2}
     recording = await record(FakeServer(references), on_progress=steps.append)
     assert [(step.windows_done, step.num_scored, step.num_resumed) for step in steps] == [(4, 28, 21), (5, 35, 21)]
-    assert (recording.num_resumed, recording.num_recorded) == (3, 2)
+    assert (recording.num_resumed, recording.reference.num_recorded) == (3, 5)
