@@ -56,12 +56,12 @@ def run(options: argparse.Namespace) -> None:
     try:
         # Each takes a second to import, and is not always asked for.
         if comparison is not None and options.plots is not None:
-            from scoremode.comparison.plots import write_plots
-
+            with extra("report"):
+                from scoremode.comparison.plots import write_plots
             write_plots(comparison, options.plots)
         if comparison is not None and options.html is not None:
-            from scoremode.comparison.report import write_report
-
+            with extra("report"):
+                from scoremode.comparison.report import write_report
             write_report(comparison, options.html, tasks=tasks)
     finally:
         is_markdown, parts = options.markdown or options.card, []

@@ -264,7 +264,12 @@ def test_ctrl_c_is_status_130_and_one_line(folder, capsys):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("missing", "command", "extra"),
-    [("arch", "compare near.json far.json", "report"), ("pyarrow", "corpus a.parquet --output out --quiet", "corpora")],
+    [
+        ("arch", "compare near.json far.json", "report"),
+        ("jinja2", "compare near.json far.json --html report.html", "report"),
+        ("matplotlib", "compare near.json far.json --plots plots", "report"),
+        ("pyarrow", "corpus a.parquet --output out --quiet", "corpora"),
+    ],
 )
 def test_commands_name_the_missing_extra_that_they_need(folder, missing, command, extra):
     code = f"import sys; sys.modules[{missing!r}] = None; from scoremode.cli.main import main; sys.exit(main())"
