@@ -363,8 +363,16 @@ class ScoreClient:
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a text with the server's tokenizer."""
-        fields: dict[str, Any] = {"model": self.model, "prompt": text, "add_special_tokens": add_special_tokens}
-        return self.send(call("POST", "/tokenize", lambda body: TokenIds.model_validate(body).tokens, **fields))
+        return self.send(
+            call(
+                "POST",
+                "/tokenize",
+                lambda body: TokenIds.model_validate(body).tokens,
+                model=self.model,
+                prompt=text,
+                add_special_tokens=add_special_tokens,
+            )
+        )
 
     def turns(
         self,
@@ -399,9 +407,14 @@ class ScoreClient:
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Turn token ids into text with the server's tokenizer."""
-        fields: dict[str, Any] = {"model": self.model, "tokens": list(token_ids)}
         return self.send(
-            call("POST", "/detokenize", lambda body: DetokenizedText.model_validate(body).prompt, **fields)
+            call(
+                "POST",
+                "/detokenize",
+                lambda body: DetokenizedText.model_validate(body).prompt,
+                model=self.model,
+                tokens=list(token_ids),
+            )
         )
 
     def token_texts(self, token_ids: Collection[int]) -> dict[int, str]:

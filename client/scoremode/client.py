@@ -371,8 +371,16 @@ class AsyncScoreClient:
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a text with the server's tokenizer."""
-        fields: dict[str, Any] = {"model": self.model, "prompt": text, "add_special_tokens": add_special_tokens}
-        return await self.send(call("POST", "/tokenize", lambda body: TokenIds.model_validate(body).tokens, **fields))
+        return await self.send(
+            call(
+                "POST",
+                "/tokenize",
+                lambda body: TokenIds.model_validate(body).tokens,
+                model=self.model,
+                prompt=text,
+                add_special_tokens=add_special_tokens,
+            )
+        )
 
     async def turns(
         self,
@@ -407,9 +415,14 @@ class AsyncScoreClient:
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Turn token ids into text with the server's tokenizer."""
-        fields: dict[str, Any] = {"model": self.model, "tokens": list(token_ids)}
         return await self.send(
-            call("POST", "/detokenize", lambda body: DetokenizedText.model_validate(body).prompt, **fields)
+            call(
+                "POST",
+                "/detokenize",
+                lambda body: DetokenizedText.model_validate(body).prompt,
+                model=self.model,
+                tokens=list(token_ids),
+            )
         )
 
     async def token_texts(self, token_ids: Collection[int]) -> dict[int, str]:

@@ -22,8 +22,10 @@ def extra(name: str) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package in ("", "scoremode"):
             raise
-        how = f"to install it, run in a clone of Scoremode: scripts/install.sh {sys.executable} none {name}"
-        raise MissingPackageError(f"{package} is missing; {how}") from error
+        raise MissingPackageError(
+            f"{package} is missing; to install it, run in a clone of Scoremode: "
+            f"scripts/install.sh {sys.executable} none {name}"
+        ) from error
 
 
 @contextmanager

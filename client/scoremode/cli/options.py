@@ -121,14 +121,18 @@ def _server(url_help: str) -> Group:
         "how long each request waits for a server that is down or busy; default: "
         f"{PATIENT_RETRY_FOR:g}, and {FIRST_CONTACT_SECONDS:g} for a server that has not answered yet"
     )
-    timeout_help = "without a byte from the server; default: %(default)g"
     return Group(
         "server",
         [
             Option("--url URL", f"{url_help}; default: {DEFAULT_URL}", dest="urls", type=_url, action="append"),
             Option("--model NAME", "default: the served model"),
             Option("--api-key KEY", API_KEY_HELP),
-            Option("--timeout SECONDS", timeout_help, type=MORE_THAN_0, default=DEFAULT_TIMEOUT),
+            Option(
+                "--timeout SECONDS",
+                "without a byte from the server; default: %(default)g",
+                type=MORE_THAN_0,
+                default=DEFAULT_TIMEOUT,
+            ),
             Option("--retry-for SECONDS", retry_for_help, type=at_least(0, float)),
         ],
     )
@@ -226,10 +230,13 @@ CALIBRATION = Group(
 
 def output_options(help: str) -> list[Option]:
     """The options of a run's output, whose file `help` describes."""
-    resume_help = "resume from the journal that an unfinished run left next to --output"
     return [
         Option("--output FILE", help, type=Path),
-        Option("--resume", resume_help, action="store_true"),
+        Option(
+            "--resume",
+            "resume from the journal that an unfinished run left next to --output",
+            action="store_true",
+        ),
         Option("--force", "replace an earlier --output", action="store_true"),
         QUIET,
     ]

@@ -70,7 +70,6 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
     more = [f"{len(runs) - _MAX_NAMED} more"] if len(runs) > _MAX_NAMED else []
     warnings = computed_differently(runs)
     reference = comparison.base_reference
-    references = [run.reference for run in runs if run.reference is not None]
     return {
         "comparison": comparison,
         "title": ", ".join([*(run.label for run in runs[:_MAX_NAMED]), *more]),
@@ -92,7 +91,11 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "has_kld": _largest_kld(comparison) is not None,
         "plots": [(plot, Markup(as_element(plot.draw(LIGHT), plot.name, plot.subject))) for plot in plots(comparison)],
         "plots_caption": common_caption(comparison),
-        "references": dict.fromkeys(f"{each.name}: {each.model}, {weights_in_words(each)}" for each in references),
+        "references": dict.fromkeys(
+            f"{run.reference.name}: {run.reference.model}, {weights_in_words(run.reference)}"
+            for run in runs
+            if run.reference is not None
+        ),
         "run_settings": _run_settings(runs),
         "command": _command(comparison),
     }

@@ -59,10 +59,9 @@ class Column:
 
 def as_text(comparison: RunComparison) -> str:
     """Several tables, so that each fits in 120 columns where labels are short, and the summary."""
-    tables = [_run_sections(comparison), _pair_sections(comparison), *group_tables(comparison)]
     return paragraphs(
         _settings(comparison),
-        *(aligned(section) for sections in tables for section in sections),
+        *(aligned(section) for sections in _tables(comparison) for section in sections),
         group_notes(comparison),
         summary(comparison),
     )
@@ -70,10 +69,12 @@ def as_text(comparison: RunComparison) -> str:
 
 def as_markdown(comparison: RunComparison) -> str:
     """A table of runs, one of pairs, and the summary, as GitHub shows them."""
-    tables = [_run_sections(comparison), _pair_sections(comparison), *group_tables(comparison)]
     return paragraphs(
         # The columns that several sections have, only once.
-        *(markdown_rows({each.header: each for section in table for each in section}.values()) for table in tables),
+        *(
+            markdown_rows({each.header: each for section in table for each in section}.values())
+            for table in _tables(comparison)
+        ),
         group_notes(comparison),
         [f"- {escaped(sentence)}" for sentence in summary(comparison)],
         [escaped(" ".join(_settings(comparison)))],
@@ -167,6 +168,11 @@ def _column(name: str, values: Iterable[Figure | float | None], base: str = "") 
     metric = METRICS[name]
     cells = [cell_of(metric, value, metric.digits) for value in values]
     return Column(metric.heading.format(base=base), [cell.in_text for cell in cells])
+
+
+def _tables(comparison: RunComparison) -> list[list[list[Column]]]:
+    """The sections of each table."""
+    return [_run_sections(comparison), _pair_sections(comparison), *group_tables(comparison)]
 
 
 def _run_sections(comparison: RunComparison) -> list[list[Column]]:

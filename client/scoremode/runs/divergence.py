@@ -239,8 +239,9 @@ async def measure_kld(
     references = [await client.reference(name) for client in pool.clients]
     for client, other in zip(pool.clients, references, strict=True):
         if differing := differences(_identity(other), _identity(references[0])):
-            address = pool.clients[0].address
-            raise ServersDifferError(f"{client.address} has another reference {name!r} than {address}: {differing}")
+            raise ServersDifferError(
+                f"{client.address} has another reference {name!r} than {pool.clients[0].address}: {differing}"
+            )
     num_top = min(top_logprobs, pool.info.max_top_logprobs)
     plan = KldPlan(pool.info, pool.clients[0].model or pool.info.model, references[0], num_top, lane)
     run = await measure(plan, pool, start_journal, on_progress)

@@ -96,8 +96,9 @@ async def model_server(
                 async with asyncio.timeout(start_seconds):
                     await server.while_it_runs(_healthy(server.url))
             except TimeoutError:
-                message = f"the server was not ready after {start_seconds:.0f} s{_reason(log)}"
-                raise ServerProcessError(message) from None
+                raise ServerProcessError(
+                    f"the server was not ready after {start_seconds:.0f} s{_reason(log)}"
+                ) from None
             yield server
         finally:
             await _stop(process)
@@ -112,10 +113,9 @@ def _resolved(command: Sequence[str], folder: Path) -> list[str]:
     else:
         path = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
     if path is None:
-        command = f"scripts/install.sh {sys.executable} cuda report"
         raise ServerProcessError(
-            f"command {name!r} not path; to install the server, run in a clone of Scoremode (cpu without an NVIDIA "
-            f"GPU): {command}"
+            f"command {name!r} not found; to install the server, run in a clone of Scoremode (cpu without an NVIDIA "
+            f"GPU): scripts/install.sh {sys.executable} cuda report"
         )
     return [path, *rest]
 

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from scoremode.cli.main import main
 from scoremode.sweep import SweepPlan, SweepResult, run_sweep
+from scoremode.sweep.server import ServerProcessError, _resolved
 
 pytestmark = pytest.mark.processes
 
@@ -217,3 +218,8 @@ async def test_a_sweep_scores_the_text_of_its_first_model_once(tmp_path: Path, m
     arrays = load_file(tmp_path / "runs" / "base.safetensors")
     assert (-arrays["logprobs"]).tolist() == stored.nlls(range(NUM_WINDOWS))
     assert arrays["ranks"].tolist()[::7] == [7 + index for index in range(len(arrays["ranks"][::7]))]
+
+
+def test_a_command_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(ServerProcessError, match=r"^command 'no-such-server' not found; to install the server, run "):
+        _resolved(["no-such-server"], tmp_path)
