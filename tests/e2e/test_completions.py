@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from transformers import AutoTokenizer
 
 from tests import oracle
 from tests.e2e.metrics import metric
@@ -200,28 +199,6 @@ def test_prompts_with_a_common_prefix_get_vllms_responses(url):
         for body in prompts_that_begin_alike(random.Random(21)):
             assert_same(*answers(http, body), oracle.PER_TOKEN)
     assert metric(url, HITS) - before > 375 * NUM_PROMPTS
-
-
-@pytest.mark.parametrize("text", [" Hello 🤖 wörld", "The capital of France is Paris", "日本語, naïve café"])
-def test_each_name_is_there_once_with_the_most_likely_tokens_logprob(llama_2_server, llama_2_model, text):
-    """Of a model most of whose words are two tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(llama_2_model)
-    prompt = tokenizer(text)["input_ids"]
-    expected = oracle.logits(llama_2_model, prompt).log_softmax(-1)
-    with connect(llama_2_server) as client:
-        body = {"prompt": text, "echo": True, "logprobs": 5, "max_tokens": 1}
-        answer = client.post("/v1/completions", json=body).raise_for_status().text
-    [choice] = json.loads(answer)["choices"]
-    # Of pairs of names and values, a name that is repeated is there twice.
-    [pairs] = dict(json.loads(answer, object_pairs_hook=list))["choices"]
-    tops = dict(dict(pairs)["logprobs"])["top_logprobs"][1 : len(prompt)]
-    num_shared = 0
-    for row, top, by_id in zip(expected, tops, choice["prompt_logprobs"][1:], strict=True):
-        likely = sorted(((row[int(token_id)].item(), each["decoded_token"]) for token_id, each in by_id.items()))
-        num_shared += len(likely) - len(top)
-        assert dict(top) == pytest.approx({name: logprob for logprob, name in likely}, abs=oracle.PER_TOKEN)
-        assert len(top) == len(dict(top))
-    assert num_shared
 
 
 def test_a_prompt_may_fill_the_context_if_nothing_is_generated(plugin_server, byte_fallback_model):

@@ -1,7 +1,6 @@
 """lm-eval against our server, with its own `local-completions` backend and with `python -m scoremode.lm_eval`: the
 numbers of its `hf` backend, request by request, in float32, also after a kill.
 
-lm-eval's API backends cut rolling windows two tokens shorter than its `hf` backend, so they get two tokens more.
 Tolerance a request: 1e-3 nats, over up to some thousands of tokens whose float32 errors are below 1e-4 each.
 """
 
@@ -30,7 +29,6 @@ from tests.doc_examples import ROOT
 from tests.shared_servers import API_KEY
 from tests.unit.client.fake_server import serve
 
-MAX_LENGTH = 512
 TASK, ROLLING = "python_reference", "python_documents"
 NUM_QUESTIONS = 8
 DOCUMENTED = re.findall(r"--model (\S+)[^`]*?--model_args (\S+)", (ROOT / "docs" / "lm-eval.md").read_text())
@@ -86,41 +84,25 @@ def evaluate(tasks: Path, model: Any, arguments: dict[str, Any]) -> dict[str, An
     return results
 
 
-def evaluate_hf(tasks: Path, model: Path, max_length: int) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def reference(tasks: Path, llama_2_model: Path) -> dict[str, Any]:
     """The results of lm-eval's `hf` backend: transformers in float32."""
-    arguments = {"pretrained": str(model), "dtype": "float32", "device": "cpu", "max_length": max_length}
+    arguments = {"pretrained": str(llama_2_model), "dtype": "float32", "device": "cpu", "max_length": DOCUMENTED_LENGTH}
     return evaluate(tasks, "hf", {**arguments, "batch_size": 1})
 
 
-@pytest.fixture(scope="module")
-def reference(tasks: Path, random_model: Path) -> dict[str, Any]:
-    return evaluate_hf(tasks, random_model, MAX_LENGTH)
+@pytest.fixture(scope="module", params=DOCUMENTED, ids=[backend for backend, _ in DOCUMENTED])
+def ours(request: pytest.FixtureRequest, tasks: Path, llama_2_server: str, llama_2_model: Path) -> dict[str, Any]:
+    """The results of a command of the page, on a server with its `--max-model-len`, whose tokenizer adds BOS."""
+    from lm_eval.utils import simple_parse_args_string
 
+    from scoremode.lm_eval.model import ScoremodeLM
 
-@pytest.fixture(scope="module")
-def reference_with_bos(tasks: Path, llama_2_model: Path) -> dict[str, Any]:
-    return evaluate_hf(tasks, llama_2_model, DOCUMENTED_LENGTH)
-
-
-@pytest.fixture(scope="module", params=["scoremode", "local-completions"])
-def ours(request: pytest.FixtureRequest, tasks: Path, server: str, random_model: Path) -> dict[str, Any]:
-    """Our backend, and lm-eval's `local-completions`, which tokenizes remotely."""
-    if request.param == "scoremode":
-        from scoremode.lm_eval.model import ScoremodeLM
-
-        model = ScoremodeLM(server, tokenizer=str(random_model), max_length=MAX_LENGTH, num_concurrent=4)
-        return evaluate(tasks, model, {})
-    arguments = {
-        "model": "tiny",
-        "base_url": f"{server}/v1/completions",
-        "tokenizer_backend": "remote",
-        # Otherwise lm-eval takes EOS, because BOS is token 0.
-        "custom_prefix_token_id": 0,
-        "num_concurrent": 4,
-        "batch_size": 2,
-        "max_length": MAX_LENGTH + 2,
-    }
-    return evaluate(tasks, "local-completions", arguments)
+    backend, arguments = request.param
+    given = simple_parse_args_string(arguments.replace("http://localhost:8000", llama_2_server))
+    if backend == "scoremode":
+        return evaluate(tasks, ScoremodeLM(**given, max_length=DOCUMENTED_LENGTH), {})
+    return evaluate(tasks, backend, given | {"model": "llama-2", "tokenizer": str(llama_2_model)})
 
 
 def answers(results: dict[str, Any], task: str) -> list[Any]:
@@ -130,10 +112,6 @@ def answers(results: dict[str, Any], task: str) -> list[Any]:
 
 
 def test_every_loglikelihood_is_that_of_the_hf_backend(ours, reference):
-    assert_same_answers(ours, reference)
-
-
-def assert_same_answers(ours: dict[str, Any], reference: dict[str, Any]) -> None:
     got, expected = answers(ours, TASK), answers(reference, TASK)
     assert len(got) == len(expected) == 4 * NUM_QUESTIONS
     assert [loglikelihood for loglikelihood, _ in got] == pytest.approx([each for each, _ in expected], abs=1e-3)
@@ -141,23 +119,6 @@ def assert_same_answers(ours: dict[str, Any], reference: dict[str, Any]) -> None
     documents = answers(ours, ROLLING)
     # `hf` adds up in float32.
     assert documents == pytest.approx(answers(reference, ROLLING), abs=1e-3, rel=2e-7)
-
-
-@pytest.mark.parametrize(("backend", "arguments"), DOCUMENTED, ids=[backend for backend, _ in DOCUMENTED])
-def test_documented_commands_have_the_answers_of_the_hf_backend_where_bos_is_added(
-    llama_2_server, llama_2_model, tasks, reference_with_bos, backend, arguments
-):
-    """On a server with the page's `--max-model-len`, of a model whose tokenizer adds BOS."""
-    from lm_eval.utils import simple_parse_args_string
-
-    from scoremode.lm_eval.model import ScoremodeLM
-
-    given = simple_parse_args_string(arguments.replace("http://localhost:8000", llama_2_server))
-    if backend == "scoremode":
-        results = evaluate(tasks, ScoremodeLM(**given, max_length=DOCUMENTED_LENGTH), {})
-    else:
-        results = evaluate(tasks, backend, given | {"model": "llama-2", "tokenizer": str(llama_2_model)})
-    assert_same_answers(results, reference_with_bos)
 
 
 def test_answers_of_both_backends_are_compared_question_by_question(ours, reference, tmp_path):
@@ -199,6 +160,9 @@ def check_loglikelihoods(url: str, model: Path, pairs: list[tuple[str, str]], ma
     found, expected = (each.loglikelihood(instances("loglikelihood", pairs)) for each in (ours, hf))
     assert [logprob for logprob, _ in found] == pytest.approx([logprob for logprob, _ in expected], abs=1e-3)
     assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in expected]
+    documents = instances("loglikelihood_rolling", [(max((context for context, _ in pairs), key=len),)])
+    found, expected = (each.loglikelihood_rolling(documents) for each in (ours, hf))
+    assert found == pytest.approx(expected, abs=1e-3)
     return ours, hf
 
 
@@ -261,7 +225,7 @@ def gated(server: str) -> Iterator[str]:
             over.set()
 
 
-def test_a_killed_run_resumes_from_its_cache(server, tasks, reference, tmp_path):
+def test_a_killed_run_resumes_from_its_cache(llama_2_server, tasks, reference, tmp_path):
     def command(url: str) -> list[str]:
         start = (sys.executable, "-m", "scoremode.lm_eval", "run", "--model", "scoremode", "--log_samples")
         options = ("--model_args", f"base_url={url},num_concurrent=2", "--tasks", TASK, "--limit", str(NUM_QUESTIONS))
@@ -275,7 +239,7 @@ def test_a_killed_run_resumes_from_its_cache(server, tasks, reference, tmp_path)
         return 0
 
     # Of two requests, each for half of the questions, one is answered.
-    with gated(server) as url, subprocess.Popen(command(url)) as killed:
+    with gated(llama_2_server) as url, subprocess.Popen(command(url)) as killed:
         try:
             end = time.monotonic() + 300
             while num_cached() < 2 * NUM_QUESTIONS:
@@ -283,7 +247,7 @@ def test_a_killed_run_resumes_from_its_cache(server, tasks, reference, tmp_path)
                 time.sleep(0.1)
         finally:
             killed.kill()
-    resumed = subprocess.run(command(server), capture_output=True, text=True)
+    resumed = subprocess.run(command(llama_2_server), capture_output=True, text=True)
     assert f"Cached requests: {2 * NUM_QUESTIONS}, Requests remaining: {2 * NUM_QUESTIONS}" in resumed.stderr
     [path] = (tmp_path / "samples").rglob(f"samples_{TASK}_*.jsonl")
     samples = sorted(map(json.loads, path.read_text().splitlines()), key=lambda sample: sample["doc_id"])

@@ -37,7 +37,7 @@ def test_chunks_score_as_transformers_does(llm, random_model, top):
     sequences = [generator.integers(3, 1000, length).tolist() for length in lengths]
     llm.collective_rpc(record_rows)
     alone, *scores = score(llm, [[5], *sequences], top_logprobs=top)
-    rows = llm.collective_rpc(recorded_rows)[0]
+    rows = llm.collective_rpc(lambda worker: worker.recorded_rows)[0]
     assert np.isnan([alone.logprobs[0], *(one.logprobs[0] for one in scores)]).all()
     assert len(alone.logprobs) == 1
     expected = oracle.logprobs(random_model, sequences)
@@ -54,10 +54,10 @@ def test_chunks_score_as_transformers_does(llm, random_model, top):
 
 def test_profiling_computes_one_chunk(llm):
     llm.collective_rpc(record_rows)
-    llm.collective_rpc(profile)
+    llm.collective_rpc(lambda worker: worker.model_runner.profile_run())
     # The rows that are sampled, those again with the chunks, a trial, and chunks without and with 20 top tokens each.
     chunks = [(SMALL_BUDGET - BLOCK) // row_bytes_fused(LogitsShape(1024, 4), num_top, 1) for num_top in (0, 20)]
-    assert llm.collective_rpc(recorded_rows)[0] == [4, 4, 2, *chunks]
+    assert llm.collective_rpc(lambda worker: worker.recorded_rows)[0] == [4, 4, 2, *chunks]
 
 
 def test_a_large_vocabulary_stays_within_the_budget(tmp_path, monkeypatch):
@@ -114,14 +114,6 @@ def record_rows(worker: Any) -> None:
 
     # A method, as the model's own is.
     model.compute_logits = MethodType(recording, model)
-
-
-def recorded_rows(worker: Any) -> list[int]:
-    return worker.recorded_rows
-
-
-def profile(worker: Any) -> None:
-    worker.model_runner.profile_run()
 
 
 def unbound(worker: Any) -> None:
