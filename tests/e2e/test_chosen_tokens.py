@@ -34,36 +34,26 @@ def log_softmax(model: Path, tokens: list[int], temperature: float = 1.0) -> np.
     return (oracle.logits(model, [*tokens, 0]) / temperature).log_softmax(-1).numpy()
 
 
-def test_top_logprobs_equal_transformers(client, tokens, random_model):
-    num_top = 256
-    (score,) = client.score(tokens, top_logprobs=num_top, return_ranks=True)
-    expected = log_softmax(random_model, tokens[:-1])
+@pytest.mark.parametrize(("temperature", "num_top"), [(1.0, 256), (0.5, 5), (2.0, 5)])
+def test_top_tokens_candidates_and_ranks_at_a_temperature(client, tokens, random_model, temperature, num_top):
+    (score,) = client.score(
+        tokens, temperature=temperature, top_logprobs=num_top, candidate_token_ids=[3, 4], return_ranks=True
+    )
+    expected = log_softmax(random_model, tokens[:-1], temperature)
+    # Differences between logits count 1 / T times as much.
+    scale = 1 / min(1.0, temperature)
     assert score.top_logprobs.logprobs.shape == (LENGTH, num_top)
     assert (score.top_logprobs.token_ids[0] == -1).all()
     assert np.isnan(score.top_logprobs.logprobs[0]).all()
     ids, logprobs = score.top_logprobs.token_ids[1:], score.top_logprobs.logprobs[1:]
     assert all(len(set(row)) == num_top for row in ids.tolist())
     # By value at each place, since tokens that are equally likely but for rounding may change places.
-    oracle.assert_close(logprobs, np.sort(expected)[:, ::-1][:, :num_top])
-    oracle.assert_close(logprobs, np.take_along_axis(expected, ids, 1))
-    assert np.mean(np.array(score.ranks[1:]) == oracle.ranks(random_model, [tokens])[0]) > 0.99
-
-
-@pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_a_temperature(client, tokens, random_model, temperature):
-    (score,) = client.score(
-        tokens, temperature=temperature, top_logprobs=5, candidate_token_ids=[3, 4], return_ranks=True
-    )
-    expected = log_softmax(random_model, tokens[:-1], temperature)
-    # Differences between logits count 1 / T times as much.
-    scale = 1 / min(1.0, temperature)
-    actual = np.take_along_axis(expected, np.array(tokens[1:])[:, None], 1)[:, 0]
-    oracle.assert_close(score.logprobs[1:], actual, scale=scale)
-    assert score.sum_logprob == math.fsum(score.logprobs[1:])
+    oracle.assert_close(logprobs, np.sort(expected)[:, ::-1][:, :num_top], scale=scale)
+    oracle.assert_close(logprobs, np.take_along_axis(expected, ids, 1), scale=scale)
+    oracle.assert_close(score.logprobs[1:], expected[range(LENGTH - 1), tokens[1:]], scale=scale)
     oracle.assert_close(score.candidate_logprobs[1:], expected[:, [3, 4]], scale=scale)
-    oracle.assert_close(score.top_logprobs.logprobs[1:], np.sort(expected)[:, ::-1][:, :5], scale=scale)
-    (plain,) = client.score(tokens, return_ranks=True)
-    assert score.ranks == plain.ranks
+    assert score.sum_logprob == math.fsum(score.logprobs[1:])
+    assert np.mean(np.array(score.ranks[1:]) == oracle.ranks(random_model, [tokens])[0]) > 0.99
 
 
 @pytest.mark.parametrize("first", [1, 33, LENGTH - 1])

@@ -1,4 +1,4 @@
-"""Requests whose client leaves, or whose server stops, before they are answered."""
+"""Requests whose client leaves or does not read, or whose server stops, before they are answered."""
 
 import asyncio
 import json
@@ -13,14 +13,18 @@ from scoremode_server.completions.routes import GENERATE
 from scoremode_server.http import requests
 from scoremode_server.http.requests import CLIENT_CLOSED_REQUEST
 from scoremode_server.http.responses import Stream, owned
+from scoremode_server.references import comparer
 from scoremode_server.scoring.tokenizer import Tokenizer
 from tests.bad_inputs import COMPLETIONS, JSON, KLD, PERPLEXITY, REFERENCES, SCORE
 from tests.unit.server.engine.cache_setup import LARGE
-from tests.unit.server.engine.fake_engine import HeldEngine
-from tests.unit.server.light_app import app_with_completions, client_of, leaving, light_app
+from tests.unit.server.engine.fake_engine import VOCABULARY, HeldEngine
+from tests.unit.server.light_app import app_with_completions, client_of, error_of, leaving, light_app
 from tests.unit.server.references.reference_engine import BODY, ReferenceEngine, record
-from tests.unit.server.references.test_export_route import EXPORT
 
+EXPORT = f"{REFERENCES}/base/llama.cpp"
+NUM_EXPORTED = 7
+WINDOW_BYTES = 7 * (VOCABULARY + 4) * 2
+"""Of 16 tokens, of which 7 are scored: two bytes for each token of the vocabulary, and 8 more."""
 SCORES = {"echo": True, "logprobs": 1, "max_tokens": 1}
 
 
@@ -160,3 +164,27 @@ async def test_a_stream_that_is_read_slowly_ends_with_the_error(monkeypatch):
     assert b"error" not in first
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 504
     assert (done, nothing) == (b"data: [DONE]\n\n", b"")
+
+
+async def test_slow_readers_hold_a_bounded_number_of_windows_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(comparer, "BYTES_AHEAD", 2 * WINDOW_BYTES)
+    monkeypatch.setattr(comparer, "EXPORTED_BYTES", 4 * WINDOW_BYTES)
+    app, leave = light_app(engine := ReferenceEngine(tmp_path)), asyncio.Event()
+    async with client_of(app) as client:
+        await record(client, prompt=[each % 997 for each in range(NUM_EXPORTED * 16)], method="llama.cpp", stride=None)
+        whole = (await client.get(EXPORT)).content
+        assert len(whole) > NUM_EXPORTED * WINDOW_BYTES
+        engine.computed.clear()
+        slow = [asyncio.create_task(leaving(app, EXPORT, None, leave, read=leave.wait, method="GET")) for _ in range(2)]
+        while len(engine.computed) < 2 * 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert len(engine.computed) == 2 * 2
+        answer = await client.get(EXPORT)
+        assert error_of(answer)[0] == 429
+        assert int(answer.headers["Retry-After"]) > 0
+        # Others are served.
+        assert (await client.get(f"{REFERENCES}/base")).status_code == 200
+        leave.set()
+        await asyncio.gather(*slow)
+        assert (await client.get(EXPORT)).content == whole

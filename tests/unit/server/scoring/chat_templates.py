@@ -10,8 +10,9 @@ FOLDER = Path(__file__).parents[3] / "data" / "chat_templates"
 TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
 """Each begins with a comment: what it needs of a tokenizer, which conversation it takes, and the text of each turn."""
 
-Served = Callable[[str], Path]
-"""Makes a folder with a chat template, a tokenizer that has its special tokens, and a configuration."""
+Served = Callable[..., Path]
+"""Makes a folder with a chat template, a tokenizer that has its special tokens, and a configuration. A second argument
+is the model whose tokenizer it is, which otherwise follows from the template."""
 
 
 def described(template: str) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from tests.unit.server.scoring.chat_templates import Served, described
 def served(random_model: Path, byte_fallback_model: Path, tmp_path_factory) -> Served:
     """Makes a folder with a chat template, a tokenizer that has its special tokens, and a configuration."""
 
-    def make(template: str) -> Path:
+    def make(template: str, source: Path | None = None) -> Path:
         about, folder = described(template), tmp_path_factory.mktemp("served")
-        source = byte_fallback_model if about.get("tokenizer") else random_model
+        source = source or (byte_fallback_model if about.get("tokenizer") else random_model)
         tokenizer = AutoTokenizer.from_pretrained(source)
         tokenizer.add_special_tokens(
             {"additional_special_tokens": about.get("special_tokens", [])}

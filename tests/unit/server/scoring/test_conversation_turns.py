@@ -196,12 +196,12 @@ async def test_what_cannot_be_scored_is_refused(served: Served, family: str, bod
     ],
     ids=["the first token", "two messages", "parts of a message"],
 )
-async def test_each_marked_message_is_a_turn(llama_2_model: Path, messages, template: str, texts: list[str], tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(llama_2_model)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_bytes((llama_2_model / "config.json").read_bytes())
-    (sequence,) = await turns_of(tmp_path, {"messages": messages})
+async def test_each_marked_message_is_a_turn(
+    served: Served, llama_2_model: Path, messages, template: str, texts: list[str]
+):
+    model = served(template, llama_2_model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    (sequence,) = await turns_of(model, {"messages": messages})
     assert sequence["token_ids"] == rendered(tokenizer, messages)["input_ids"]
     assert texts_of(tokenizer, sequence) == texts
 
@@ -236,17 +236,12 @@ async def test_a_trusted_template_of_a_request_is_the_one_that_renders(served: S
 @pytest.mark.parametrize(
     ("header", "content", "is_merged"), [(": ", "Hello", True), (":", " Hello", False), ("\n", "\n\nHello", True)]
 )
-async def test_a_first_token_that_began_in_the_prompt_is_told(
-    random_model: Path, tmp_path, body, header, content, is_merged
-):
+async def test_a_first_token_that_began_in_the_prompt_is_told(served: Served, body, header, content, is_merged):
     """Its tokenizer joins a space with the word after it, and line breaks."""
     prompt = f"{{% if add_generation_prompt %}}assistant{header}{{% endif %}}"
     template = f"{{% for message in messages %}}{{{{ message['role'] }}}}{header}{body}</s>{{% endfor %}}{prompt}"
-    tokenizer = AutoTokenizer.from_pretrained(random_model)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_bytes((random_model / "config.json").read_bytes())
-    (sequence,) = await turns_of(tmp_path, {"messages": [COUNT, ELEVEN | {"content": content}]})
+    model = served(template)
+    (sequence,) = await turns_of(model, {"messages": [COUNT, ELEVEN | {"content": content}]})
     turn = sequence["turns"][-1]
-    begins = tokenizer.decode(sequence["token_ids"][turn["first"] :])
+    begins = AutoTokenizer.from_pretrained(model).decode(sequence["token_ids"][turn["first"] :])
     assert (turn["is_merged"], begins.startswith(content)) == (is_merged, not is_merged)

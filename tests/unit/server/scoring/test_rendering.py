@@ -103,17 +103,13 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     held.may_end.set()
 
 
-async def until_begun(held: Held) -> None:
-    assert await asyncio.to_thread(held.begun.wait, 60)
-
-
 async def test_rendering_ends_when_its_client_leaves_and_counts_until_then(served: Served, held: Held, monkeypatch):
     monkeypatch.setattr(rendering, "MAX_REQUESTS", 1)
     app, _ = app_with_completions(served(TEMPLATES["chatml"]))
     leave, body = asyncio.Event(), {"messages": chat(6)}
     async with client_of(app) as client:
         leaves = asyncio.create_task(leaving(app, TURNS, body, leave))
-        await until_begun(held)
+        assert await asyncio.to_thread(held.begun.wait, 60)
         leave.set()
         assert (await asyncio.wait_for(leaves, 60))[0]["status"] == CLIENT_CLOSED_REQUEST
         answer = await client.post(TURNS, json=body)
@@ -140,7 +136,7 @@ async def test_rendering_ends_with_the_time_of_its_request_and_with_the_server(
     app, _ = app_with_completions(served(TEMPLATES["chatml"]), size=replace(LARGE, request_timeout=seconds))
     async with client_of(app) as client:
         request = asyncio.create_task(client.post(route, json={"messages": chat(6)}))
-        await until_begun(held)
+        assert await asyncio.to_thread(held.begun.wait, 60)
         if seconds is None:
             await app.state.scoremode.admission.drain(0)
         assert error_of(await asyncio.wait_for(request, 60))[0] == status
