@@ -34,8 +34,6 @@ class BadInput(NamedTuple):
     param: str | None
     message: str
     """Its beginning."""
-    needs_engine: bool = False
-    """A model, a tokenizer or vLLM's own route finds the fault."""
     status: int = 400
     headers: Mapping[str, str] = JSON
 
@@ -85,8 +83,8 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
             "model: Integer",
         ),
         ("a model of a wrong type", {"prompt": [5], "model": 5}, "model", "model: should be a valid string"),
-        ("compressed", b"\x1f\x8b\x08", None, "Content-Encoding gzip is not", False, 415, GZIP),
-        ("another type", b"prompt=a", None, "Unsupported Media Type: Only 'application/json'", False, 400, FORM),
+        ("compressed", b"\x1f\x8b\x08", None, "Content-Encoding gzip is not", 415, GZIP),
+        ("another type", b"prompt=a", None, "Unsupported Media Type: Only 'application/json'", 400, FORM),
     ],
     (*WITH_A_PROMPT[:2], *EVERY_ROUTE[3:]): [
         ("a field given twice", b'{"model": "m", "model": "n"}', "model", "model is given more than once"),
@@ -115,7 +113,7 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
     (SCORE,): [
         ("no prompt", {}, "prompt", "prompt is required"),
         ("no token", {"prompt": []}, "prompt", "prompt is empty: there is no token to score"),
-        ("no text", {"prompt": ""}, "prompt", "prompt[0] is empty", True),
+        ("no text", {"prompt": ""}, "prompt", "prompt[0] is empty"),
         ("an empty sequence", {"prompt": [[5, 6], []]}, "prompt", "prompt[1] is empty"),
         ("booleans as token ids", {"prompt": [True]}, "prompt", PROMPT_MUST_BE),
         ("a token past the vocabulary", {"prompt": [[5], [10**6]]}, "prompt", "prompt[1] has token id 1"),
@@ -123,7 +121,7 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("a token past 64 bits", {"prompt": [1, 2**70]}, "prompt", f"prompt[0] has token id {2**70}"),
         ("a sequence too long", {"prompt": [5] * 2049}, "prompt", "prompt[0] has 2049 tokens, but"),
         ("an empty list", {"prompt": ["a", "b"], "continuations": [["c"], []]}, "continuations", "continuations[1] is"),
-        ("an empty text", {"prompt": "one", "continuations": [" two", ""]}, "continuations", NO_TOKEN_OF_ITS_OWN, True),
+        ("an empty text", {"prompt": "one", "continuations": [" two", ""]}, "continuations", NO_TOKEN_OF_ITS_OWN),
         ("candidate lists", CONTINUED | {"candidate_token_ids": [[1]]}, "candidate_token_ids", "candidate_token_ids: "),
         ("too many prompts", {"prompt": [[5]] * 65_537}, "prompt", "the request has 65537 sequences to score, more"),
         (
@@ -133,7 +131,7 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
             "the request has 90000",
         ),
         ("a first position", CONTINUED | {"logprobs_from": 1}, "logprobs_from", "logprobs_from: a continuation's"),
-        ("an answer too large", TOO_MANY_VALUES, "prompt", "the answer would have 20080000 logprobs", False, 413),
+        ("an answer too large", TOO_MANY_VALUES, "prompt", "the answer would have 20080000 logprobs", 413),
     ],
     (PERPLEXITY,): [
         ("no text", {}, "prompt", "give either prompt, one text, or texts, several"),
@@ -156,18 +154,18 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
     ],
     (REFERENCES,): [
         ("no name", {"prompt": [5, 6]}, "name", "name is required"),
-        ("a text and messages", MESSAGES | {"prompt": "x"}, "prompt", "prompt cannot be given with messages", True),
-        ("a method of texts", MESSAGES | {"method": "sliding"}, "method", "messages are scored by method 'conv", True),
-        ("too many labels", MESSAGES | {"labels": ["one", "two"]}, "labels", "labels has 2 labels for 1", True),
-        ("a text as messages", {"name": "a", "prompt": "x", "method": "conversation"}, "method", "", True),
+        ("a text and messages", MESSAGES | {"prompt": "x"}, "prompt", "prompt cannot be given with messages"),
+        ("a method of texts", MESSAGES | {"method": "sliding"}, "method", "messages are scored by method 'conv"),
+        ("too many labels", MESSAGES | {"labels": ["one", "two"]}, "labels", "labels has 2 labels for 1"),
+        ("a text as messages", {"name": "a", "prompt": "x", "method": "conversation"}, "method", ""),
     ],
     (KLD,): [
         ("no reference", {}, "reference", "reference is required"),
-        ("an unknown reference", {"reference": "x"}, "reference", "there is no reference 'x'", False, 404),
+        ("an unknown reference", {"reference": "x"}, "reference", "there is no reference 'x'", 404),
     ],
     (TOKENS,): [("no token ids", {}, "token_ids", "token_ids is required")],
 }
-"""By routes: (what is wrong, body, param, message, needs_engine, status, headers)."""
+"""By routes: (what is wrong, body, param, message, status, headers)."""
 
 VALID: dict[str, dict[str, Any]] = {
     SCORE: {"prompt": [5, 6, 7]},

@@ -58,10 +58,8 @@ def positions_of(result: KldResult) -> KldPositions:
 def test_a_reference_has_the_perplexity_of_its_model(smollm2_client, reference, text):
     recorded = smollm2_client.reference(reference)
     expected = smollm2_client.perplexity(text, context_length=CONTEXT, stride=STRIDE)
-    assert recorded.complete
     assert recorded.perplexity == pytest.approx(expected.perplexity, rel=1e-5)
     assert (recorded.num_scored, recorded.num_windows) == (expected.num_scored, expected.num_windows)
-    assert recorded.num_recorded == recorded.num_windows
     assert (recorded.num_bytes, recorded.num_words) == (expected.num_bytes, expected.num_words)
     assert recorded.fingerprint == smollm2_client.info().fingerprint
     # Hidden states in float32, a head of 49,152 rows, and little else.

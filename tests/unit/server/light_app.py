@@ -90,10 +90,12 @@ def _app_with_default_flags() -> FastAPI:
     return app_with_flags(api_key=None)
 
 
-def app_with_completions(model: Path, size: EngineSize = LARGE) -> tuple[FastAPI, HeldEngine]:
+def app_with_completions(
+    model: Path, size: EngineSize = LARGE, engine: HeldEngine | None = None
+) -> tuple[FastAPI, HeldEngine]:
     """The app with our handlers of completions and of token ids around vLLM's, and its engine, which is not held."""
     model_config = ModelConfig(str(model), dtype="float32")
-    config, engine = VllmConfig(model_config=model_config), HeldEngine(BLOCK_SIZE)
+    config, engine = VllmConfig(model_config=model_config), engine or HeldEngine(BLOCK_SIZE)
     engine.let_go.set()
     # What vLLM's handlers use of an engine client.
     engine.vllm_config, engine.model_config, engine.input_processor = config, model_config, None

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 from transformers import PreTrainedTokenizerFast
 
 from scoremode_server.errors import RequestError
@@ -15,17 +16,22 @@ from scoremode_server.http.requests import STATUSES
 from tests.bad_inputs import BAD_INPUTS, COMPLETIONS, JSON, PERPLEXITY, SCORE
 from tests.models import random_llama
 from tests.unit.server.engine.fake_engine import VOCABULARY
-from tests.unit.server.light_app import app_with_completions, client_of, client_of_model, error_of, light_app
+from tests.unit.server.light_app import app_with_completions, client_of, error_of, light_app
+from tests.unit.server.references.reference_engine import ReferenceEngine
 
 GOOD = {"prompt": [5, 6, 7]}
 BODY = json.dumps(GOOD).encode()
 
 
-@pytest.mark.parametrize(
-    "bad", [pytest.param(row, id=f"{row.route}: {row.wrong}") for row in BAD_INPUTS if not row.needs_engine]
-)
-async def test_bad_input_names_its_field_and_the_server_still_answers(bad):
-    async with client_of_model(Path("no-references")) as http:
+@pytest.fixture(scope="module")
+def app(random_model: Path) -> FastAPI:
+    """With every route of the table, and a folder for references."""
+    return app_with_completions(random_model, engine=ReferenceEngine(Path("no-references")))[0]
+
+
+@pytest.mark.parametrize("bad", [pytest.param(row, id=f"{row.route}: {row.wrong}") for row in BAD_INPUTS])
+async def test_bad_input_names_its_field_and_the_server_still_answers(app, bad):
+    async with client_of(app) as http:
         bad.check(await http.post(bad.route, content=bad.content, headers=bad.headers))
         assert (await http.post(SCORE, json=GOOD)).json()["data"][0]["num_scored"] == 2
 
