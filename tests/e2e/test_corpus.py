@@ -16,14 +16,9 @@ from tests.command_line import TIMEOUT_SECONDS, ppl_client
 from tests.doc_examples import examples
 
 
-def documents(wikitext: str) -> list[str]:
-    """Pieces of a text, most of them short."""
-    ends = accumulate([40, 300, 1, 1200, 80, 2500, 15] * 2, initial=0)
-    return [wikitext[start:end] for start, end in pairwise(ends)]
-
-
 def test_figures_are_those_of_an_oracle(server, client, random_model, wikitext, tmp_path):
-    texts = [None, "", *documents(wikitext)]
+    ends = accumulate([40, 300, 1, 1200, 80, 2500, 15] * 2, initial=0)
+    texts = [None, "", *(wikitext[start:end] for start, end in pairwise(ends))]
     with pa.output_stream(str(tmp_path / "rows.jsonl.zst"), compression="detect") as stream:
         stream.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
     # Windows of 256 tokens: some documents have several, and most have one.

@@ -1,4 +1,4 @@
-"""Prompt logprobs in chunks on a real engine: the same numbers as transformers, and no more memory than the budget.
+"""`score` on a real engine: the numbers of transformers, in chunks with no more memory than the budget, and refusals.
 
 What is measured is measured in the engine's own process, through vLLM's `collective_rpc`.
 """
@@ -14,10 +14,11 @@ import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from scoremode_server import score
+from scoremode_server.errors import RequestError
 from scoremode_server.kernels.working_memory import LogitsShape, row_bytes_fused
 from scoremode_server.settings import LOGPROB_BYTES
 from tests import models, oracle
-from tests.engine.conftest import BLOCK, CHUNK, LENGTH, SMALL_BUDGET, STEP_TOKENS
+from tests.engine.conftest import BLOCK, CHUNK, LENGTH, MAX_LOGPROBS, SMALL_BUDGET, STEP_TOKENS
 
 MEBIBYTE = 1024**2
 
@@ -50,6 +51,21 @@ def test_chunks_score_as_transformers_does(llm, random_model, top):
             oracle.assert_close(one.top_logprobs[1:], best.numpy())
     # Rows with fewer results take less memory.
     assert max(rows) == (CHUNK if top else 2 * CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "top_logprobs", "param"),
+    [
+        ([5] * (LENGTH + 1), 0, "prompt"),
+        ([[5, 6], []], 0, "prompt"),
+        ([5, 10**6], 0, "prompt"),
+        ([5, 6], MAX_LOGPROBS + 1, "top_logprobs"),
+    ],
+)
+def test_bad_input_names_its_field(llm: LLM, prompts, top_logprobs, param):
+    with pytest.raises(RequestError) as error:
+        score(llm, prompts, top_logprobs)
+    assert error.value.param == param
 
 
 def test_profiling_computes_one_chunk(llm):
