@@ -1,6 +1,7 @@
 """Shared prefixes are computed once, for one API key, and no number changes: compared with transformers.
 
-vLLM's own metrics tell what the engine computed, and Scoremode's what was scored. A part of a prompt runs in another batch shape than the whole.
+vLLM's own metrics tell what the engine computed, and Scoremode's what was scored. A part of a prompt runs in another
+batch shape than the whole.
 """
 
 import httpx
