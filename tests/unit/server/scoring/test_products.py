@@ -91,8 +91,8 @@ PRODUCTS = {
         )
     },
     "a text after tokens": (
-        *(SCORE, {"prompt": [[5]] * 60_000, "continuations": [" a" * 1000]}),
-        *((413, "prompt", "60000000 logprobs"), (0, 2000)),
+        *(SCORE, {"prompt": [[5]] * 10_000, "continuations": [" a" * 1000]}),
+        *((413, "prompt", "10000000 logprobs"), (0, 2000)),
     ),
     **{
         f"logprobs of {list(fields)}": (
