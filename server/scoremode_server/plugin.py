@@ -78,6 +78,9 @@ def enable() -> None:
     Raises:
         RuntimeError: Scoremode does not run on this vLLM.
     """
+    from scoremode_server.vllm_compat.versions import require_supported
+
+    require_supported()
     allow_plugin()
     # vLLM loads plugins once per process, and may have done so already.
     general_plugin()

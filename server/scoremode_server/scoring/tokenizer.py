@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from vllm.inputs import TextPrompt, TokensPrompt
@@ -51,8 +51,7 @@ class Tokenizer:
         return self.strings.texts_of(token_ids)
 
     def special_token_id(self, name: Literal["bos", "eos"]) -> int | None:
-        token_id: int | None = getattr(self._renderer.tokenizer, f"{name}_token_id", None)
-        return token_id
+        return cast(int | None, getattr(self._renderer.tokenizer, f"{name}_token_id", None))
 
     async def adds_bos(self) -> bool:
         """Whether the tokenizer puts BOS before a text."""

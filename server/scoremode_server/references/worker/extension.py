@@ -1,6 +1,6 @@
 """What API servers ask of engine workers by vLLM's `collective_rpc`, and its `--worker-extension-cls`."""
 
-from typing import Any
+from typing import Any, cast
 
 from vllm.distributed import get_pp_group, get_tp_group
 
@@ -56,18 +56,15 @@ class ReferenceWorker:
         return head.source, described
 
     def _scoremode_windows(self) -> WorkerWindows:
-        windows: WorkerWindows = type(self.model_runner)._scoremode_windows
-        return windows
+        return cast(WorkerWindows, type(self.model_runner)._scoremode_windows)
 
 
 async def call_engines(client: Any, method: str, *args: Any) -> list[list[Any]]:
     """What a method of `ReferenceWorker` returns on each worker, engine by engine."""
     # Not by the client's own `collective_rpc`: with several engines it returns what the first one's workers do, and it
     # is wrapped to drop the cached rows, since weights may change by it. They do not change by these methods.
-    of_engines: list[list[Any]] = await client.engine_core.call_utility_all_async(
-        "collective_rpc", method, None, args, {}
-    )
-    return of_engines
+    results = await client.engine_core.call_utility_all_async("collective_rpc", method, None, args, {})
+    return cast(list[list[Any]], results)
 
 
 async def call_workers(client: Any, method: str, *args: Any) -> list[Any]:
