@@ -1,6 +1,6 @@
 """What can go wrong in the server. `http/requests.py` has the HTTP status of each error."""
 
-RETRY_AFTER_SECONDS = 2
+RETRY_AFTER_SECONDS = 1
 """When a request that finds the server busy is to be sent again."""
 
 MAX_NAME = 100
