@@ -32,7 +32,7 @@ TopOfSides = dict[str, tuple[np.ndarray, np.ndarray]]
 PositionsOfWindow = tuple[int, KldPositions, TopOfSides]
 """A window's index, the figures of its targets, and the top tokens of both sides."""
 
-BYTES_AHEAD = 384 * 1024**2
+BYTES_AHEAD = 256 * 1024**2
 """Of windows of an export between the engine and its client, unless one window alone is larger."""
 
 EXPORTED_BYTES = 2 * BYTES_AHEAD
