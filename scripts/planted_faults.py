@@ -173,7 +173,7 @@ ENGINE_FAULTS = {
         ("logprobs[:, 1 : 1 + sequence.num_candidates]", "logprobs[:, -sequence.num_candidates :]"),
     ],
     "scoring/text_windows.py < test_methods.py": [("        max_tokens -= len(token_ids)\n", "")],
-    "scoring/tokenizer.py < test_chosen_tokens.py": [("stripped + moved + continuation", "stripped + continuation")],
+    "scoring/sequences.py < test_chosen_tokens.py": [("(prompt.rstrip(), *(", "(prompt, *(")],
     "completions/handler.py < test_completions.py": [
         ("[] if request.max_tokens == 0 or request.logprobs is None", "[] if request.logprobs is None")
     ],
