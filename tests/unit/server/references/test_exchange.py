@@ -176,12 +176,12 @@ async def test_a_reference_is_held_for_ten_seconds_after_another_was_refused(adm
                 await load(files, mark("base", 1))
                 with pytest.raises(BusyError, match="another reference; try again later"):
                     await load(files, mark("other"))
-            for _ in range(4):
-                clock.now += 2.4
+            for _ in range(5):
+                clock.now += 1.9
                 await load(files, mark("base", 1))
                 with pytest.raises(BusyError):
                     await load(files, mark("other"))
-            clock.now += 0.5
+            clock.now += 0.6
             # Ten seconds and a bit after the refusal: nothing more of the one that is held.
             with pytest.raises(BusyError):
                 await load(files, mark("base", 1))
@@ -195,7 +195,7 @@ async def test_a_reference_is_held_for_ten_seconds_after_another_was_refused(adm
         clock.now += 3
         await load(files, mark("other", 1))
     # Who does not come back is forgotten.
-    clock.now += 4.1
+    clock.now += 2.1
     await load(files, mark("other"))
 
 
@@ -213,10 +213,10 @@ async def test_another_api_server_may_hold_another_reference(admission: Admissio
     workers.change = lambda rank, answer: {**answer, "num_refused": num_refused}
     async with AsyncExitStack() as stack:
         await loaded(files, stack, mark("base"))
-        for _ in range(4):
+        for _ in range(6):
             num_refused += 1
             await load(files, mark("base", 1))
-            clock.now += 3
+            clock.now += 1.9
         with pytest.raises(BusyError):
             await load(files, mark("base", 1))
 
