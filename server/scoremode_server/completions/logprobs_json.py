@@ -308,7 +308,7 @@ def _top(names: list[bytes], logprobs: np.ndarray, entries: Entries, num_top: in
     for row, row_names in enumerate(zip(*[iter(shown)] * num_columns, strict=True)):
         if len({*row_names}) < num_columns:
             places = range(row * num_columns, (row + 1) * num_columns)
-            best = _most_likely(shown, logprobs.ravel(), places)
+            best = _most_likely(shown, logprobs.flat, places)
             left_out += set(places) - best.keys()
             for place, other in best.items():
                 pieces[4 * place + 3] = entries.logprobs[other]
@@ -317,7 +317,7 @@ def _top(names: list[bytes], logprobs: np.ndarray, entries: Entries, num_top: in
     return b"".join(pieces).removeprefix(b"},") + b"}"
 
 
-def _most_likely(names: list[Any], logprobs: np.ndarray, places: Iterable[int]) -> dict[int, int]:
+def _most_likely(names: list[Any], logprobs: "np.flatiter[Any]", places: Iterable[int]) -> dict[int, int]:
     """The first of the places of each name, and the place of that name's most likely token."""
     firsts, best = dict[Any, int](), dict[int, int]()
     for place in places:
