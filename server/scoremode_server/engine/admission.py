@@ -271,8 +271,8 @@ class RequestQueue:
     ) -> AsyncGenerator[T, None]:
         """The results of coroutines that score one sequence each, in order. At most `most` may run or wait for the
         reader, or one more than `size.sequences`; if they are counted as they begin, about `loads` times `size.tokens`
-        tokens of them. If one fails or the reader
-        stops, the others are cancelled, and aborted in one call, because vLLM rebuilds its queue on each."""
+        tokens of them. If one fails or the reader stops, the others are cancelled, and aborted in one call, because
+        vLLM rebuilds its queue on each."""
         if self.num_sequences == 1:
             # Most requests have one sequence, which needs no task.
             for coroutine in coroutines:

@@ -1,1 +1,3 @@
-"""References on disk: hidden states over the tokens of a text, and the LM head. Nothing here imports vLLM."""
+"""References: recordings of a model's distributions over a text, and KL divergence from them. `files` is on disk,
+`worker` in the engine's workers, the rest in API servers.
+"""

@@ -1,1 +1,1 @@
-"""Scoring without HTTP: texts, sequences, windows, references, limits and the model's identity."""
+"""Scores and perplexity of given text: the routes, and the way from texts and conversations to sequences of tokens."""

@@ -1,0 +1,1 @@
+"""The files of references: hidden states over the tokens of a text, and the LM head. Nothing here imports vLLM."""

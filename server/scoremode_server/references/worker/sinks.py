@@ -128,7 +128,7 @@ class WorkerWindows:
             num_refused: how often a reference was refused because another one was held.
         """
         assert self.leased is not None
-        outcomes: dict[str, str | None] = {}
+        refusals: dict[str, str] = {}
         for order in msgspec.convert(orders, list[Order]):
             match order:
                 case ReadWindow(mark):
@@ -138,10 +138,10 @@ class WorkerWindows:
                         self._read.pop(ticket).cancel()
                 case HoldReference(mark, holder, head):
                     if not self.leased.hold(mark, holder, HeadFormat(**head)):
-                        outcomes[mark.head] = IN_USE
+                        refusals[mark.head] = IN_USE
                 case ReleaseReference(key, holder):
                     self.leased.release(key, holder)
-        outcomes = {ticket: self._outcome(ticket) for ticket in tickets} | outcomes
+        outcomes = {ticket: self._outcome(ticket) for ticket in tickets} | refusals
         return {"outcomes": outcomes, "num_refused": self.leased.num_refused}
 
     def _outcome(self, ticket: str) -> str | None:
