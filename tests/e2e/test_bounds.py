@@ -22,7 +22,15 @@ TAGS = [("<think>", 8000), ("<think></think>", 4000), ("</think>", 8000), ("<thi
 LARGE = {
     **PRODUCTS,
     # A regular expression looked for the end of each.
-    **{f"{count} {tag}": (TURNS, chat("Why?", tag * count), TOO_LONG, (1, 70_000)) for tag, count in TAGS},
+    **{
+        f"{count} {tag}": (
+            TURNS,
+            chat("Why?", tag * count),
+            (400, "messages", "the model takes at most"),
+            (1, 70_000),
+        )
+        for tag, count in TAGS
+    },
     # Each turn was rendered from the beginning.
     "100 messages": (TURNS, chat(*["Yes."] * 100), (200, None, ""), (150, 9_000)),
     "70,000 conversations": (
