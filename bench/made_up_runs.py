@@ -121,7 +121,7 @@ def made_up_reference(window_sizes: Sequence[int], **fields: Any) -> Reference:
         "scoremode_version": "0.1.0",
         "vllm_version": "0.32.0",
         "vocab_size": 49152,
-        "fingerprint": "a2e09922ac81e5c7c69331d6c4bfad08",
+        "fingerprint": server_of(MODELS[0]).fingerprint,
         "text_fingerprint": "90a00a55b8f0bb8b57e296418f67518e",
         "method": "sliding",
         "context_length": 2048,

@@ -37,6 +37,12 @@ def printable(text: str) -> str:
     return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def model_name(model: str) -> str:
+    """How published files name a model: as it is served or called on the hub, or by the last part of a path."""
+    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    return Path(model).name if is_path else model
+
+
 def two_columns(rows: Sequence[tuple[str, str]]) -> str:
     """Names and values, one line each."""
     width = max(len(name) for name, _ in rows)

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
-from statsmodels.stats.multitest import multipletests
-
 from scoremode.accuracy.flips import Flips, TaskFigures, exact_p, task_figures
 from scoremode.accuracy.samples import Sample, TaskSamples
 from scoremode.errors import RunError
@@ -86,6 +84,9 @@ def compare_tasks(models: Mapping[str, Mapping[str, TaskSamples]], smallest_diff
 
 
 def _model(label: str, pairs: list[tuple[TaskSamples, TaskSamples]], smallest_difference: float) -> ModelTasks:
+    # Takes a second, which a comparison without tasks need not wait for.
+    from statsmodels.stats.multitest import multipletests
+
     flips = [_flips(base, other) for base, other in pairs]
     adjusted = multipletests([exact_p(each) for each in flips], method="holm")[1].tolist()
     rows = [

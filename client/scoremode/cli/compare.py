@@ -13,6 +13,9 @@ from scoremode.errors import RunError, extra
 MIN_RESAMPLES = 100
 _NAMED = value(lambda text: text.partition("=")[::2], all, "NAME=FILE")
 _NAMES = partial(str.split, sep=",")
+_OF_RUNS = ("card", "html", "plots", "write_card", "base", "fail_if", "max_kld", "max_ppl_increase")
+LIMIT_EXCEEDED = 3
+"""The exit status."""
 
 
 def check(options: argparse.Namespace) -> None:
@@ -31,24 +34,39 @@ def check(options: argparse.Namespace) -> None:
             len(tasks) != len(runs) and any("=" not in task for task in tasks),
             f"--tasks has {len(tasks)} folders for {len(runs)} runs: give names to them (NAME=DIR)",
         ),
-        *((getattr(options, name) and not runs, f"--{name} needs runs") for name in ("card", "html", "plots")),
+        *((not runs, f"--{name.replace('_', '-')} needs runs") for name in _OF_RUNS if getattr(options, name)),
+        (
+            options.write_card is not None and options.write_card.suffix != ".md",
+            f"--write-card: {options.write_card} must end in .md",
+        ),
     ]
     for is_broken, message in rules:
         if is_broken:
             raise UsageError(message)
+    for path in filter(None, (options.html, options.write_card)):
+        # Before the work.
+        if not path.parent.is_dir():
+            raise UsageError(f"{path.parent} is not a folder, so {path.name} cannot be written there")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Write the report and the plots first, and the tables to stdout last. RunError if a run or a task's samples
-    cannot be read or compared."""
+def run(options: argparse.Namespace) -> int:
+    """Write the report and the plots first, and the tables to stdout last; returns 3 if a limit is exceeded. RunError
+    if a run or a task's samples cannot be read or compared."""
     with extra("report"):
-        from scoremode.accuracy import compare_tasks, load_tasks
-        from scoremode.comparison import as_csv, as_markdown, as_text, card, compare, load_runs, with_logs
-        from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_text
+        return _compare(options)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from scoremode.accuracy import compare_tasks, load_tasks
+    from scoremode.comparison import as_csv, as_markdown, as_text, card, compare, load_runs, with_logs
+    from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_text
+    from scoremode.comparison.card import write_card
+    from scoremode.comparison.limits import exceeded
+
     comparison, tasks = None, None
     runs = load_runs(options.runs, options.labels)
     if runs:
-        comparison = compare(runs, num_resamples=options.resamples, seed=options.seed)
+        comparison = compare(runs, base=options.base, num_resamples=options.resamples, seed=options.seed)
         comparison = with_logs(comparison, options.llama_cpp, options.qbench)
     if folders := _task_folders(options.tasks or (), [run.label for run in runs]):
         models = {label: load_tasks(path, options.task_metric, options.task_filter) for label, path in folders.items()}
@@ -56,13 +74,15 @@ def run(options: argparse.Namespace) -> None:
     try:
         # Each takes a second to import, and is not always asked for.
         if comparison is not None and options.plots is not None:
-            with extra("report"):
-                from scoremode.comparison.plots import write_plots
+            from scoremode.comparison.plots import write_plots
+
             write_plots(comparison, options.plots)
         if comparison is not None and options.html is not None:
-            with extra("report"):
-                from scoremode.comparison.report import write_report
+            from scoremode.comparison.report import write_report
+
             write_report(comparison, options.html, tasks=tasks)
+        if comparison is not None and options.write_card is not None:
+            write_card(comparison, options.write_card)
     finally:
         is_markdown, parts = options.markdown or options.card, []
         if options.csv:
@@ -73,6 +93,11 @@ def run(options: argparse.Namespace) -> None:
         if tasks is not None and not options.csv:
             parts.append(tasks_as_text(tasks, is_markdown=is_markdown))
         sys.stdout.write("\n".join(parts))
+    limits = (options.fail_if, options.max_kld, options.max_ppl_increase)
+    lines = exceeded(comparison, *limits) if comparison is not None and any(each is not None for each in limits) else []
+    for line in lines:
+        print(f"ppl-client: {printable(line)}", file=sys.stderr)
+    return LIMIT_EXCEEDED if lines else 0
 
 
 def _task_folders(tasks: Sequence[str], labels: Sequence[str]) -> dict[str, Path]:
@@ -98,8 +123,7 @@ COMMAND = Command(
             [
                 Option(
                     "runs RUN.json",
-                    "finished runs on the same text and windows, the base first; one run of `ppl-client kld` is "
-                    "compared with its reference",
+                    "finished runs on the same text and windows",
                     type=Path,
                     nargs="*",
                 ),
@@ -108,6 +132,11 @@ COMMAND = Command(
                     "the names of the runs, in their order; default: the models' names, or the files' where they are "
                     "equal",
                     type=_NAMES,
+                ),
+                Option(
+                    "--base LABEL",
+                    "the run that the others are compared with; default: a run of the reference's own model, else the "
+                    "reference if all runs have the same one, else the first run",
                 ),
             ],
         ),
@@ -175,6 +204,28 @@ COMMAND = Command(
             [
                 Option("--html FILE", "write a report, one file that loads nothing", type=Path),
                 Option("--plots DIR", "write the plots as SVG and PNG", type=Path),
+                Option(
+                    "--write-card FILE.md",
+                    "write the card into a file between the marks <!-- scoremode --> and <!-- /scoremode -->, or at "
+                    "its end if it has none; nothing else in it changes",
+                    type=Path,
+                ),
+            ],
+        ),
+        Group(
+            "limits",
+            [
+                Option(
+                    "--fail-if VERDICT",
+                    "exit with status 3 if a run is worse than the base by perplexity, or differs from it",
+                    choices=("worse", "differs"),
+                ),
+                Option("--max-kld NATS", "likewise if a run's mean KL divergence is larger", type=at_least(0, float)),
+                Option(
+                    "--max-ppl-increase PERCENT",
+                    "likewise if a run's perplexity is larger than the base's by more",
+                    type=at_least(0, float),
+                ),
             ],
         ),
         Group(
@@ -189,5 +240,5 @@ COMMAND = Command(
     ],
     run,
     check,
-    success="the runs were compared and all is written",
+    success="the runs were compared and all is written, 3 if a limit is exceeded",
 )

@@ -25,6 +25,7 @@ from scoremode.cli.options import (
     check_servers,
     output_options,
     refuse,
+    value,
 )
 from scoremode.cli.progress import progress_bar
 from scoremode.cli.running import (
@@ -37,7 +38,8 @@ from scoremode.cli.running import (
     window_rows,
     write_and_print,
 )
-from scoremode.kld import times_the_floor
+from scoremode.errors import MissingPackageError, extra
+from scoremode.kld import NUM_MOST_DIVERGENT, times_the_floor
 from scoremode.results import NUM_TOP
 from scoremode.runs.calibration import Overlap, measure_overlap
 from scoremode.runs.divergence import DivergentToken, KldMeasurement, measure_kld, measure_noise_floor
@@ -60,6 +62,8 @@ _QUANTILES = {
     " 0.1%  ": "p01",
     "Minimum": "min",
 }
+MOST_DIVERGENT = 10
+"""Tokens that are shown."""
 _SHOWN_BEFORE = 60
 """Characters of the text before a token."""
 
@@ -84,15 +88,33 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Measur
             num_top = 0 if output is None else options.top_logprobs
             measurement = await measure_kld(clients, options.reference, top_logprobs=num_top, **settings)
     overlap = measure_overlap(calibration, measurement)
-    write_and_print(measurement, overlap, options.urls, output, as_text(measurement, overlap))
+    text = as_text(measurement, overlap, options.most_divergent)
+    write_and_print(measurement, overlap, options.urls, output, text)
+    if not options.floor:
+        print(*_verdict(measurement), sep="\n")
     positions = measurement.positions
     # By rounding a model diverges from itself more in the other lane.
     nats = -positions.logprobs if measurement.reference.is_of(measurement.server) else positions.kld
     return nats, np.concatenate([np.arange(1, size + 1) for size in measurement.window_sizes])
 
 
-def as_text(measurement: KldMeasurement, overlap: Overlap[KldStatistics] | None = None) -> str:
-    """The models, llama.cpp's three tables, and tables of what these leave out."""
+def _verdict(measurement: KldMeasurement) -> list[str]:
+    """What the model costs against the reference, in one line; none of the reference's own model."""
+    try:
+        with extra("report"):
+            from scoremode.comparison import compare, verdict_line
+            from scoremode.comparison.run_file import finished_run
+
+            comparison = compare([finished_run(measurement.record([]), measurement.arrays())])
+    except MissingPackageError as error:
+        return [f"no verdict: {error}"]
+    return [printable(verdict_line(comparison, figures)) for figures in comparison.runs[1:]]
+
+
+def as_text(
+    measurement: KldMeasurement, overlap: Overlap[KldStatistics] | None = None, num_divergent: int = MOST_DIVERGENT
+) -> str:
+    """The models, the tokens that diverge most, llama.cpp's three tables, and tables of what these leave out."""
     figures, clustered = measurement.statistics, "stderr_clustered"
     kld, delta_p = figures["kld"], figures["delta_p"]
     tables = [
@@ -126,8 +148,9 @@ def as_text(measurement: KldMeasurement, overlap: Overlap[KldStatistics] | None 
         ],
         _bucket_table(figures["confidence_buckets"]),
         _summary(measurement),
-        _divergent_table(measurement.most_divergent),
     ]
+    if num_divergent:
+        tables.insert(0, _divergent_table(measurement.most_divergent[:num_divergent]))
     if overlap is not None:
         tables.append(_calibration_table(overlap))
     return "\n\n".join([_heading(measurement), *map("\n".join, tables)])
@@ -203,10 +226,12 @@ def _noise_floor(measurement: KldMeasurement) -> str:
 def _divergent_table(tokens: Sequence[DivergentToken]) -> list[str]:
     lines = ["====== Most divergent tokens ======"]
     for token in tokens:
-        before = (token.text_before or "")[-_SHOWN_BEFORE:]
+        before = _shown((token.text_before or "")[-_SHOWN_BEFORE:])
+        if not token.text_before and token.num_context:
+            before = f"{token.num_context:,} tokens that are not scored"
         reference_top = _shown(token.reference_top_token, token.reference_top_token_id)
         lines += [
-            f"KLD {_number(token.kld, 0, 6)}, window {token.window}, after {_shown(before)}",
+            f"KLD {_number(token.kld, 0, 6)}, window {token.window}, after {before}",
             f"    {_shown(token.token, token.token_id)}: "
             f"base {token.reference_probability:.4f}, Q {token.probability:.4f}; "
             f"base prefers {reference_top} ({token.reference_confidence:.4f}), "
@@ -262,6 +287,12 @@ COMMAND = Command(
             "output",
             [
                 *output_options("write the result as JSON, and the values of every token next to it as safetensors"),
+                Option(
+                    "--most-divergent N",
+                    f"tokens that are shown, {NUM_MOST_DIVERGENT} at most; default: %(default)s",
+                    type=value(int, range(NUM_MOST_DIVERGENT + 1).__contains__, f"from 0 to {NUM_MOST_DIVERGENT}"),
+                    default=MOST_DIVERGENT,
+                ),
                 Option(
                     "--top-logprobs N",
                     "top tokens in --output; default: %(default)s",

@@ -15,7 +15,7 @@ from scoremode.comparison.compare import check_comparable, compare
 from scoremode.comparison.engine_log import with_logs
 from scoremode.comparison.figures import Figure, PairFigures, RunComparison, RunFigures, Verdict
 from scoremode.comparison.run_file import RunFile, load_run, load_runs
-from scoremode.comparison.summary import summary
+from scoremode.comparison.summary import summary, verdict_line
 from scoremode.comparison.tables import as_csv, as_markdown, as_text
 
 __all__ = [
@@ -34,5 +34,6 @@ __all__ = [
     "load_run",
     "load_runs",
     "summary",
+    "verdict_line",
     "with_logs",
 ]

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from arch.bootstrap import StationaryBootstrap, optimal_block_length
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
@@ -104,6 +103,9 @@ def resample(
     Blocks are made long enough for `watched`, [targets, figures]: the longest that one of them wants. Documents are of
     [windows], not decreasing. A group is of [targets]; its means are ratios of sums over the same resamples.
     """
+    # Takes five seconds, which a file that cannot be read need not wait for.
+    from arch.bootstrap import StationaryBootstrap
+
     units = cut_units(window_sizes, window_documents)
     num_units = len(units.sizes)
     if num_units < MIN_UNITS:
@@ -148,6 +150,8 @@ def block_length(units: Units, watched: Floats) -> int:
     too narrow, and for few blocks t(f) makes up. At least the cube root of the number of units, for dependence that the
     estimate misses, and at most a quarter of them.
     """
+    from arch.bootstrap import optimal_block_length
+
     num_units = len(units.sizes)
     lengths: list[float] = [num_units ** (1 / 3)]
     finite = watched[:, np.isfinite(watched).all(axis=0)]

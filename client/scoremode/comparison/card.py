@@ -2,22 +2,21 @@
 where the figures are from."""
 
 import math
-import os
 import re
+from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from scoremode._texts import printable
 from scoremode.comparison.figures import METRICS, Figure, RunComparison, RunFigures
-from scoremode.comparison.run_file import RunFile, compare_command, model_name
+from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import computed_differently
-from scoremode.comparison.tables import escaped, measured_by
+from scoremode.comparison.tables import Column, escaped, measured_by
+from scoremode.errors import RunError
 from scoremode.runs.corpora import HUB_ALIASES
 from scoremode.runs.presets import comparable_with
-from scoremode.runs.report import weights_in_words
 from scoremode.windows import STRIDED_METHODS
 
-_HEADER = ("quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "99.9 % KLD", "RMS Δp %", "same top %")
 _HUB_METRICS = {
     "perplexity": ("perplexity", "perplexity"),
     "ppl_change": ("perplexity_change", "change of perplexity, %"),
@@ -27,46 +26,77 @@ _HUB_METRICS = {
     "same_top_p": ("same_top", "same top token, %"),
 }
 """The types and names that metrics have on the hub."""
+_QUANTILES = {"kld_median": "median KLD", "kld_p99": "99 % KLD", "kld_p999": "99.9 % KLD"}
 _NAME_LENGTH = 24
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
+_START, _END = "<!-- scoremode -->", "<!-- /scoremode -->"
+"""Marks of what `write_card` replaces."""
 _MANY_DIGITS, _MOST_DIGITS = 4, 6
 """Decimals: above the first, an error is shown to one digit instead of two; above the second, with an exponent."""
 
 
 def card(comparison: RunComparison) -> str:
-    """Markdown that can be saved as README.md: YAML, the table, and a line of provenance. What is not known is empty.
+    """Markdown that can be saved as README.md: YAML, the table, and provenance. What is not known is empty."""
+    return f"---\n{_metadata(comparison).to_yaml()}\n---\n\n{_body(comparison)}\n"
 
-    Changes of perplexity are those from the reference where the first run is of another model than the reference, and
-    from the first run otherwise.
+
+def write_card(comparison: RunComparison, path: Path) -> None:
+    """Write the card into a file between marks, or after what it has if there are none; all else stays as it is.
+    RunError if a mark has no end, OSError if the file cannot be written.
+
+    A new file has YAML too, between marks of its own. That of other people's files is left to them.
     """
-    rows: list[tuple[str, ...]] = [_HEADER, ("---", *["---:"] * (len(_HEADER) - 1))]
-    if (base := comparison.base_reference) is not None:
-        perplexity = _number(base.perplexity, base.perplexity_stderr)
-        rows.append((_name(base.name), "", "", perplexity, *[""] * (len(_HEADER) - 4)))
-    rows += [_row(comparison, figures) for figures in comparison.runs]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    yaml, body = _marked("# ", _metadata(comparison).to_yaml()), _marked("", _body(comparison))
+    if not path.exists():
+        path.write_text(f"---\n{yaml}\n---\n\n{body}\n", encoding="utf-8")
+        return
+    text = path.read_text(encoding="utf-8")
+    for prefix, marked in (("# ", yaml), ("", body)):
+        start, end = f"{prefix}{_START}\n", f"\n{prefix}{_END}"
+        before, mark, rest = f"\n{text}".partition(f"\n{start}")
+        if mark:
+            _, mark, after = rest.partition(end)
+            if not mark:
+                raise RunError(f"{path}: {_START} has no {_END} after it")
+            text = f"{before}\n{marked}{after}".removeprefix("\n")
+        elif not prefix:
+            text = f"{text.rstrip()}\n\n{marked}\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def _marked(prefix: str, content: str) -> str:
+    return f"{prefix}{_START}\n{content}\n{prefix}{_END}"
+
+
+def _body(comparison: RunComparison) -> str:
+    columns = _columns(comparison)
+    cells = [[escaped(column.header), "---:" if column.right else "---", *column.cells] for column in columns]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in zip(*cells, strict=True))
     warnings = [escaped(printable(each)) for each in computed_differently([each.run for each in comparison.runs])]
-    return (
-        f"---\n{_metadata(comparison).to_yaml()}\n---\n\n"
-        + "\n\n".join([table, _provenance(comparison), *warnings])
-        + "\n"
-    )
+    return "\n\n".join([table, _provenance(comparison), *warnings])
 
 
-def _row(comparison: RunComparison, figures: RunFigures) -> tuple[str, ...]:
-    run = figures.run
-    is_same = figures.has_no_divergence
-    return (
-        _name(run.label),
-        _plain("gib", run.gib),
-        _plain("bits_per_weight", run.bits_per_weight),
-        _with_error("perplexity", figures.perplexity),
-        _with_error("ppl_change", comparison.ppl_change(run), "+"),
-        "0" if is_same else _with_error("kld", figures.kld),
-        "0" if is_same else _number(figures.kld_p999, None),
-        _plain("delta_p_rms", figures.delta_p_rms),
-        _plain("same_top_p", figures.same_top_p),
-    )
+def _columns(comparison: RunComparison) -> list[Column]:
+    """The columns of the table, without those of speed where no run knows its own."""
+    rows, pairs = comparison.runs, comparison.base_pairs
+    speeds = [_plain("tokens_per_second", row.run.tokens_per_second, 0) for row in rows]
+    columns = [
+        Column("quant", [_name(row.run.label) for row in rows], right=False),
+        Column("GiB", [_plain("gib", row.run.gib) for row in rows]),
+        Column("bits per weight", [_plain("bits_per_weight", row.run.bits_per_weight) for row in rows]),
+        Column("PPL ±", [_with_error("perplexity", row.perplexity) for row in rows]),
+        Column("ΔPPL % ±", [_with_error("ppl_change", row.ppl_change, "+") for row in rows]),
+        Column("mean KLD ±", ["0" if row.has_no_divergence else _with_error("kld", row.kld) for row in rows]),
+        *(
+            Column(heading, ["0" if row.has_no_divergence else _number(getattr(row, name), None) for row in rows])
+            for name, heading in _QUANTILES.items()
+        ),
+        Column("RMS Δp %", [_plain("delta_p_rms", row.delta_p_rms) for row in rows]),
+        Column("same top %", [_plain("same_top_p", row.same_top_p) for row in rows]),
+        Column("tokens/s", speeds),
+        Column("verdict", ["", *(pairs[row.run.label].verdict for row in rows[1:])], right=False),
+    ]
+    return [column for column in columns if any(column.cells) or column.header != "tokens/s"]
 
 
 def _name(label: str) -> str:
@@ -81,9 +111,9 @@ def _name(label: str) -> str:
     return name
 
 
-def _plain(name: str, value: Figure | float | None) -> str:
+def _plain(name: str, value: Figure | float | None, digits: int = 2) -> str:
     number = value.value if isinstance(value, Figure) else value
-    return "" if number is None else f"{METRICS[name].scale * number:.2f}"
+    return "" if number is None else f"{METRICS[name].scale * number:,.{digits}f}"
 
 
 def _with_error(name: str, figure: Figure | None, sign: str = "") -> str:
@@ -111,13 +141,10 @@ def _number(value: float | None, stderr: float | None, sign: str = "") -> str:
 
 def _provenance(comparison: RunComparison) -> str:
     """Where the figures are from, in one line."""
-    base, reference, runs = comparison.base, comparison.base_reference, [each.run for each in comparison.runs]
-    label, model = (base.label, base.model) if reference is None else (reference.name, reference.model)
-    revision = (reference or base.server).revision
-    model = model_name(model) + (f"@{revision[:8]}" if revision else "")
+    base, runs, revision = comparison.base, [each.run for each in comparison.runs], comparison.base.server.revision
+    model = base.model + (f"@{revision[:8]}" if revision else "")
     parts = [
-        f"Base {label}" if label == model else f"Base {label} ({model})",
-        "" if reference is None else f"{reference.name}: {weights_in_words(reference)}",
+        f"Base {base.label}" if base.label == model else f"Base {base.label} ({model})",
         *(f"{run.label}: {run.weights}" for run in runs),
         f"text {base.text_identity[:12]}" if comparison.corpus is None else comparison.corpus.in_words,
         f"{base.method}, context length {base.context_length:,}",
@@ -127,10 +154,7 @@ def _provenance(comparison: RunComparison) -> str:
         measured_by(comparison),
         "± one standard error, tokens taken as independent",
     ]
-    paths = [os.path.relpath(run.path) for run in runs]
-    names = [run.path.name if path.startswith(os.pardir) else path for run, path in zip(runs, paths, strict=True)]
-    # What prints the card again where the runs are.
-    command = compare_command(runs, names, "--card")
+    command = comparison.command("--card")
     code = escaped(command) if "`" in command else f"`{command}`"
     return f"{escaped(printable('; '.join(filter(None, parts))))}; {code}"
 
@@ -138,16 +162,13 @@ def _provenance(comparison: RunComparison) -> str:
 def _metadata(comparison: RunComparison) -> ModelCardData:
     """Build what huggingface.co reads from the head of a model card: the base if it is on the hub, and the figures of
     one model, that of the first run that is not of the base, in all of its lanes."""
-    base, is_base = comparison.base, comparison.base_reference is None and len(comparison.runs) > 1
-    shown = [
-        each for each in comparison.runs if not (is_base and (each.run is base or _is_in_other_lane(each.run, base)))
-    ]
+    base = comparison.base
+    shown = [each for each in comparison.runs[1:] if not _is_in_other_lane(each.run, base)]
     first = (shown or comparison.runs)[0]
     lanes = [first, *(each for each in shown if _is_in_other_lane(each.run, first.run))]
-    name = (comparison.base_reference or base).model
-    is_on_hub = _HUB_NAME.fullmatch(name) is not None
+    is_on_hub = _HUB_NAME.fullmatch(base.model) is not None
     return ModelCardData(
-        base_model=name if is_on_hub else None,
+        base_model=base.model if is_on_hub else None,
         model_name=first.run.label,
         eval_results=[result for each in lanes for result in _results(comparison, each)],
         base_model_relation="quantized" if is_on_hub else None,
@@ -169,7 +190,7 @@ def _results(comparison: RunComparison, figures: RunFigures) -> list[EvalResult]
     windows = (config, run.method, f"context length {run.context_length}", stride)
     results = []
     for metric, (type_, hub_name) in _HUB_METRICS.items():
-        figure = comparison.ppl_change(run) if metric == "ppl_change" else getattr(figures, metric)
+        figure = getattr(figures, metric)
         value = figure.value if isinstance(figure, Figure) else figure
         if value is not None and math.isfinite(value):
             results.append(

@@ -8,6 +8,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
+from scoremode.comparison.base import with_base_first
 from scoremode.comparison.bootstrap import Resamples, resample
 from scoremode.comparison.figures import Figure, PairFigures, RunComparison, RunFigures, Verdict
 from scoremode.comparison.groups import Group, first_known, groups_of
@@ -23,11 +24,15 @@ LEAST_LN_RATIO = 5e-5
 DEFAULT_NUM_RESAMPLES = 4000
 
 
-def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPLES, seed: int = 0) -> RunComparison:
+def compare(
+    runs: Sequence[RunFile], *, base: str | None = None, num_resamples: int = DEFAULT_NUM_RESAMPLES, seed: int = 0
+) -> RunComparison:
     """Compare runs on the same tokens, each with each.
 
     Args:
         runs: At least one, of one text, tokenizer, method and windows, each with a label of its own.
+        base: Label of the run that the others are compared with. By default a run of the reference's own model; else
+            the reference, if all runs have the same one; else the first run.
         num_resamples: Of the text, for the intervals.
         seed: Of the resamples; the same seed gives the same intervals.
 
@@ -35,6 +40,7 @@ def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPL
         RunError: the runs cannot be compared.
     """
     check_comparable(runs)
+    runs, warnings = with_base_first(runs, base)
     groups = groups_of(runs)
     values = {(run.label, name): series for run in runs for name, series in _series(run).items()}
     noise_floors = _noise_floors(runs)
@@ -66,6 +72,8 @@ def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPL
             blocks=text_resamples.blocks,
             has_intervals=math.isfinite(text_resamples.factor),
             groups=group_figures,
+            warnings=warnings,
+            chosen_base=base,
         )
 
 

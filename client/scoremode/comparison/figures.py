@@ -1,19 +1,20 @@
 """The figures of compared runs, and how every form of a comparison shows them: headings, digits, units and cells."""
 
 import math
+import os.path
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal
 
-import numpy as np
 from typing_extensions import TypeVar
 
+from scoremode._texts import printable
 from scoremode.comparison.groups import Group
 from scoremode.comparison.run_file import RunFile
-from scoremode.kld import MOST_FLOORS, standard_error
-from scoremode.metrics import exp
-from scoremode.wire.references import CorpusInfo, Reference
+from scoremode.kld import MOST_FLOORS
+from scoremode.wire.references import CorpusInfo
 
 Verdict = Literal["better", "worse", "no difference shown"]
 OPPOSITE: dict[Verdict, Verdict] = {"better": "worse", "worse": "better", "no difference shown": "no difference shown"}
@@ -56,8 +57,8 @@ class Metric:
     """Decimals in text and Markdown; the report has as many as an error leaves."""
     unit: str = ""
     """After values in the report; `%` where the value is a share."""
-    is_size: bool = False
-    """Whether it is a size of the weights, an attribute of the run, which has no error."""
+    of_run: bool = False
+    """Whether it is an attribute of the run, such as the size of its weights, which has no error."""
 
     @property
     def scale(self) -> int:
@@ -68,8 +69,8 @@ class Metric:
 METRICS = {
     metric.name: metric
     for metric in (
-        Metric("gib", "GiB", "GiB", 3, is_size=True),
-        Metric("bits_per_weight", "bits per weight", "bits per weight", 2, is_size=True),
+        Metric("gib", "GiB", "GiB", 3, of_run=True),
+        Metric("bits_per_weight", "bits per weight", "bits per weight", 2, of_run=True),
         Metric("perplexity", "perplexity", "perplexity", 4),
         Metric("ppl_ratio", "over that of {base}", "PPL ratio", 4),
         Metric("bits_per_byte", "bits per byte", "bits per byte", 4),
@@ -83,6 +84,7 @@ METRICS = {
         Metric("same_top_p", "same top p, %", "same top p", 3, "%"),
         Metric("kld_over_noise_floor", "times the floor", "times the floor", 1),
         Metric("ppl_change", "change of perplexity, %", "", 2, "%"),
+        Metric("tokens_per_second", "tokens/s", "tokens/s", 0, of_run=True),
     )
 }
 """In the order of the report's columns. docs/compare.md describes them."""
@@ -101,6 +103,7 @@ class EngineLog:
     bits_per_weight: float | None
     gib: float | None = None
     """Of the weights."""
+    tokens_per_second: float | None = None
     num_windows: int | None = None
     context_length: int | None = None
 
@@ -140,6 +143,11 @@ class RunFigures(Generic[M]):
     """Perplexity over that of the base, paired by token; None for the base itself."""
 
     @property
+    def ppl_change(self) -> Figure | None:
+        """The change of the perplexity as a share of the base's; None for the base itself."""
+        return None if self.ppl_ratio is None else self.ppl_ratio.mapped(lambda ratio: ratio - 1, 1)
+
+    @property
     def has_no_divergence(self) -> bool:
         """Whether the divergence is too small to be shown, such as that of the reference's own model."""
         return self.kld is not None and self.kld.value < NEGLIGIBLE_KLD
@@ -165,7 +173,7 @@ class PairFigures:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """All runs, in the order in which they were given, and every pair of them, the earlier one first."""
+    """All runs, the base first and then in the order in which they were given, and every pair, earlier first."""
 
     runs: list[RunFigures]
     pairs: list[PairFigures]
@@ -178,6 +186,10 @@ class RunComparison:
     """Of classes, domains and contexts where the text has several, every run of each."""
     logs: Sequence[RunFigures[EngineLog]] = ()
     """On the same text, without values of single tokens."""
+    warnings: Sequence[str] = ()
+    """On the choice of the base."""
+    chosen_base: str | None = None
+    """Label of the base, if it was chosen by name."""
 
     @property
     def rows(self) -> list[RunFigures[RunFile | EngineLog]]:
@@ -190,32 +202,33 @@ class RunComparison:
         return self.runs[0].run
 
     @property
-    def base_reference(self) -> Reference | None:
-        """The first run's reference, which is then the base; None if it recorded that run's own model."""
-        reference = self.base.reference
-        return None if reference is None or reference.is_of(self.base.server) else reference
+    def base_pairs(self) -> dict[str, PairFigures]:
+        """Of each other run with the base, by its label."""
+        return {pair.second.label: pair for pair in self.pairs if pair.first is self.base}
 
     def values(self, metric: Metric) -> list[Figure | float | None]:
         """A figure of every row; None where it is not known."""
-        if metric.name == "ppl_change":
-            return [self.ppl_change(row.run) if isinstance(row.run, RunFile) else None for row in self.rows]
-        return [getattr(row.run if metric.is_size else row, metric.name) for row in self.rows]
-
-    def ppl_change(self, run: RunFile) -> Figure | None:
-        """The change of the perplexity as a share of the base's; None for the base itself."""
-        base_nlls = self.base.nlls if self.base_reference is None else self.base.reference_nlls
-        if base_nlls is None or base_nlls is run.nlls:
-            return None
-        with np.errstate(invalid="ignore"):
-            difference = run.nlls - base_nlls
-            ratio = exp(float(difference.mean()))
-            return Figure(ratio - 1, ratio * standard_error(difference), None, None)
+        return [getattr(row.run if metric.of_run else row, metric.name) for row in self.rows]
 
     def intervals_in_words(self, beginning: str) -> str:
         """After `beginning`, how intervals were computed; or why there are none."""
         if not self.has_intervals:
             return f"{self.blocks.capitalize()}."
         return f"{beginning}: {self.blocks}, {self.num_resamples:,} resamples."
+
+    def command(self, *options: str) -> str:
+        """The command that compares these runs again, in the folder of their files. Labels with a comma are left to be
+        chosen."""
+        runs = [figures.run for figures in self.runs if not figures.run.is_reference]
+        paths = [run.path.absolute() for run in runs]
+        folder = os.path.commonpath([path.parent for path in paths])
+        files = [os.path.relpath(path, folder) for path in paths]
+        words = ["ppl-client", "compare", *files]
+        if not any("," in run.label for run in runs):
+            words += ["--labels", ",".join(run.label for run in runs)]
+        if self.chosen_base is not None:
+            words += ["--base", self.chosen_base]
+        return printable(shlex.join([*words, *options]))
 
     @property
     def corpus(self) -> CorpusInfo | None:

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from scoremode.comparison.figures import RunComparison
 from scoremode.comparison.plot_style import LIGHT, as_element
 from scoremode.comparison.plots import common_caption, measured, plots
 from scoremode.comparison.report_data import script_json, text_data
-from scoremode.comparison.report_tables import effects, pair_matrices, run_table
-from scoremode.comparison.run_file import RunFile, compare_command
+from scoremode.comparison.report_tables import effect_cells, pair_matrices, run_table
+from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import computed_differently, in_words, summary
 from scoremode.comparison.tables import Column, group_notes, group_tables
 from scoremode.runs.report import weights_in_words
@@ -69,7 +68,7 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
     runs = [figures.run for figures in comparison.runs]
     more = [f"{len(runs) - _MAX_NAMED} more"] if len(runs) > _MAX_NAMED else []
     warnings = computed_differently(runs)
-    reference = comparison.base_reference
+    settings = ["--resamples", str(comparison.num_resamples), "--seed", str(comparison.seed)]
     return {
         "comparison": comparison,
         "title": ", ".join([*(run.label for run in runs[:_MAX_NAMED]), *more]),
@@ -82,9 +81,9 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "columns": columns,
         "rows": rows,
         "card": card(comparison),
-        "effects": effects(comparison),
+        "effects": effect_cells(comparison),
         "warnings": warnings,
-        "base": comparison.base.label if comparison.pairs or reference is None else reference.name,
+        "base": comparison.base.label,
         "matrices": pair_matrices(comparison),
         "groups": [section for sections in group_tables(comparison) for section in sections],
         "group_notes": group_notes(comparison),
@@ -97,18 +96,9 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
             if run.reference is not None
         ),
         "run_settings": _run_settings(runs),
-        "command": _command(comparison),
+        # In the folder of the runs.
+        "command": comparison.command(*settings, "--html", "report.html"),
     }
-
-
-def _command(comparison: RunComparison) -> str:
-    """The command that makes the comparison again, in the folder of the runs."""
-    runs = [figures.run for figures in comparison.runs]
-    paths = [run.path.absolute() for run in runs]
-    folder = os.path.commonpath([path.parent for path in paths])
-    settings = ["--resamples", str(comparison.num_resamples), "--seed", str(comparison.seed)]
-    files = [os.path.relpath(path, folder) for path in paths]
-    return compare_command(runs, files, *settings, "--html", "report.html")
 
 
 def _run_settings(runs: Sequence[RunFile]) -> list[Column]:

@@ -139,9 +139,10 @@ def _series(
     largest_nll = max(float(array.max(where=np.isfinite(array), initial=0)) for array in nlls)
     references = [run.reference_identity for run in runs]
     # A reference is shown as a run that has a confidence.
-    shown = [replace(run, reference_confidence=None) for run in runs]
+    shown = [run if run.is_reference else replace(run, reference_confidence=None) for run in runs]
+    are_runs = {run.reference_identity for run in runs if run.is_reference}
     for run in {run.reference_identity: run for run in reversed(runs)}.values():
-        if run.reference is not None and run.reference_nlls is not None:
+        if run.reference_identity not in are_runs and run.reference is not None and run.reference_nlls is not None:
             label, tops = f"reference {run.reference.name}", run.reference_top_token_ids
             shown.append(replace(run, label=label, nlls=run.reference_nlls, top_token_ids=tops, kld=None, ranks=None))
     return [
@@ -188,7 +189,7 @@ def kept_passages(passages: Passages, runs: Sequence[RunFile], max_tokens: float
     First come those with a token that is among the most divergent of a run, then those whose mean divergence is
     largest, each run's divided by its mean over all tokens so that no run decides alone.
     """
-    compared = [run for run in runs if run.kld is not None] or runs[1:] or runs
+    compared = [run for run in runs if run.kld is not None and run.kld.any()] or runs[1:] or runs
     listed = np.zeros(len(passages), bool)
     score = np.zeros(len(passages))
     for run in compared:

@@ -16,12 +16,10 @@ from scoremode.comparison.figures import (
     RunComparison,
     Verdict,
     cell_of,
-    decimals,
     digits_of,
-    number,
-    plain,
     with_errors,
 )
+from scoremode.comparison.summary import effects
 
 _FAR_FEWER = 2
 """From this many digits of difference after the point, the figures of a column each keep their own digits."""
@@ -53,7 +51,7 @@ def _column(comparison: RunComparison, metric: Metric) -> list[Cell]:
         values = [
             nothing if row.has_no_divergence else value for row, value in zip(comparison.rows, values, strict=True)
         ]
-    digits = metric.digits if metric.is_size or metric.name == "kld_over_noise_floor" else None
+    digits = metric.digits if metric.of_run or metric.name == "kld_over_noise_floor" else None
     finest = [digits_of(value, metric.scale) for value in values if isinstance(value, Figure)]
     if finest and max(finest) - min(finest) < _FAR_FEWER:
         # All with the digits of the finest.
@@ -61,38 +59,14 @@ def _column(comparison: RunComparison, metric: Metric) -> list[Cell]:
     return [cell_of(metric, value, digits, metric.unit) for value in values]
 
 
-def effects(comparison: RunComparison) -> list[tuple[str, list[Cell]]]:
-    """The label of each run but the base, and what it adds to the perplexity, how far it diverges, and its size."""
-    pairs = {pair.second.label: pair for pair in comparison.pairs if pair.first is comparison.base}
+def effect_cells(comparison: RunComparison) -> list[tuple[str, list[Cell]]]:
+    """The label of each run but the base, and its `effects`, the first with the verdict's mark."""
     rows = []
-    for figures in comparison.runs:
-        pair, label = pairs.get(figures.run.label), figures.run.label
-        if pair is not None:
-            parts = [Cell(f"{_percent_more(pair.ppl_ratio)} PPL", mark=_mark(pair.verdict))]
-        elif not comparison.pairs and (change := comparison.ppl_change(figures.run)) is not None:
-            shown = with_errors(change, scale=100, sign="+")
-            parts = [Cell(" ".join((shown.text, *shown.errors, "% PPL")))]
-        else:
-            continue
-        if figures.kld is not None:
-            parts.append(Cell(f"KLD {plain(figures.kld.value).text}"))
-        if figures.same_top_p is not None:
-            parts.append(Cell(f"{figures.same_top_p.value:.1%} same top"))
-        if pair is not None and figures.run.gib and comparison.base.gib:
-            parts.append(Cell(f"{figures.run.gib / comparison.base.gib:.0%} of the size"))
-        rows.append((label, parts))
+    for figures in comparison.runs[1:]:
+        label = figures.run.label
+        first, *rest = effects(comparison, figures)
+        rows.append((label, [Cell(first, mark=_mark(comparison.base_pairs[label].verdict)), *map(Cell, rest)]))
     return rows
-
-
-def _percent_more(ratio: Figure) -> str:
-    if not math.isfinite(ratio.value):
-        return number(ratio.value, 0)
-    if ratio.low is None or ratio.high is None:
-        digits, interval = decimals(100 * (ratio.stderr or 0), 2), ""
-    else:
-        digits = decimals(50 * (ratio.high - ratio.low), 2)
-        interval = f" [{number(100 * (ratio.low - 1), digits)}, {number(100 * (ratio.high - 1), digits)}]"
-    return f"{number(100 * (ratio.value - 1), digits, sign='+')} %{interval}"
 
 
 def pair_matrices(comparison: RunComparison) -> list[Matrix]:

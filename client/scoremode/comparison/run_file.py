@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shlex
 from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -11,11 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from scoremode._texts import printable
+from scoremode._texts import model_name, printable
 from scoremode.errors import RunError, file_errors
 from scoremode.kld import POSITION_DTYPES
 from scoremode.results import TOP_DTYPES, TopTokens
@@ -66,6 +65,10 @@ class _Record:
     """Tokens of the text used."""
     num_bytes: NonNegativeInt | None = None
     """UTF-8 bytes of the text used; None where a reference was recorded from token ids."""
+    tokens_per_second: NonNegativeFloat | None = None
+    """Scored on all servers together."""
+    mean_batch: float | None = None
+    """Sequences in a step, on average, of a lane other than prefill."""
 
 
 _RECORD = TypeAdapter(_Record)
@@ -115,6 +118,8 @@ class RunFile(_Record):
     """[windows], index into `labels`; None for a run without `--by`."""
     classes: NDArray[np.uint8] | None = None
     """[n], index into `TOKEN_CLASSES`; None where the text is not of conversations."""
+    is_reference: bool = False
+    """Whether this is the reference of the other runs, which has no file: see `base.run_of_reference`."""
 
     @property
     def num_scored(self) -> int:
@@ -158,7 +163,10 @@ class RunFile(_Record):
     def weights(self) -> str:
         """Quantization and dtype, in words, and the lane where it is another than usual."""
         weights = weights_in_words(self.server)
-        return weights if self.lane == "prefill" else f"{weights}, {self.lane} lane"
+        if self.lane == "prefill":
+            return weights
+        batch = "" if self.mean_batch is None else f", {self.mean_batch:.1f} sequences in a step"
+        return f"{weights}, {self.lane} lane{batch}"
 
     @property
     def versions(self) -> str:
@@ -189,8 +197,19 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
             or do not fit.
     """
     path = Path(path)
-    record = _read_record(path)
-    arrays = _read_arrays(path, record)
+    with file_errors(RunError, f"read {path}"):
+        content = path.read_bytes()
+    record = _read_record(path, content)
+    return _run(path, record, _read_arrays(path, record), label)
+
+
+def finished_run(record: Mapping[str, object], arrays: Mapping[str, NDArray[Any]]) -> RunFile:
+    """A run that was just measured, as `load_run` would read it from a file."""
+    path = Path("run.json")
+    return _run(path, _read_record(path, json.dumps(record).encode()), arrays)
+
+
+def _run(path: Path, record: _Record, arrays: Mapping[str, NDArray[Any]], label: str | None = None) -> RunFile:
     _check_arrays(path, record, arrays)
     tops = {name: arrays.get(f"top_tokens.{name}", np.empty(0)) for name in TOP_DTYPES}
     try:
@@ -200,10 +219,14 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
     values: dict[str, Any] = {part.name: getattr(record, part.name) for part in fields(record)}
     values |= {name: arrays.get(name) for name in _OPTIONAL_ARRAYS}
     values |= {name: arrays[name].astype(np.float64) for name in ("kld", "reference_confidence") if name in arrays}
+    reference, model = record.reference, model_name(record.model)
+    if reference is not None:
+        values["reference"] = reference.model_copy(update={"model": model_name(reference.model)})
+    values["model"] = model
     return RunFile(
         **values,
         path=path,
-        label=record.model if label is None else printable(label),
+        label=model if label is None else printable(label),
         window_sizes=arrays["window_sizes"],
         token_ids=arrays["token_ids"],
         nlls=_nlls(arrays["logprobs"]),
@@ -212,9 +235,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
     )
 
 
-def _read_record(path: Path) -> _Record:
-    with file_errors(RunError, f"read {path}"):
-        text = path.read_bytes()
+def _read_record(path: Path, text: bytes) -> _Record:
     try:
         # Integers that need more than 64 bits are refused here, because numpy cannot hold them.
         content: Any = json.loads(text, parse_int=lambda digits: int(np.int64(digits)))
@@ -228,7 +249,8 @@ def _read_record(path: Path) -> _Record:
         raise RunError(f"{path} is of version {version}; this ppl-client reads version {RECORD_VERSION}")
     # The windows and the text of a comparison are its reference's.
     parts = [part for part in (record.get("reference"), record.get("settings")) if isinstance(part, dict)]
-    layers = ChainMap({"token_texts": content.get("token_texts")}, record, *parts)
+    as_is = {"token_texts": content.get("token_texts")}
+    layers = ChainMap(as_is, record, *parts, {"tokens_per_second": record.get("positions_per_second")})
     if record.get(needed := "reference" if kind == "kld" else "corpus") is None:
         raise RunError(f"{path}: {needed}: is required")
     try:
@@ -312,22 +334,10 @@ def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) 
 
 
 def _labels(runs: Sequence[RunFile]) -> list[str]:
-    names = [model_name(run.model) for run in runs]
-    labels = [name if run.lane == "prefill" else f"{name} ({run.lane})" for name, run in zip(names, runs, strict=True)]
+    labels = [run.model if run.lane == "prefill" else f"{run.model} ({run.lane})" for run in runs]
     numbered = [f"{run.path} ({number})" for number, run in enumerate(runs, 1)]
     # Each is longer than the one before, and the last is another for every file.
     for longer in ([run.path.stem for run in runs], [str(run.path) for run in runs], numbered):
         counts = Counter(labels)
         labels = [label if counts[label] == 1 else other for label, other in zip(labels, longer, strict=True)]
     return labels
-
-
-def compare_command(runs: Sequence[RunFile], files: Sequence[str], *options: str) -> str:
-    """The command that compares the runs in these files again. Labels with a comma are left to be chosen."""
-    labels = [] if any("," in run.label for run in runs) else ["--labels", ",".join(run.label for run in runs)]
-    return printable(shlex.join(["ppl-client", "compare", *files, *labels, *options]))
-
-
-def model_name(model: str) -> str:
-    """The folder's where the model is served under its path."""
-    return Path(model).name if Path(model).is_absolute() else model

@@ -45,20 +45,20 @@ class Point:
 
 
 def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple[str | None, list[Point]]:
-    """The name of the size axis, None where a size is missing; and the runs whose figure is finite. An end that is not
-    known or infinite is the value itself."""
+    """The name of the size axis, None where a run's size is missing; and the runs whose figure is finite. An end that
+    is not known or infinite is the value itself. A reference of unknown size is left out where the runs' are known."""
     runs = [each.run for each in comparison.runs]
     axis: str | None = None
-    sizes = [0.0] * len(runs)
+    sizes: list[float | None] = [0.0] * len(runs)
     for name, run_sizes in (
         ("weight files (GiB)", [run.gib for run in runs]),
         ("bits per weight", [run.bits_per_weight for run in runs]),
     ):
-        if None not in run_sizes:
-            axis, sizes = name, [size or 0 for size in run_sizes]
+        if all(size is not None or run.is_reference for run, size in zip(runs, run_sizes, strict=True)):
+            axis, sizes = name, run_sizes
     drawn = []
     for index, (run, size, figure) in enumerate(zip(runs, sizes, figures, strict=True)):
-        if figure is not None and math.isfinite(figure.value):
+        if figure is not None and size is not None and math.isfinite(figure.value):
             ends = (figure.value if end is None or math.isinf(end) else end for end in (figure.low, figure.high))
             drawn.append(Point(index, run.label, size, figure.value, *ends))
     return axis, drawn

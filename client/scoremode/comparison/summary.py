@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from scoremode.comparison.figures import OPPOSITE, RunComparison, RunFigures, Verdict
+from scoremode.comparison.figures import OPPOSITE, RunComparison, RunFigures, Verdict, with_errors
 from scoremode.comparison.groups import tokens_before
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import times_the_floor
@@ -16,7 +16,7 @@ def summary(comparison: RunComparison) -> list[str]:
     floor, and which GPUs and kernels differ."""
     # Any model diverges more than the reference's own.
     compared = [each.run.label for each in comparison.runs if each.kld is not None and not each.has_no_divergence]
-    sentences: list[str] = []
+    sentences = [*comparison.warnings]
     by_nll: dict[tuple[str, str], Verdict] = {}
     by_kld: dict[tuple[str, str], Verdict] = {}
     for pair in comparison.pairs:
@@ -41,6 +41,27 @@ def summary(comparison: RunComparison) -> list[str]:
             "Without an interval (the text is too short, or a value is infinite) no difference can be shown."
         )
     return sentences
+
+
+def verdict_line(comparison: RunComparison, figures: RunFigures) -> str:
+    """What a run costs against the base, and the verdict on it, in one line."""
+    verdict = comparison.base_pairs[figures.run.label].verdict
+    return f"{figures.run.label}: {', '.join(effects(comparison, figures))}: {verdict}"
+
+
+def effects(comparison: RunComparison, figures: RunFigures) -> list[str]:
+    """What a run that is not the base adds to the perplexity, how far it diverges, and its size."""
+    change = with_errors(figures.ppl_change, scale=100, sign="+")
+    stderr, interval = (*change.errors, "", "")[:2]
+    parts = [" ".join(filter(None, (change.text, stderr, "% PPL", interval)))]
+    if figures.kld is not None:
+        kld = with_errors(figures.kld)
+        parts.append(" ".join(("KLD", kld.text, *kld.errors[:1])))
+    if figures.same_top_p is not None:
+        parts.append(f"same top {100 * figures.same_top_p.value:.1f} %")
+    if figures.run.gib and comparison.base.gib:
+        parts.append(f"{100 * figures.run.gib / comparison.base.gib:.0f} % of the size")
+    return parts
 
 
 def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Verdict]) -> list[str]:
@@ -137,7 +158,9 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
 
     Kernels are those of a quantization: they are compared among equal ones.
     """
-    sources: list[tuple[str, ServerInfo | Reference, str | None]] = [(run.label, run.server, run.lane) for run in runs]
+    sources: list[tuple[str, ServerInfo | Reference, str | None]] = [
+        (run.label, run.server, run.lane) for run in runs if not run.is_reference
+    ]
     sources += [(f"reference {each.name}", each, None) for run in runs if (each := run.reference) is not None]
     # By what it is and, of kernels, the quantization: every value with the labels that have it.
     labels_by_value: dict[tuple[str, str | None], dict[str, dict[str, None]]] = {}

@@ -39,7 +39,7 @@ _CSV_HEADER = (
 )
 _CSV_FIGURES = [name for name in RunFigures.__annotations__ if name not in ("run", "ppl_ratio")]
 _RUN_SECTIONS = (
-    ("gib", "bits_per_weight", "bits_per_byte"),
+    ("gib", "bits_per_weight", "bits_per_byte", "tokens_per_second"),
     ("perplexity", "ppl_ratio"),
     ("kld", "same_top_p", "kld_over_noise_floor"),
     ("kld_median", "kld_p95", "kld_p99", "kld_p999", "kld_max", "delta_p_rms"),
@@ -126,7 +126,7 @@ def _csv_row(run: RunFile, name: str, value: Figure | float | None) -> CsvRow:
         "quantization": run.server.quantization,
         "dtype": run.server.dtype,
         **_csv_figure(name, value),
-        "path": printable(str(run.path)),
+        "path": printable(run.path.name),
         "corpus": None if corpus is None else corpus.in_words,
         "corpus_sha256": None if corpus is None else corpus.sha256,
         "figures": comparable_with(corpus, run.context_length),
@@ -178,10 +178,6 @@ def _tables(comparison: RunComparison) -> list[list[list[Column]]]:
 def _run_sections(comparison: RunComparison) -> list[list[Column]]:
     rows, base = comparison.rows, comparison.base.label
     values = {name: comparison.values(metric) for name, metric in METRICS.items()}
-    change = values["ppl_change"][0]
-    if not comparison.pairs and isinstance(change, Figure) and comparison.base_reference is not None:
-        values["ppl_ratio"][0] = replace(change, value=1 + change.value)
-        base = f"the reference {comparison.base_reference.name}"
     label = Column("run", [row.run.label for row in rows], right=False)
     weights = Column("weights", [row.run.weights for row in rows], right=False)
     has_kld = any(row.kld is not None for row in rows)

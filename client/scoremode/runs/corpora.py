@@ -146,7 +146,7 @@ def load_corpus(
         corpus, rows = Corpus("text", "", f"the text {text!r}", 1), [("the text", {column: text})]
     elif text_file is not None:
         path = Path(text_file)
-        corpus, rows = Corpus(path.name, "", f"file {path.resolve()}", 1), [(str(path), {column: _read_text(path)})]
+        corpus, rows = Corpus(path.name, "", f"file {path.name}", 1), [(str(path), {column: _read_text(path)})]
     else:
         assert dataset is not None
         columns = [messages or column, *([by] if by else [])]
@@ -250,7 +250,7 @@ def _load_local(
         if not files:
             raise CorpusError(f"no split {split!r} in {folder}; its files are: {_names(_data_files(folder))}")
     rows = list(islice((row for file in files for row in _read_file(file, columns, optional)), num_samples))
-    source = f"{', '.join(str(file.resolve()) for file in files)}, column {columns[0]}"
+    source = f"{_names(files)}, column {columns[0]}"
     if folder is None:
         return Corpus(path.name, "", source, len(rows)), rows
     return Corpus(path.resolve().name, "", source, len(rows), None if folder == path else folder.name, split), rows

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
+from scoremode._texts import model_name
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, ScoremodeError, ServersDifferError
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
@@ -128,6 +129,8 @@ class DivergentToken:
     """The top token of the served model."""
     text_before: str | None
     """Of the targets before it, sixteen at most."""
+    num_context: int
+    """Tokens of its window before the first target, which are not scored."""
     token: str | None
     reference_top_token: str | None
     top_token: str | None
@@ -183,7 +186,7 @@ class KldMeasurement:
     def record(self, urls: Sequence[str], overlap: Overlap[KldStatistics] | None = None) -> dict[str, object]:
         return {
             **record_beginning("kld", urls, self.model, self.server),
-            "reference": finite_or_none(self.reference.model_dump()),
+            "reference": finite_or_none(self.reference.model_dump()) | {"model": model_name(self.reference.model)},
             "settings": {
                 "concurrency": self.concurrency,
                 "as_noise_floor": self.as_noise_floor,
@@ -312,7 +315,7 @@ async def _measurement(
         positions=positions,
         statistics=figures,
         most_divergent=await _divergent_tokens(
-            client, figures["most_divergent"], positions, window_sizes, reference.method, origins.documents
+            client, figures["most_divergent"], positions, window_sizes, reference.method, origins
         ),
         seconds=seconds,
         token_texts=await texts_of_occurring(client, *occurring) if return_token_texts else {},
@@ -344,13 +347,13 @@ async def _divergent_tokens(
     positions: KldPositions,
     window_sizes: Sequence[int],
     method: Method,
-    documents: Sequence[int],
+    origins: WindowOrigins,
 ) -> list[DivergentToken]:
     """Look up the texts of these positions with a server's tokenizer. If it fails, the log says so."""
     firsts = np.cumsum([0, *window_sizes[:-1]])
     if method in EXHAUSTIVE_METHODS:
         # Targets follow one another through a whole document, with the other methods within a window.
-        firsts = np.maximum.accumulate(np.where(np.diff(documents, prepend=-1) != 0, firsts, 0))
+        firsts = np.maximum.accumulate(np.where(np.diff(origins.documents, prepend=-1) != 0, firsts, 0))
     starts = np.repeat(firsts, window_sizes)
     shown = (positions.token_ids, positions.reference_top_token_ids, positions.top_token_ids)
     places = [entry["index"] for entry in most_divergent]
@@ -374,6 +377,7 @@ async def _divergent_tokens(
             reference_confidence=float(positions.reference_confidence[entry["index"]]),
             top_token_id=top[0],
             text_before=texts.get(before_it),
+            num_context=origins.num_context[entry["window"]],
             token=texts.get(token),
             reference_top_token=texts.get(reference_top),
             top_token=texts.get(top),

@@ -8,6 +8,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from scoremode._texts import model_name
 from scoremode._version import __version__
 from scoremode.runs.calibration import Overlap
 from scoremode.runs.conversations import token_classes
@@ -53,7 +54,7 @@ def record_beginning(kind: str, urls: Sequence[str], model: str, server: ServerI
         "client_version": __version__,
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "urls": [str(httpx.URL(url).copy_with(userinfo=b"")) for url in urls],
-        "model": model,
+        "model": model_name(model),
         "server": server.model_dump(),
     }
 

@@ -22,6 +22,7 @@ from fake_server import BOS, FakeServer, compare, error, logprob, rank, serve, t
 from safetensors.numpy import load_file
 
 from scoremode import __version__
+from scoremode.cli.compare import LIMIT_EXCEEDED
 from scoremode.cli.main import main
 from scoremode.kld import POSITION_DTYPES, KldPositions
 
@@ -133,6 +134,16 @@ def references(made) -> dict[str, Any]:
         ("kld SERVER --reference base", 0, f"Mean    KLD: {MEAN_KLD:10.6f} ±", ""),
         ("compare near.json far.json", 0, "far is worse than near by mean KL divergence.", ""),
         ("compare near.json far.json --card", 0, "| quant | GiB | bits per weight | PPL ± |", ""),
+        ("compare near.json --fail-if differs --max-kld 1 --max-ppl-increase 1000", 0, "no difference shown", ""),
+        ("compare far.json --fail-if worse --max-kld 0.001", 3, "--fail-if worse and --max-kld 0.001: bytes: +", ""),
+        ("compare far.json near.json --max-ppl-increase 1", 3, "--max-ppl-increase 1: far: +", ""),
+        ("compare plain.json --max-kld 1", 1, "bytes has no base, so no limit can be checked", ""),
+        ("compare near.json plain.json --max-kld 1", 1, "--max-kld: plain has no KL divergence", ""),
+        ("compare near.json --base far", 1, "--base: no run is called 'far'; there are: ", ""),
+        ("compare near.json --html missing/report.html", 2, "missing is not a folder", ""),
+        ("compare near.json --write-card README", 2, "--write-card: README must end in .md", ""),
+        ("compare --tasks a=x b=y --base a", 2, "--base needs runs", ""),
+        ("compare near.json --write-card README.md", 0, "bytes", "README.md"),
         ("corpus SERVER a.parquet --output out", 0, "documents   4\ntokens      40\n", "out/a.parquet"),
         ("corpus SERVER a.parquet b.parquet --output done --resume", 0, "1 of them finished before", "done/b.parquet"),
         ("URL TEXT --output new.json --resume", 0, "starting at the beginning", "new.json new.safetensors"),
@@ -149,7 +160,8 @@ def test_each_command_line(folder, references, command, status, message, new_fil
     has_progress = "URL" in command
     shown, other = (printed.err, printed.out) if status or has_progress else (printed.out, printed.err)
     assert message in shown
-    assert has_progress or not other
+    # What exceeds a limit is said next to the tables.
+    assert has_progress or status == LIMIT_EXCEEDED or not other
     if status == 1:
         [line] = shown.splitlines()
         assert line.startswith("ppl-client: error: ")

@@ -20,7 +20,9 @@ CORPUS = CorpusInfo(name="wikitext", config="raw", split="test", num_rows=4358, 
 REFERENCE = Reference(**StoredReference(SETTINGS).json() | SHOWN | {"perplexity": math.inf, "corpus": CORPUS})
 TEXTS = {"text_before": 'and "so"\n it', "token": "\n", "reference_top_token": " the", "top_token": " a"}
 BASE = {"reference_probability": 0.125, "reference_top_token_id": 3, "reference_confidence": 0.75}
-TOKEN = DivergentToken(index=3, window=1, kld=5.0, token_id=10, probability=0.5, top_token_id=4, **BASE, **TEXTS)
+TOKEN = DivergentToken(
+    index=3, window=1, kld=5.0, token_id=10, probability=0.5, top_token_id=4, num_context=1, **BASE, **TEXTS
+)
 # Four tokens, q against base: probabilities 1/2, 1/4, 1/2, 1/8 against 1/2, 1/2, 1/4, 1/8. In units of ln 2:
 #   NLLs of q 1, 2, 1, 3: mean 1.75, squares 15/4 - 49/16 = 0.6875, over n - 1 = 3: 0.2291667, root 0.4787136
 #   NLLs of base 1, 1, 2, 3: the same mean and error
@@ -90,7 +92,11 @@ def test_the_tables_are_llama_cpps_and_ours():
     lines = as_text(with_floor(0.0005)).splitlines()
     assert "model (Q)       adapter: fp8, float32" in lines
     assert "base            base: bytes, not quantized, bfloat16" in lines
-    assert lines[lines.index("====== Perplexity statistics ======") :] == [
+    assert lines[lines.index("====== Most divergent tokens ======") :] == [
+        "====== Most divergent tokens ======",
+        r'KLD 5.000000, window 1, after "and \"so\"\n it"',
+        r'    "\n": base 0.1250, Q 0.5000; base prefers " the" (0.7500), Q " a"',
+        "",
         "====== Perplexity statistics ======",
         "Mean PPL(Q)                   :   3.363586 ±   1.116101",
         "Mean PPL(base)                :   3.363586 ±   1.116101",
@@ -133,10 +139,6 @@ def test_the_tables_are_llama_cpps_and_ours():
         "Mean acceptance    :  56.25%",
         "Noise floor        : mean KLD 0.0005 of the base from itself, 99.0% 0.004; this is more than 1,000 times "
         "the floor",
-        "",
-        "====== Most divergent tokens ======",
-        r'KLD 5.000000, window 1, after "and \"so\"\n it"',
-        r'    "\n": base 0.1250, Q 0.5000; base prefers " the" (0.7500), Q " a"',
     ]
 
 

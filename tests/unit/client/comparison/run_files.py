@@ -18,6 +18,8 @@ from scoremode.wire.protocol import ServerInfo
 from scoremode.wire.references import NoiseFloor, Reference
 
 TEXT = "a text of some length"
+OWN = {"fingerprint": "of the model"}
+"""Of a server of the reference's own model, whose run is the base of a comparison."""
 WINDOW_SIZES = [100] * 30
 
 

@@ -1,5 +1,6 @@
 """The card: what is published of a comparison, read back from its Markdown and YAML."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,26 @@ import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from markdown_it import MarkdownIt
-from run_files import kld_run, made_up_nlls, made_up_reference, perplexity_run
+from run_files import (
+    OWN,
+    kld_run,
+    made_up_kld,
+    made_up_nlls,
+    made_up_reference,
+    perplexity_run,
+    write_kld_run,
+    write_perplexity_run,
+)
 
-from scoremode.comparison import compare
-from scoremode.comparison.card import card
-from scoremode.runs.corpora import Corpus
+from scoremode.comparison import as_csv, as_markdown, as_text, compare, load_runs
+from scoremode.comparison.card import card, write_card
+from scoremode.comparison.plots import write_plots
+from scoremode.comparison.report import write_report
+from scoremode.errors import RunError
+from scoremode.runs.corpora import Corpus, load_corpus
 
-HEADER = ["quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "99.9 % KLD", "RMS Δp %", "same top %"]
+FIGURES = ["GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "median KLD", "99 % KLD", "99.9 % KLD"]
+HEADER = ["quant", *FIGURES, "RMS Δp %", "same top %", "tokens/s", "verdict"]
 SIZE = {"weight_bytes": 3 * 2**29, "num_parameters": 3 * 2**30, "computed_by": {"device": "H200", "num_devices": 2}}
 
 
@@ -47,7 +61,8 @@ def made(tmp_path, monkeypatch):
 def test_every_figure_has_one_error(made):
     base, int4, _ = made
     header, of_base, row, _ = read(card(compare(made, num_resamples=100)))[0]
-    assert (header, of_base[:3], of_base[4:]) == (HEADER, ["base", "", ""], [""] * 5)
+    assert (header, of_base[:3], of_base[4:-2], of_base[-1]) == (HEADER, ["base", "", ""], [""] * 7, "")
+    assert row[-2:] == ["3,000", "worse"]
     assert row[:3] == ["int4", "1.50", "4.00"]
     difference, root = int4.nlls - base.nlls, math.sqrt(3000)
     perplexity, ratio = math.exp(int4.nlls.mean()), math.exp(difference.mean())
@@ -59,18 +74,25 @@ def test_every_figure_has_one_error(made):
         found = [float(part) for part in cell.split(" ± ")]
         assert found == [pytest.approx(value, abs=error / 10), pytest.approx(error, rel=0.15)]
     delta_p = np.exp(-int4.nlls) - np.exp(-int4.reference_nlls)
-    rest = [np.quantile(int4.kld, 0.999), 100 * math.sqrt((delta_p**2).mean()), 100 * int4.same_top.mean()]
-    assert [float(cell) for cell in row[6:]] == pytest.approx(rest, rel=0.01)
+    rest = [
+        *np.quantile(int4.kld, [0.5, 0.99, 0.999]),
+        100 * math.sqrt((delta_p**2).mean()),
+        100 * int4.same_top.mean(),
+    ]
+    assert [float(cell) for cell in row[6:-2]] == pytest.approx(rest, rel=0.01)
 
 
 def test_without_a_run_of_the_base_it_is_the_reference(made):
     _, int4, int3 = made
-    (_, of_base, *rows), line = read(card(compare([int4, int3], num_resamples=100)))
-    assert of_base == ["bf16", "", "", "13.00 ± 0.20", *[""] * 5]
+    comparison = compare([int4, int3], num_resamples=100)
+    (_, of_base, *rows), line = read(card(comparison))
+    nll = comparison.base.nlls.mean()
+    perplexity = f"{math.exp(nll):.1f} ± {comparison.runs[0].perplexity.stderr:.1f}"
+    assert of_base == ["base", "", "", perplexity, "", *"0000", "0.00", "100.00", "", ""]
     changes = [100 * math.expm1((run.nlls - run.reference_nlls).mean()) for run in (int4, int3)]
     assert [float(row[4].split(" ± ")[0]) for row in rows] == pytest.approx(changes, rel=0.02)
-    assert line.startswith("Base bf16 (base@01234567); bf16: not quantized, float32; int4: ")
-    assert line.endswith("; ppl-client compare runs/int4.json runs/int3.json --labels int4,int3 --card")
+    assert line.startswith("Base base (base@01234567); base: not quantized, float32; int4: ")
+    assert line.endswith("; ppl-client compare int4.json int3.json --labels int4,int3 --card")
 
 
 def test_the_hub_reads_the_yaml_back_whole(made, tmp_path):
@@ -92,3 +114,53 @@ def test_the_hub_reads_the_yaml_back_whole(made, tmp_path):
     written = yaml.safe_load(index.to_yaml())["model-index"]
     assert model_index_to_eval_results(written) == ("int4", index.eval_results)
     assert len(index.eval_results) == 12
+
+
+def test_a_card_is_written_between_its_marks_and_nothing_else_changes(made, tmp_path):
+    first, second = compare(made[1:2], num_resamples=100), compare(made[1:], num_resamples=100)
+    path = tmp_path / "new.md"
+    write_card(first, path)
+    assert ModelCard.load(path).data.model_name == "int4"
+    one_row = path.read_text()
+    write_card(second, path)
+    assert ("| int3 |" in path.read_text(), "| int3 |" in one_row) == (True, False)
+    write_card(first, path)
+    assert path.read_text() == one_row
+    path.write_text(other := "---\nlicense: mit # mine\n---\n\n# A model\n")
+    write_card(first, path)
+    start, end = "<!-- scoremode -->\n", "\n<!-- /scoremode -->\n"
+    before, _, rest = path.read_text().partition(start)
+    assert (before, rest.endswith(end)) == (f"{other}\n", True)
+    path.write_text(f"{before}{start}{end}\nMore of mine.\n")
+    write_card(first, path)
+    assert path.read_text() == f"{before}{start}{rest}\nMore of mine.\n"
+    path.write_text("<!-- scoremode -->\nno end")
+    with pytest.raises(RunError, match="has no <!-- /scoremode --> after it"):
+        write_card(first, path)
+
+
+def test_nothing_published_has_the_path_of_a_folder(tmp_path):
+    """Of models, texts, runs or outputs."""
+    folder = tmp_path / "a private folder"
+    folder.mkdir()
+    (folder / "text.txt").write_text("a text")
+    corpus = load_corpus(text_file=folder / "text.txt")
+    reference = made_up_reference(model=str(folder / "original"), corpus=corpus.info)
+    server = {"model": str(folder / "int4")}
+    nlls = made_up_nlls(3)
+    files = [
+        write_kld_run(folder / "int4.json", nlls, made_up_kld(1, 0.1), reference=reference, server=server),
+        write_perplexity_run(folder / "int3.json", nlls, corpus=corpus, model=str(folder / "int3"), server=OWN),
+    ]
+    comparison = compare(load_runs(files), num_resamples=100)
+    write_report(comparison, folder / "report.html")
+    write_plots(comparison, folder / "plots")
+    write_card(comparison, folder / "card.md")
+    published = [path.read_bytes() for path in folder.rglob("*") if path.suffix in (".html", ".md", ".svg", ".png")]
+    published += [form(comparison).encode() for form in (as_text, as_markdown, as_csv, card)]
+    for path in files:
+        record = json.loads(path.read_text())
+        del record["server"]
+        published.append(json.dumps(record).encode())
+    assert [content[:80] for content in published if str(folder).encode() in content] == []
+    assert [name for name in ("original", "int4", "int3", "text.txt") if name.encode() not in b"".join(published)] == []

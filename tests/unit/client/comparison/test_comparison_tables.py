@@ -66,7 +66,7 @@ def test_csv_has_every_figure_in_full(comparison):
         row = found[key]
         values = [float(row[name]) for name in ("value", "stderr", "low", "high")]
         assert values == [figure.value, figure.stderr, figure.low, figure.high]
-        assert (row["quantization"], row["path"], row["verdict"]) == ("awq", str(int4.run.path), verdict)
+        assert (row["quantization"], row["path"], row["verdict"]) == ("awq", "int4.json", verdict)
     assert ("base", "", "kld") not in found
 
 
@@ -96,7 +96,7 @@ def test_lanes_are_told_apart_compared_and_each_has_its_floor(tmp_path):
         )
         for lane, drift in (("prefill", 0), ("decode", 1e-3))
     ]
-    prefill, decode = compare(runs, num_resamples=100).runs
+    _, prefill, decode = compare(runs, num_resamples=100).runs
     assert prefill.kld_over_noise_floor == pytest.approx(10, rel=0.1)
     assert decode.kld_over_noise_floor == pytest.approx((0.01 + 99e-3 / 2) / 0.005, rel=0.1)
     found = "\n".join(summary(compare(runs, num_resamples=100)))

@@ -54,8 +54,8 @@ def test_tables_have_a_row_for_it_and_leave_empty_what_it_lacks(comparison):
     both = with_logs(comparison, [("q4_k_m", str(KLD))])
     [row] = [line for line in as_markdown(both).splitlines() if line.startswith("| q4\\_k\\_m")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1:7] == ["llama.cpp", "-", "-", "-", "26.0633 ± 1.7849", "-"]
-    assert cells[7:9] == ["0.053622 ± 0.001553", "85.735 ± 0.774"]
+    assert cells[1:8] == ["llama.cpp", "-", "-", "-", "-", "26.0633 ± 1.7849", "-"]
+    assert cells[8:10] == ["0.053622 ± 0.001553", "85.735 ± 0.774"]
     found = {row["figure"]: row for row in csv.DictReader(io.StringIO(as_csv(both))) if row["run"] == "q4_k_m"}
     assert (found["kld"]["value"], found["kld"]["low"]) == ("0.053622", "")
 
@@ -71,7 +71,7 @@ def test_each_model_of_qbench_is_a_row_with_its_own_floor(comparison, tmp_path: 
     ]
     path = tmp_path / "results.json"
     path.write_text(json.dumps(models), encoding="utf-16")
-    _, floor, exl3 = with_logs(comparison, [], [str(path)]).rows
+    *_, floor, exl3 = with_logs(comparison, [], [str(path)]).rows
     assert (floor.run.label, exl3.run.label, exl3.run.weights) == ("Noise floor", "3.00 bpw", "qbench, EXL3")
     assert (exl3.perplexity.value, exl3.kld.value, exl3.kld_median, exl3.run.bits_per_weight) == (25.1, 0.02, 0.011, 3)
     assert exl3.kld_over_noise_floor == pytest.approx(40)

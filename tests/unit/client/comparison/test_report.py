@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from made_up_runs import MODELS, write_runs
-from run_files import kld_run, made_up_nlls, perplexity_run
+from run_files import OWN, kld_run, made_up_nlls, perplexity_run
 
 from scoremode.comparison import Figure, compare, load_runs
 from scoremode.comparison.figures import with_errors
@@ -146,7 +146,7 @@ def comparison(tmp_path_factory):
     nlls = made_up_nlls(0)
     size = {"weight_bytes": 2**30, "num_parameters": 2**29}
     half = {"weight_bytes": 2**29, "num_parameters": 2**29}
-    base = kld_run(folder, "base", nlls, np.full(len(nlls), 1e-6), server=size)
+    base = kld_run(folder, "base", nlls, np.full(len(nlls), 1e-6), server={**size, **OWN})
     worse = kld_run(folder, "worse", nlls + 0.3, np.where(np.arange(len(nlls)) % 4, 0.05, 0.25), server=half)
     return compare(
         [base, worse, kld_run(folder, "alike", made_up_nlls(1), np.full(len(nlls), 0.01))], num_resamples=100

@@ -1,0 +1,99 @@
+"""The base of a comparison: the same verdicts whichever file comes first, and whether or not the original has a run."""
+
+from dataclasses import fields
+from itertools import permutations
+
+import numpy as np
+import pytest
+from run_files import OWN, kld_run, made_up_kld, made_up_nlls, made_up_reference, perplexity_run
+
+from scoremode.comparison import compare, summary, verdict_line
+from scoremode.errors import RunError
+
+NLLS = {"int8": made_up_nlls(1, shift=0.01), "int4": made_up_nlls(2, shift=0.2)}
+KLD = {"int8": made_up_kld(1, 0.01), "int4": made_up_kld(2, 0.1)}
+SIZES = {"weight_bytes": 4 * 2**30, "num_parameters": 2 * 2**30}
+
+
+@pytest.fixture
+def quantized(tmp_path):
+    reference = made_up_reference(model="/home/someone/original", **SIZES)
+    return [kld_run(tmp_path, name, NLLS[name], KLD[name], reference=reference) for name in NLLS]
+
+
+def of_the_original(folder, name="original", **server):
+    """A run of the reference's own model, whose values are those that the reference has."""
+    nlls = made_up_nlls(0)
+    return kld_run(folder, name, nlls, np.zeros(len(nlls)), server={**OWN, **SIZES, **server})
+
+
+def numbers(pairs):
+    """All values of pairs but the runs."""
+    return [
+        [getattr(pair, each.name) for each in fields(pair) if each.name not in ("first", "second")] for pair in pairs
+    ]
+
+
+@pytest.mark.parametrize("kind", ["kld", "perplexity"])
+def test_a_verdict_against_the_reference_is_that_against_a_run_of_its_model(tmp_path, quantized, kind):
+    original = of_the_original(tmp_path)
+    if kind == "perplexity":
+        original = perplexity_run(tmp_path, "original", made_up_nlls(0), server=OWN)
+    for runs in (quantized[:1], quantized):
+        alone, both = compare(runs), compare([original, *runs])
+        assert alone.base.label == both.base.label == "original"
+        [one], [two] = numbers(alone.pairs[:1]), numbers(both.pairs[:1])
+        # Only a run of kld has a divergence of its own, which is 0.
+        assert one[:3] + one[4:5] == two[:3] + two[4:5]
+        assert kind == "perplexity" or numbers(alone.pairs) == numbers(both.pairs)
+
+
+def test_every_order_of_files_has_the_same_base_and_verdicts(tmp_path, quantized):
+    verdicts = set()
+    for runs in permutations([*quantized, of_the_original(tmp_path)]):
+        comparison = compare(runs, num_resamples=200)
+        assert comparison.base.label == "original"
+        verdicts.add(tuple(sorted((label, pair.verdict) for label, pair in comparison.base_pairs.items())))
+    assert verdicts == {(("int4", "worse"), ("int8", "worse"))}
+
+
+def test_the_reference_is_a_row_with_its_models_name_and_size(quantized):
+    row, *_ = compare(quantized, num_resamples=100).runs
+    assert (row.run.label, row.run.gib, row.run.bits_per_weight) == ("original", 4, 16)
+    assert (row.perplexity.value, row.kld.value) == (pytest.approx(np.exp(made_up_nlls(0).mean())), 0)
+    assert (row.same_top_p.value, row.ppl_ratio) == (1, None)
+
+
+def test_a_label_chooses_the_base(quantized):
+    comparison = compare(quantized, base="int4", num_resamples=200)
+    assert [each.run.label for each in comparison.runs] == ["int4", "original", "int8"]
+    assert {label: pair.verdict for label, pair in comparison.base_pairs.items()} == dict.fromkeys(
+        ("original", "int8"), "better"
+    )
+    assert comparison.command().endswith("--labels int4,int8 --base int4")
+    with pytest.raises(RunError, match="--base: no run is called 'int5'; there are: original, int8, int4"):
+        compare(quantized, base="int5")
+
+
+def test_of_two_runs_of_the_original_the_first_is_the_base(tmp_path, quantized):
+    runs = [*quantized, of_the_original(tmp_path, "one"), of_the_original(tmp_path, "two")]
+    comparison = compare(runs, num_resamples=100)
+    assert comparison.base.label == "one"
+    assert summary(comparison)[0] == "one and two are all of the reference's model: one is the base, or that of --base."
+
+
+def test_a_copy_of_the_original_is_a_run_like_any_other(tmp_path, quantized):
+    copy = of_the_original(tmp_path, "float16", fingerprint="of the copy", dtype="float16")
+    assert [each.run.label for each in compare([copy, *quantized], num_resamples=100).runs] == [
+        *("bytes", "float16"),
+        *("int8", "int4"),
+    ]
+
+
+def test_a_measured_run_has_its_verdict_in_a_line(quantized):
+    figures = compare(quantized[:1]).runs[1]
+    change = 100 * np.expm1((NLLS["int8"] - made_up_nlls(0)).mean())
+    line = verdict_line(compare(quantized[:1]), figures)
+    assert line.startswith(f"int8: {change:+.2f} ± ")
+    assert f", KLD {KLD['int8'].mean():.5f} ± " in line
+    assert line.endswith(f"same top {100 * (KLD['int8'] < 0.1).mean():.1f} %: worse")
