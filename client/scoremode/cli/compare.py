@@ -63,11 +63,14 @@ def _compare(options: argparse.Namespace) -> int:
     from scoremode.comparison.card import write_card
     from scoremode.comparison.limits import exceeded
 
-    comparison, tasks = None, None
+    comparison, tasks, lines = None, None, list[str]()
+    limits = (options.fail_if, options.max_kld, options.max_ppl_increase)
     runs = load_runs(options.runs, options.labels)
     if runs:
         comparison = compare(runs, base=options.base, num_resamples=options.resamples, seed=options.seed)
         comparison = with_logs(comparison, options.llama_cpp, options.qbench)
+        if any(each is not None for each in limits):
+            lines = exceeded(comparison, *limits)
     if folders := _task_folders(options.tasks or (), [run.label for run in runs]):
         models = {label: load_tasks(path, options.task_metric, options.task_filter) for label, path in folders.items()}
         tasks = compare_tasks(models, options.smallest_difference / 100)
@@ -93,8 +96,6 @@ def _compare(options: argparse.Namespace) -> int:
         if tasks is not None and not options.csv:
             parts.append(tasks_as_text(tasks, is_markdown=is_markdown))
         sys.stdout.write("\n".join(parts))
-    limits = (options.fail_if, options.max_kld, options.max_ppl_increase)
-    lines = exceeded(comparison, *limits) if comparison is not None and any(each is not None for each in limits) else []
     for line in lines:
         print(f"ppl-client: {printable(line)}", file=sys.stderr)
     return LIMIT_EXCEEDED if lines else 0
