@@ -242,4 +242,5 @@ COMMAND = Command(
     run,
     check,
     success="the runs were compared and all is written, 3 if a limit is exceeded",
+    example="ppl-client compare int8.json int4.json --html report.html --write-card README.md",
 )

@@ -104,4 +104,5 @@ COMMAND = Command(
     check_servers,
     success="every file is written",
     if_interrupted=": the same command with --resume resumes it",
+    example="ppl-client corpus --url http://localhost:8000 documents.parquet --output scored",
 )

@@ -52,4 +52,5 @@ COMMAND = Command(
     check,
     success="the file is written",
     if_interrupted=": the same command resumes it",
+    example="ppl-client export --url http://localhost:8000 --reference base --llama-cpp base.kld",
 )

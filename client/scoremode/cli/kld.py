@@ -304,4 +304,5 @@ COMMAND = Command(
     ],
     lambda options: measure_lanes(options, _measure),
     check,
+    example="ppl-client kld --url http://localhost:8001 --reference base --output int8.json",
 )

@@ -25,12 +25,16 @@ COMMANDS = {
         corpus.COMMAND,
     )
 }
-_MORE = (
-    "six more commands: `ppl-client record` records a model's distributions over a text, `ppl-client kld` measures "
-    "another model's KL divergence from them, `ppl-client export` writes them for llama.cpp, `ppl-client compare` "
-    "compares finished runs, `ppl-client sweep` does all of it for the models of a plan, `ppl-client corpus` scores "
-    "every document of files; each has its own --help. "
-)
+_COMMANDS = """
+
+commands, each with its own --help:
+  perplexity  the perplexity of a text; done if no command is named, as below
+  record      record a model's distributions over a text, to compare others with
+  kld         another model's KL divergence from what was recorded
+  compare     finished runs: tables, verdicts, a report, a card
+  sweep       serve, measure and compare the models of a plan
+  export      what was recorded, for llama.cpp
+  corpus      the perplexity of every document of files"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,12 +66,14 @@ def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
     name = arguments[0] if is_named else "perplexity"
     command = COMMANDS.get(name, perplexity.COMMAND)
     if command is perplexity.COMMAND:
-        parser = command.parser("ppl-client", f"%(prog)s [{' | '.join(COMMANDS)}] [options]", _MORE)
+        parser = command.parser("ppl-client", "%(prog)s [COMMAND] [options]", _COMMANDS)
     else:
         parser = command.parser(f"ppl-client {name}")
     if name not in COMMANDS:
         nearest = get_close_matches(name, COMMANDS, n=1)
         parser.error(f"no command {name}{f'; did you mean {nearest[0]}?' if nearest else ''}")
+    if not is_named and (later := [word for word in arguments if word in COMMANDS]):
+        parser.hint = f"; is {later[0]} the command? It comes first: ppl-client {later[0]} [options]"
     options = parser.parse_args(arguments[1:] if is_named else arguments)
     try:
         if command.check is not None:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from textwrap import fill
+from typing import Any, NoReturn
 
+from scoremode._texts import printable
 from scoremode._version import __version__
 from scoremode.runs import corpora
 from scoremode.runs.calibration import DEFAULT_THRESHOLD
@@ -20,6 +22,7 @@ from scoremode.wire.retries import FIRST_CONTACT_SECONDS, PATIENT_RETRY_FOR
 
 DEFAULT_URL = "http://localhost:8000"
 DEFAULT_METHOD: Method = "sliding"
+_WIDTH = 80
 
 
 class UsageError(Exception):
@@ -54,6 +57,17 @@ class Group:
     """Whether one must be given, of a group that is exclusive."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, which a usage of twelve lines would hide."""
+
+    hint = ""
+    """Added to every message."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with a message."""
+        self.exit(2, f"{self.prog}: error: {printable(message)}{self.hint} (see {self.prog} --help)\n")
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     name: str
@@ -67,13 +81,17 @@ class Command:
     """When the exit status is 0."""
     if_interrupted: str = ""
     """How to resume it, where that does not depend on what was kept."""
+    example: str = ""
+    """A command line that works as it is, where there is a server."""
 
-    def parser(self, prog: str, usage: str | None = None, more: str = "") -> argparse.ArgumentParser:
-        parser = argparse.ArgumentParser(
+    def parser(self, prog: str, usage: str | None = None, more: str = "") -> Parser:
+        status = f"exit status: 0 if {self.success}, 1 on failure, 2 on wrong usage, 130 on Ctrl-C"
+        parser = Parser(
             prog=prog,
             usage=usage,
-            description=self.description,
-            epilog=f"{more}exit status: 0 if {self.success}, 1 on failure, 2 on wrong usage, 130 on Ctrl-C",
+            description=fill(self.description, _WIDTH) + more,
+            epilog=f"example:\n  {self.example}\n\n{fill(status, _WIDTH)}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("--version", action="version", version=f"ppl-client {__version__}")
         for group in self.groups:

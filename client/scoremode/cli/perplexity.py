@@ -101,4 +101,5 @@ COMMAND = Command(
     ],
     lambda options: measure_lanes(options, _measure),
     check,
+    example="ppl-client --url http://localhost:8000 --dataset pydoc --num-samples 20 --output base.json",
 )

@@ -81,4 +81,5 @@ COMMAND = Command(
     run,
     check,
     if_interrupted=": the same command resumes it",
+    example="ppl-client record --url http://localhost:8000 --dataset pydoc --num-samples 20 --reference base",
 )

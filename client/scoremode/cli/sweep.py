@@ -60,4 +60,5 @@ COMMAND = Command(
     run,
     success="every model was measured",
     if_interrupted=", servers are stopped: the same command resumes it",
+    example="ppl-client sweep plan.yaml",
 )

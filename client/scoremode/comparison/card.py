@@ -146,7 +146,7 @@ def _provenance(comparison: RunComparison) -> str:
     parts = [
         f"Base {base.label}" if base.label == model else f"Base {base.label} ({model})",
         *(f"{run.label}: {run.weights}" for run in runs),
-        f"text {base.text_identity[:12]}" if comparison.corpus is None else comparison.corpus.in_words,
+        base.text_in_words if comparison.corpus is None else comparison.corpus.in_words,
         f"{base.method}, context length {base.context_length:,}",
         f"stride {base.stride:,}" if base.method in STRIDED_METHODS else "",
         f"{base.num_scored:,} tokens",

@@ -149,6 +149,11 @@ class RunFile(_Record):
         return self.corpus.sha256
 
     @property
+    def text_in_words(self) -> str:
+        """The text's name and hash, or its fingerprint where no name is known."""
+        return f"text {self.text_identity[:12]}" if self.corpus is None else self.corpus.in_words
+
+    @property
     def gib(self) -> float | None:
         """Size of the weight files in GiB; None where the server did not say."""
         return None if self.server.weight_bytes is None else self.server.weight_bytes / 2**30

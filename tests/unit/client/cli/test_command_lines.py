@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -101,7 +102,8 @@ def references(made) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("command", "status", "message", "new_files"),
     [
-        ("kdl --reference r", 2, "no command kdl; did you mean kld?\n", ""),
+        ("kdl --reference r", 2, "no command kdl; did you mean kld? (see ", ""),
+        ("--url http://a record --reference r", 2, "It comes first: ppl-client record [options] (see ", ""),
         ("--text a --preset hf --method sliding", 2, "--method does not work with --preset", ""),
         ("--text a --num-samples 3", 2, "--num-samples needs --dataset", ""),
         ("--text a --resume", 2, "--resume needs --output", ""),
@@ -161,9 +163,9 @@ def test_each_command_line(folder, references, command, status, message, new_fil
     assert message in shown
     # What exceeds a limit is said next to the tables.
     assert has_progress or status == LIMIT_EXCEEDED or not other
-    if status == 1:
+    if status in (1, 2):
         [line] = shown.splitlines()
-        assert line.startswith("ppl-client: error: ")
+        assert re.match("ppl-client( [a-z]+)?: error: ", line)
     after = contents(folder)
     assert after.keys() - before.keys() == set(new_files.split())
     assert before.items() <= after.items()
