@@ -1,0 +1,39 @@
+"""lm-eval's command line. lm-eval knows only models that were registered before it reads its arguments."""
+
+import sys
+
+from scoremode.errors import MissingPackageError, extra
+
+try:
+    with extra("lm-eval"):
+        import lm_eval.api.model
+
+        # lm-eval registers its own models only while none is registered.
+        import lm_eval.models
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.model import CachingLM
+        from lm_eval.api.registry import register_model
+
+        from scoremode.lm_eval.model import ScoremodeLM
+except MissingPackageError as error:
+    sys.exit(f"scoremode.lm_eval: {error}")
+
+
+class NamedCache(CachingLM):
+    """`--use_cache`, in a file that is named after all that an answer depends on, apart from its request."""
+
+    def __init__(self, lm: object, cache_db: str) -> None:
+        name = f"-{lm.cache_name}.db" if isinstance(lm, ScoremodeLM) else ".db"
+        super().__init__(lm, cache_db.removesuffix(".db") + name)
+        # Answers are committed as they come, many at a time: each by itself takes longer than scoring.
+        self.dbdict.autocommit = self.dbdict.conn.autocommit = False
+
+
+def main() -> None:
+    register_model("scoremode")(ScoremodeLM)
+    lm_eval.api.model.CachingLM = NamedCache
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -282,11 +282,13 @@ def test_ctrl_c_is_status_130_and_one_line(folder, capsys):
         ("jinja2", "compare near.json far.json --html report.html", "report"),
         ("matplotlib", "compare near.json far.json --plots plots", "report"),
         ("pyarrow", "corpus a.parquet --output out --quiet", "corpora"),
+        ("lm_eval", "", "lm-eval"),
     ],
 )
 def test_commands_name_the_missing_extra_that_they_need(folder, missing, command, extra):
-    code = f"import sys; sys.modules[{missing!r}] = None; from scoremode.cli.main import main; sys.exit(main())"
+    module = "scoremode.lm_eval" if missing == "lm_eval" else "scoremode.cli"
+    code = f"import runpy, sys; sys.modules[{missing!r}] = None; runpy.run_module({module!r}, run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code, *shlex.split(command)], capture_output=True, text=True)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
-    assert (f"error: {missing} is missing;" in line, line.endswith(f" none {extra}")) == (True, True)
+    assert (f": {missing} is missing;" in line, line.endswith(f" none {extra}")) == (True, True)
