@@ -203,6 +203,7 @@ WINDOWS = [
     Option("--context-length N", "default: 2048 or what the model takes, or the preset's", type=COUNT),
     Option("--stride N", "default: a quarter of the context where the method takes a stride", type=COUNT),
     Option("--max-tokens N", "the first N tokens of the text only", type=COUNT),
+    Option("--max-windows N", "the first N windows of a preset only, which no figure is comparable with", type=COUNT),
 ]
 PACE = [
     Option(
@@ -297,12 +298,13 @@ def check_text(options: argparse.Namespace) -> None:
     refuse(options, ("method", "stride"), "preset", ", which sets it")
     refuse(options, ("max_tokens", "num_samples"), "preset", ", whose tool measures the whole text")
     require(options, ("num_samples", "messages", "by"), "dataset")
+    require(options, ("max_windows",), "preset")
     refuse(options, ("preset", "method", "stride", "max_tokens"), "messages", ": each turn is a window")
     refuse(options, ("by",), "preset", ", which joins rows")
     options.add_special_tokens = None
     options.method = options.method or DEFAULT_METHOD
     if options.preset is not None:
-        vars(options).update(window_settings(options.preset, options.context_length))
+        vars(options).update(window_settings(options.preset, options.context_length, options.max_windows))
 
 
 def check_measurement(options: argparse.Namespace) -> None:

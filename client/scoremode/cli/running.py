@@ -93,8 +93,8 @@ def write_and_print(
 
 
 def corpus_of(options: argparse.Namespace) -> Corpus:
-    names = ("text", "text_file", "split", "num_samples", "preset", "messages", "by", "chat_template_kwargs")
-    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    names = "text text_file split num_samples preset max_windows messages by chat_template_kwargs"
+    settings: dict[str, Any] = {name: getattr(options, name) for name in names.split()}
     return load_corpus(options.dataset, config=options.dataset_config, column=options.text_column, **settings)
 
 

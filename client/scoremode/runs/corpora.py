@@ -54,6 +54,8 @@ class Corpus:
     split: str | None = None
     preset: Preset | None = None
     """Whose rules it is joined by."""
+    max_windows: int | None = None
+    """The number of first windows that are measured, if not all that the preset cuts."""
     documents: tuple[str, ...] = ()
     """What is scored, each without the others as context, where that is not the text as a whole."""
     num_bytes: int | None = None
@@ -116,6 +118,7 @@ def load_corpus(
     column: str = DEFAULT_COLUMN,
     num_samples: int | None = None,
     preset: Preset | None = None,
+    max_windows: int | None = None,
     messages: str | None = None,
     by: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -129,6 +132,7 @@ def load_corpus(
         config: Configuration of the dataset; a subfolder of a local one. It has a `split`, and the text in a `column`.
         num_samples: Read the first rows only.
         preset: Join it as this tool does.
+        max_windows: Say that only so many of the preset's windows are measured: see `presets.window_settings`.
         messages: Column of the dataset that holds conversations, used instead of `column`; their tools are in the
             column `tools`, if there is one, and a system message may be in a column `system`.
         by: Column of the dataset that holds a label of each row. Rows are then not joined.
@@ -164,7 +168,7 @@ def load_corpus(
         corpus = replace(corpus, source=f"{corpus.source}, first {len(texts)} rows")
     is_raw = preset in ("llama.cpp", "lm-eval")
     joined = presets.as_lines(texts) if is_raw else ROW_SEPARATOR.join(texts)
-    corpus = replace(corpus, text=joined, preset=preset)
+    corpus = replace(corpus, text=joined, preset=preset, max_windows=max_windows)
     if by is not None:
         return replace(corpus, documents=tuple(texts))
     if preset == "llama.cpp":

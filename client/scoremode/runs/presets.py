@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
-from scoremode.windows import Method, WindowSettings
+from scoremode.windows import Method, WindowError, WindowSettings
 from scoremode.wire.references import CorpusInfo
 
 Preset = Literal["llama.cpp", "exl3", "gptq", "lm-eval", "hf"]
@@ -41,16 +41,23 @@ _TOOLS: dict[str, _Tool] = {
 }
 
 
-def window_settings(preset: Preset, context_length: int | None) -> WindowSettings:
-    """Arguments of `evaluate` and `record_reference` that cut windows as a tool does, of its length or another."""
+def window_settings(preset: Preset, context_length: int | None, max_windows: int | None = None) -> WindowSettings:
+    """Arguments of `evaluate` and `record_reference` that cut windows as a tool does, of its length or another, and the
+    first `max_windows` of them. WindowError for so many of a tool that measures articles, which have any length."""
     tool = _TOOLS[preset]
+    if max_windows is not None and tool.method == "rolling":
+        raise WindowError(
+            f"max_windows does not work with the preset {preset}, whose windows are articles", "max_windows"
+        )
     length = context_length or tool.context_length
+    stride = max(1, length // tool.strides)
+    # Where windows share no tokens, one more begins where two more tokens follow.
+    most = min((number for number in (tool.max_windows, max_windows) if number is not None), default=None)
     return {
         "method": tool.method,
         "context_length": length,
-        "stride": max(1, length // tool.strides),
-        # A window more begins where one token more follows.
-        "max_tokens": None if tool.max_windows is None else tool.max_windows * length + 1,
+        "stride": stride,
+        "max_tokens": None if most is None else (most - 1) * stride + length + (1 if stride == length else 0),
         "add_special_tokens": tool.adds_special_tokens,
     }
 
@@ -58,10 +65,13 @@ def window_settings(preset: Preset, context_length: int | None) -> WindowSetting
 def comparable_with(corpus: CorpusInfo | None, context_length: int) -> str:
     """Whose published figures a measurement may be put next to, as the end of a sentence."""
     tool = None if corpus is None or corpus.preset is None else _TOOLS.get(corpus.preset)
-    if tool is None:
+    if corpus is None or tool is None:
         return "not comparable with published figures (no --preset)"
+    publishes = tool.publishes.format(context_length)
+    if corpus.max_windows is not None:
+        return f"first {corpus.max_windows:,} windows of {publishes}: not comparable with published figures"
     checked = "" if tool.is_checked else " (not checked against the tool)"
-    return f"comparable with {tool.publishes.format(context_length)} on this text{checked}"
+    return f"comparable with {publishes} on this text{checked}"
 
 
 def as_lines(rows: Sequence[str]) -> str:

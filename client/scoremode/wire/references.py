@@ -44,6 +44,8 @@ class CorpusInfo(BaseModel):
     """Of the text in UTF-8."""
     preset: _Word | None = None
     """The tool by whose rules the text was joined and is cut into windows (`ppl-client --preset`)."""
+    max_windows: PositiveInt | None = None
+    """The number of its first windows that were measured, if not all."""
 
     @property
     def in_words(self) -> str:

@@ -13,7 +13,7 @@ from scoremode.cli.main import main
 from scoremode.comparison import load_run
 from scoremode.runs import presets
 from scoremode.runs.corpora import load_corpus
-from scoremode.windows import cut_windows
+from scoremode.windows import WindowError, cut_windows
 from tests.texts import WIKITEXT
 
 ROWS = ["", " = One = \n", "", " a ( b ) , c \n", " = = Part = = \n", " d \n", "", " = Two = \n", " e \n", ""]
@@ -74,3 +74,19 @@ def test_a_reference_keeps_the_corpus_and_tables_name_it(rows, tmp_path, capsys)
     for printed in capsys.readouterr().out.split("model (Q)"):
         assert "comparable with ExLlamaV3's eval/ppl.py -l 16" in printed
     assert load_run(tmp_path / "run.json").corpus == load_corpus(str(rows), preset="exl3").info
+
+
+@pytest.mark.parametrize("preset", ["llama.cpp", "exl3", "gptq", "hf"])
+def test_the_first_windows_of_a_preset_are_those_that_all_have(preset):
+    """And no figure is comparable with them."""
+    whole, some = (presets.window_settings(preset, 16, number) for number in (None, 3))
+    windows, first = (
+        cut_windows(each["max_tokens"] or 500, each["method"], 16, each["stride"]) for each in (whole, some)
+    )
+    assert (len(first), first) == (3, windows[:3])
+    corpus = load_corpus(text="a text", preset=preset, max_windows=3).info
+    words = presets.comparable_with(corpus, 16)
+    assert words.startswith("first 3 windows of ")
+    assert words.endswith(": not comparable with published figures")
+    with pytest.raises(WindowError, match="whose windows are articles"):
+        presets.window_settings("lm-eval", None, 3)
