@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from scoremode._texts import printable
-from scoremode.cli import compare, corpus, export, kld, perplexity, record, sweep
+from scoremode.cli import compare, corpus, export, kld, perplexity, quick, record, sweep
 from scoremode.cli.options import Command, UsageError
 from scoremode.cli.progress import lines_on_stderr
 from scoremode.errors import ScoremodeError
@@ -21,6 +21,7 @@ COMMANDS = {
         kld.COMMAND,
         export.COMMAND,
         compare.COMMAND,
+        quick.COMMAND,
         sweep.COMMAND,
         corpus.COMMAND,
     )
@@ -32,6 +33,7 @@ commands, each with its own --help:
   record      record a model's distributions over a text, to compare others with
   kld         another model's KL divergence from what was recorded
   compare     finished runs: tables, verdicts, a report, a card
+  quick       an original and its quantizations, from checkpoints to a verdict
   sweep       serve, measure and compare the models of a plan
   export      what was recorded, for llama.cpp
   corpus      the perplexity of every document of files"""
@@ -74,7 +76,13 @@ def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
         parser.error(f"no command {name}{f'; did you mean {nearest[0]}?' if nearest else ''}")
     if not is_named and (later := [word for word in arguments if word in COMMANDS]):
         parser.hint = f"; is {later[0]} the command? It comes first: ppl-client {later[0]} [options]"
-    options = parser.parse_args(arguments[1:] if is_named else arguments)
+    words, rest = list(arguments[1:] if is_named else arguments), list[str]()
+    if command.rest and "--" in words:
+        at = words.index("--")
+        words, rest = words[:at], words[at + 1 :]
+    options = parser.parse_args(words)
+    if command.rest:
+        setattr(options, command.rest, rest)
     try:
         if command.check is not None:
             command.check(options)

@@ -83,6 +83,8 @@ class Command:
     """How to resume it, where that does not depend on what was kept."""
     example: str = ""
     """A command line that works as it is, where there is a server."""
+    rest: str = ""
+    """The name of the words after `--`; empty where there may be none."""
 
     def parser(self, prog: str, usage: str | None = None, more: str = "") -> Parser:
         status = f"exit status: 0 if {self.success}, 1 on failure, 2 on wrong usage, 130 on Ctrl-C"

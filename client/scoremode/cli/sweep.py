@@ -7,28 +7,41 @@ import sys
 from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from scoremode._texts import printable
 from scoremode.cli.options import API_KEY_HELP, QUIET, Command, Group, Option
 from scoremode.cli.progress import progress_bar
 from scoremode.errors import extra
 
+if TYPE_CHECKING:
+    from scoremode.sweep import SweepPlan
+
 Result = TypeVar("Result")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure the models of a plan and compare them, with the table on stdout last; returns 1 if a model failed."""
+    """Sweep the models of a plan; returns 1 if a model failed."""
     with extra("report"):
-        from scoremode.comparison import as_text
-        from scoremode.sweep import compare_runs, read_plan, run_sweep
-    plan, folder = read_plan(options.plan), options.plan.parent
+        from scoremode.sweep import read_plan
+
+        return measure(read_plan(options.plan), options.plan.parent, options)
+
+
+def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, *, with_verdicts: bool = False) -> int:
+    """Measure the models of a plan and compare them, with the table on stdout last; returns 1 if a model failed."""
+    from scoremode.comparison import as_text, verdict_line
+    from scoremode.sweep import compare_runs, run_sweep
+
     measuring = run_sweep(plan, folder, api_key=options.api_key, open_bar=partial(progress_bar, quiet=options.quiet))
     result = asyncio.run(_stopped_by_sigterm(measuring))
     try:
         comparison = compare_runs(plan, folder, result)
         if comparison is not None:
-            sys.stdout.write(as_text(comparison))
+            lines = [f"not measured: {name}: {message}" for name, message in result.failures.items()]
+            if with_verdicts:
+                lines += [verdict_line(comparison, figures) for figures in comparison.runs[1:]]
+            sys.stdout.write(as_text(comparison) + "".join(f"\n{printable(line)}" for line in lines) + "\n")
     finally:
         for name, message in result.failures.items():
             print(f"ppl-client: {printable(f'{name} failed: {message}')}", file=sys.stderr)

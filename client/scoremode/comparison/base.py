@@ -38,6 +38,8 @@ def with_base_first(runs: Sequence[RunFile], label: str | None = None) -> tuple[
     candidates, warnings = [*runs], list[str]()
     references = [run.reference for run in runs if run.reference is not None]
     own = [run for run in runs if any(reference.is_of(run.server) for reference in references)]
+    # In another lane the original is a run like any other.
+    own = [run for run in own if run.lane == "prefill"] or own
     identities = {run.reference_identity for run in runs}
     if not own and len(identities) == 1 and references:
         candidates.insert(0, run_of_reference(runs))

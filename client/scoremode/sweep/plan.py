@@ -3,7 +3,7 @@
 import os.path
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -19,7 +19,9 @@ from pydantic import (
 
 from scoremode.errors import ScoremodeError, file_errors
 from scoremode.runs.corpora import DEFAULT_COLUMN, DEFAULT_SPLIT, Corpus, load_corpus, local_path
-from scoremode.windows import METHODS, Method, resolve_stride
+from scoremode.runs.presets import Preset, window_settings
+from scoremode.windows import METHODS, Method, WindowSettings, resolve_stride
+from scoremode.wire.protocol import Lane
 from scoremode.wire.requests import server_root
 
 DEFAULT_COMMAND = ["scoremode", "serve"]
@@ -67,6 +69,9 @@ class TextOptions(_Part):
     dataset_config: str | None = None
     split: str = DEFAULT_SPLIT
     text_column: str = DEFAULT_COLUMN
+    messages: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    by: str | None = None
     num_samples: PositiveInt | None = None
     max_tokens: PositiveInt | None = None
 
@@ -74,26 +79,45 @@ class TextOptions(_Part):
     def _one_source(self) -> "TextOptions":
         if sum(source is not None for source in (self.dataset, self.text, self.text_file)) != 1:
             raise ValueError("give one of dataset, text and text_file")
+        if self.dataset is None and (self.messages or self.by):
+            raise ValueError("messages and by are columns of a dataset")
         return self
 
-    def load(self, folder: Path) -> Corpus:
+    def load(self, folder: Path, preset: Preset | None = None, max_windows: int | None = None) -> Corpus:
         """The text; files are looked for in `folder`, where the plan is."""
         path = None if self.dataset is None else local_path(self.dataset, folder)
         dataset = self.dataset if path is None else str(path.absolute())
         file = None if self.text_file is None else folder / self.text_file
-        options = self.model_dump(include={"text", "split", "num_samples"})
-        return load_corpus(dataset, text_file=file, config=self.dataset_config, column=self.text_column, **options)
+        names = {"text", "split", "num_samples", "messages", "chat_template_kwargs", "by"}
+        return load_corpus(
+            dataset,
+            text_file=file,
+            config=self.dataset_config,
+            column=self.text_column,
+            preset=preset,
+            max_windows=max_windows,
+            **self.model_dump(include=names),
+        )
 
 
 class WindowOptions(_Part):
     """How the text is cut into windows, by the options of `ppl-client`."""
 
+    preset: Preset | None = None
+    max_windows: PositiveInt | None = None
     method: Method = "sliding"
     context_length: PositiveInt | None = None
     stride: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _of_a_text(self) -> "WindowOptions":
+        if self.preset is not None:
+            if given := self.model_fields_set & {"method", "stride"}:
+                raise ValueError(f"preset sets {' and '.join(sorted(given))}")
+            window_settings(self.preset, self.context_length, self.max_windows)
+            return self
+        if self.max_windows is not None:
+            raise ValueError("max_windows needs a preset")
         if self.method not in METHODS:
             raise ValueError(f"method: one of {', '.join(METHODS)}, got {self.method}")
         if self.context_length is not None:
@@ -125,11 +149,21 @@ class ModelEntry(_Part):
         return self
 
 
+class GgufOptions(_Part):
+    """GGUF files, which llama.cpp measures against the first model."""
+
+    llama_perplexity: Annotated[LocalPath, Field(min_length=1)] = "llama-perplexity"
+    """The program."""
+    files: Annotated[list[LocalPath], Field(min_length=1)]
+
+
 class CompareOptions(_Part):
     """Files that are written at the end; paths are relative to `output`."""
 
     html: str | None = "report.html"
     plots: str | None = "plots"
+    card: str | None = None
+    """A file that ends in `.md`, of which `write_card` replaces what is between its marks."""
 
 
 class SweepPlan(_Part):
@@ -145,16 +179,47 @@ class SweepPlan(_Part):
     """For each server, in addition to its own."""
     start_timeout: Annotated[int, Field(ge=1, le=10**9)] = 3600
     """Seconds that a server has until it answers."""
+    lane: Lane | Literal["both"] = "prefill"
+    """The lane of the served models; both: prefill and decode."""
     floor: bool = False
-    """Whether the first model's noise floor is measured."""
+    """Whether the first model's noise floor is measured, in each lane."""
+    gguf: GgufOptions | None = None
     compare: CompareOptions = CompareOptions()
 
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The lanes of every model but the first, which has a run in prefill too."""
+        return ("prefill", "decode") if self.lane == "both" else (self.lane,)
+
     @model_validator(mode="after")
-    def _names_differ(self) -> "SweepPlan":
-        names = [entry.name.casefold() for entry in self.models]
-        if repeated := [entry.name for entry in self.models if names.count(entry.name.casefold()) > 1]:
+    def _fits(self) -> "SweepPlan":
+        """Names differ, and a text is cut in one way."""
+        names = [entry.name for entry in self.models]
+        names += [] if self.gguf is None else [Path(file).stem for file in self.gguf.files]
+        folded = [name.casefold() for name in names]
+        if repeated := [name for name in names if folded.count(name.casefold()) > 1]:
             raise ValueError(f"models: two are called {repeated[0]!r}")
+        text, preset = self.text, self.windows.preset
+        if preset is not None and (text.messages or text.by or text.max_tokens or text.num_samples):
+            raise ValueError(
+                "windows.preset measures the whole text: it takes no messages, by, max_tokens, num_samples"
+            )
+        if self.gguf is not None and preset != "llama.cpp" and self.windows.method != "llama.cpp":
+            raise ValueError("gguf needs windows.preset: llama.cpp")
         return self
+
+    @property
+    def window_settings(self) -> WindowSettings:
+        """How the text is cut."""
+        windows = self.windows
+        if windows.preset is not None:
+            return window_settings(windows.preset, windows.context_length, windows.max_windows)
+        return {
+            "method": windows.method,
+            "context_length": windows.context_length,
+            "stride": windows.stride,
+            "max_tokens": self.text.max_tokens,
+        }
 
 
 def check_local_models(plan: SweepPlan, folder: Path) -> None:

@@ -28,7 +28,7 @@ def text_marks(plan: SweepPlan, corpus: Corpus) -> Marks:
     """The marks that all runs of a plan share."""
     return {
         "text": _digest(corpus.fingerprint, plan.text.max_tokens),
-        "windows": _digest(plan.windows.model_dump()),
+        "windows": _digest(plan.windows.model_dump(exclude_defaults=True), plan.text.messages, plan.text.by),
         "floor": plan.floor,
     }
 
@@ -95,6 +95,11 @@ def is_complete(reference: Path) -> bool:
         return json.loads((reference / "manifest.json").read_text())["result"] is not None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
+
+
+def log_path(base: Path, gguf: Path) -> Path:
+    """Where the log of llama-perplexity on a GGUF file is: another one for another file or base."""
+    return base.with_name(f"{gguf.stem}-{_digest(base.name, _files(gguf))[:12]}.log")
 
 
 def _begun(run: Path) -> Path:

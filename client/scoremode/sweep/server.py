@@ -151,8 +151,13 @@ async def _stop(process: Process) -> None:
             await asyncio.wait_for(process.wait(), STOP_SECONDS)
     finally:
         # A second Ctrl-C ends the wait, and leaves no process either.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        await end_group(process)
+
+
+async def end_group(process: Process) -> None:
+    """End a process that leads a session, and all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
 
 

@@ -1,16 +1,18 @@
 """A sweep: each model of a plan is served, measured and stopped, one after another."""
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import httpx
 
 from scoremode.client import AsyncScoreClient
-from scoremode.comparison import RunComparison, RunFile, check_comparable, compare, load_run
+from scoremode.comparison import RunComparison, RunFile, check_comparable, compare, load_run, with_logs
+from scoremode.comparison.card import write_card
 from scoremode.comparison.plots import write_plots
 from scoremode.comparison.report import write_report
 from scoremode.errors import NotFoundError, OutputError, RunError, ScoremodeError, file_errors
@@ -19,6 +21,7 @@ from scoremode.runs.calibration import FinishedRun
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.divergence import KldMeasurement, measure_kld, measure_noise_floor
 from scoremode.runs.evaluate import Evaluation, evaluate
+from scoremode.runs.export import export_llama_cpp
 from scoremode.runs.journal import Journal, Measurement
 from scoremode.runs.output import Output
 from scoremode.runs.plan import WindowNlls
@@ -26,10 +29,11 @@ from scoremode.runs.pool import patient_client
 from scoremode.runs.recording import record_reference
 from scoremode.runs.run import OnProgress
 from scoremode.sweep import reuse
-from scoremode.sweep.plan import ModelEntry, SweepPlan, check_local_models
-from scoremode.sweep.server import model_server
-from scoremode.windows import WindowError, WindowSettings
-from scoremode.wire.protocol import PerplexityWindow
+from scoremode.sweep.llama_cpp import measure_file
+from scoremode.sweep.plan import GgufOptions, ModelEntry, SweepPlan, check_local_models
+from scoremode.sweep.server import ServerProcessError, model_server
+from scoremode.windows import WindowError
+from scoremode.wire.protocol import Lane, PerplexityWindow
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +49,8 @@ class SweepResult:
     """The files of all runs, measured now or before, by the models' names in the order of the plan."""
     measured: list[str] = field(default_factory=list)
     """Names of the models that were measured now."""
+    logs: dict[str, Path] = field(default_factory=dict)
+    """What llama-perplexity printed of GGUF files, by their names."""
     failures: dict[str, str] = field(default_factory=dict)
     """Why a run is missing, by the models' names; with the error in a server's log where it failed."""
 
@@ -70,16 +76,22 @@ async def run_sweep(
         OutputError: the folder for runs cannot be made.
     """
     check_local_models(plan, folder)
-    corpus, output = plan.text.load(folder), (folder / plan.output).resolve()
+    corpus = plan.text.load(folder, plan.windows.preset, plan.windows.max_windows)
+    output = (folder / plan.output).resolve()
     with file_errors(OutputError, f"make {output / 'references'}"):
         (output / "references").mkdir(parents=True, exist_ok=True)
     sweep = _Sweep(plan, folder, corpus, output, api_key, open_bar)
     for entry in plan.models:
+        started, num_measured = time.monotonic(), len(sweep.result.measured)
         try:
             await (sweep.measure_served(entry) if entry.url is None else sweep.measure_running(entry, entry.url))
         except (ScoremodeError, WindowError, OSError) as error:
             sweep.result.failures[entry.name] = str(error)
             _log.error("%s: failed: %s", entry.name, error)
+        if len(sweep.result.measured) > num_measured:
+            sweep.seconds.append(time.monotonic() - started)
+    if plan.gguf is not None:
+        await sweep.measure_gguf(plan.gguf)
     return sweep.result
 
 
@@ -99,11 +111,22 @@ def compare_runs(plan: SweepPlan, folder: Path, result: SweepResult) -> RunCompa
     if not runs:
         return None
     comparison, output = compare(runs), folder / plan.output
+    logs: list[tuple[str, str]] = []
+    for label, path in result.logs.items():
+        try:
+            with_logs(comparison, [(label, str(path))])
+            logs.append((label, str(path)))
+        except RunError as error:
+            result.failures[label] = str(error)
+    comparison = with_logs(comparison, logs)
     if plan.compare.plots is not None:
         write_plots(comparison, output / plan.compare.plots)
     if plan.compare.html is not None:
         write_report(comparison, output / plan.compare.html)
         _log.info("the report is %s", output / plan.compare.html)
+    if plan.compare.card is not None:
+        write_card(comparison, output / plan.compare.card)
+        _log.info("the card is %s", output / plan.compare.card)
     return comparison
 
 
@@ -121,10 +144,8 @@ class _Sweep:
     recorded: list[PerplexityWindow] = field(default_factory=list)
     """Of the first model, those of this time."""
     recording_seconds: float = 0.0
-
-    @property
-    def windows(self) -> WindowSettings:
-        return cast(WindowSettings, {**self.plan.windows.model_dump(), "max_tokens": self.plan.text.max_tokens})
+    seconds: list[float] = field(default_factory=list)
+    """Of each model that was measured now, its server's start included."""
 
     async def measure_served(self, entry: ModelEntry) -> None:
         marks = self._marks(entry, reuse.served_marks(self.plan, entry, self.folder))
@@ -159,14 +180,28 @@ class _Sweep:
             await self._measure(entry, client, marks)
 
     def _announce(self, entry: ModelEntry, doing: str) -> None:
-        models = self.plan.models
-        _log.info("model %d of %d, %s: %s", models.index(entry) + 1, len(models), entry.name, doing)
+        models, rest = self.plan.models, ""
+        place = models.index(entry)
+        if self.seconds:
+            minutes = (len(models) - place) * sum(self.seconds) / len(self.seconds) / 60
+            rest = f"; all may take {max(1, round(minutes))} min more"
+        _log.info("model %d of %d, %s: %s%s", place + 1, len(models), entry.name, doing, rest)
 
     def _is_first(self, entry: ModelEntry) -> bool:
         return entry is self.plan.models[0]
 
-    def _path(self, entry: ModelEntry) -> Path:
-        return self.output / f"{entry.name}.json"
+    def _paths(self, entry: ModelEntry) -> dict[str, tuple[Lane, Path]]:
+        """The files of an entry's runs with their lanes, by the runs' labels."""
+        lanes = self.plan.lanes
+        if self._is_first(entry) and "prefill" not in lanes:
+            lanes = ("prefill", *lanes)
+        return {
+            entry.name if lane == "prefill" else f"{entry.name} ({lane})": (
+                lane,
+                self.output / (f"{entry.name}.json" if lane == "prefill" else f"{entry.name}-{lane}.json"),
+            )
+            for lane in lanes
+        }
 
     def _marks(self, entry: ModelEntry, model_marks: reuse.Marks) -> reuse.Marks:
         marks = {**reuse.text_marks(self.plan, self.corpus), **model_marks}
@@ -180,26 +215,32 @@ class _Sweep:
         if reference is None or self.plan.models[0].name in self.result.failures:
             # What was compared with the first is not thrown away because that is not at hand today.
             del wanted["reference"]
-        changed = reuse.changes(self._path(entry), wanted)
-        if changed:
+        paths = self._paths(entry)
+        changes = [reuse.changes(path, wanted) for _, path in paths.values()]
+        if changed := next(filter(None, changes), None):
             _log.info("%s: measured again, because of its %s", entry.name, changed)
-        if changed != "" or (entry.url is None and self._is_first(entry) and self._is_reference_missing()):
+        if any(each != "" for each in changes) or (
+            entry.url is None and self._is_first(entry) and self._is_reference_missing()
+        ):
             return False
-        self.result.runs[entry.name] = self._path(entry)
-        _log.info("%s: measured before, %s", entry.name, self._path(entry))
+        for label, (_, path) in paths.items():
+            self.result.runs[label] = path
+            _log.info("%s: measured before, %s", label, path)
         return True
 
     def _is_reference_missing(self) -> bool:
         """Whether the first model's reference is missing, or not complete, and another model needs it, as far as is
         known before its server is asked."""
         assert self.reference is not None
+        if self.plan.gguf is not None and not self._base_file().exists():
+            return True
         if reuse.is_complete(self.output / "references" / self.reference):
             return False
         text = {**reuse.text_marks(self.plan, self.corpus), "reference": self.reference}
         return any(
-            entry.url is not None
-            or reuse.changes(self._path(entry), text | reuse.served_marks(self.plan, entry, self.folder)) != ""
+            entry.url is not None or reuse.changes(path, text | reuse.served_marks(self.plan, entry, self.folder)) != ""
             for entry in self.plan.models[1:]
+            for _, path in self._paths(entry).values()
         )
 
     async def _reference_at(self, client: AsyncScoreClient, entry: ModelEntry) -> str | None:
@@ -221,34 +262,74 @@ class _Sweep:
             _log.warning(text, entry.name)
         elif self._is_first(entry):
             await self._record(client, entry, reference)
-        path, all_marks = self._path(entry), {**marks, "reference": reference}
-        output = Output(path, resume=reuse.prepare_resume(path, all_marks), force=True)
+        for label, (lane, path) in self._paths(entry).items():
+            if reference is not None or lane == "prefill":
+                await self._measure_lane(entry, client, {**marks, "reference": reference}, label, lane, path)
+        self.result.measured.append(entry.name)
+        if reference is not None and self._is_first(entry) and self.plan.gguf is not None:
+            await self._export(client, reference)
+
+    async def _measure_lane(
+        self, entry: ModelEntry, client: AsyncScoreClient, marks: reuse.Marks, label: str, lane: Lane, path: Path
+    ) -> None:
+        output, reference = Output(path, resume=reuse.prepare_resume(path, marks), force=True), marks["reference"]
         try:
             run: FinishedRun[Any]
-            if reference is None or self._is_first(entry):
+            if reference is None or (self._is_first(entry) and lane == "prefill"):
                 run, figures = await self._perplexity(client, entry, output)
             else:
-                run, figures = await self._kld(client, entry, output, reference)
-            output.write({**run.record([client.base_url]), reuse.FIELD: all_marks}, run.arrays())
+                run, figures = await self._kld(client, label, output, reference, lane)
+            output.write({**run.record([client.base_url]), reuse.FIELD: marks}, run.arrays())
             output.remove_journal()
             reuse.finish(path)
         finally:
             output.abort()
-        self.result.runs[entry.name] = path
-        self.result.measured.append(entry.name)
-        _log.info("%s: %s, %s", entry.name, figures, path)
+        self.result.runs[label] = path
+        _log.info("%s: %s, %s", label, figures, path)
+
+    def _base_file(self) -> Path:
+        return self.output / "gguf" / f"{self.reference}.base"
+
+    async def _export(self, client: AsyncScoreClient, reference: str) -> None:
+        path = self._base_file()
+        if not path.exists():
+            _log.info("exporting the reference for llama.cpp, %s", path)
+            path.parent.mkdir(exist_ok=True)
+            await export_llama_cpp(client, reference, path)
+
+    async def measure_gguf(self, options: GgufOptions) -> None:
+        """Have llama-perplexity measure each file that it has not measured yet."""
+        for name in options.files:
+            file = self.folder / name
+            try:
+                if not self._base_file().exists():
+                    raise ServerProcessError("the first model's reference was not exported")
+                log = reuse.log_path(self._base_file(), file)
+                if not log.exists():
+                    _log.info("%s: llama-perplexity measures it, log %s", file.stem, log)
+                    await measure_file(options.llama_perplexity, file, self._base_file(), log)
+                self.result.logs[file.stem] = log
+            except (ScoremodeError, OSError) as error:
+                self.result.failures[file.stem] = str(error)
+                _log.error("%s: failed: %s", file.stem, error)
 
     async def _record(self, client: AsyncScoreClient, entry: ModelEntry, reference: str) -> None:
         _log.info("%s: recording the reference %s", entry.name, reference)
         with self.open_bar("ppl") as on_progress:
             recorded = await record_reference(
-                client, self.corpus, reference, **self.windows, on_progress=on_progress, on_window=self.recorded.append
+                client,
+                self.corpus,
+                reference,
+                **self.plan.window_settings,
+                on_progress=on_progress,
+                on_window=self.recorded.append,
             )
         self.recording_seconds = recorded.seconds
-        if self.plan.floor and recorded.reference.noise_floor is None:
-            _log.info("%s: measuring the noise floor", entry.name)
-            with self.open_bar("kld") as on_progress:
-                await measure_noise_floor(client, reference, on_progress=on_progress)
+        for lane in self.plan.lanes if self.plan.floor else ():
+            if recorded.reference.noise_floor_of(lane) is None:
+                _log.info("%s: measuring the noise floor, %s lane", entry.name, lane)
+                with self.open_bar("kld") as on_progress:
+                    await measure_noise_floor(client, reference, lane=lane, on_progress=on_progress)
 
     async def _perplexity(self, client: AsyncScoreClient, entry: ModelEntry, output: Output) -> tuple[Evaluation, str]:
         def start_journal(plan: Measurement[WindowNlls]) -> Journal[WindowNlls]:
@@ -270,7 +351,7 @@ class _Sweep:
             evaluation = await evaluate(
                 client,
                 self.corpus,
-                **self.windows,
+                **self.plan.window_settings,
                 return_ranks=True,
                 return_token_texts=True,
                 start_journal=start_journal,
@@ -279,15 +360,16 @@ class _Sweep:
         return evaluation, f"perplexity {evaluation.result.perplexity:.4f}"
 
     async def _kld(
-        self, client: AsyncScoreClient, entry: ModelEntry, output: Output, reference: str
+        self, client: AsyncScoreClient, label: str, output: Output, reference: str, lane: Lane
     ) -> tuple[KldMeasurement, str]:
-        _log.info("%s: measuring KL divergence and perplexity", entry.name)
+        _log.info("%s: measuring KL divergence and perplexity", label)
         with self.open_bar("kld") as on_progress:
             measurement = await measure_kld(
                 client,
                 reference,
                 return_token_texts=True,
                 top_logprobs=NUM_TOP,
+                lane=lane,
                 start_journal=output.start_journal,
                 on_progress=on_progress,
             )

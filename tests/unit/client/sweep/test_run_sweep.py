@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -12,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import fake_server
+import httpx
 import pytest
 from fake_server import ALLOWED, BOS, FakeServer, StoredReference, logprob, serve
 from safetensors.numpy import load_file
 
 from scoremode.cli.main import main
-from scoremode.sweep import SweepPlan, SweepResult, run_sweep
+from scoremode.sweep import SweepPlan, SweepResult, compare_runs, run_sweep
 from scoremode.sweep.server import ServerProcessError, _resolved
+from scoremode.wire.base_file import BaseFile
+from scoremode.wire.references import Reference
 
 pytestmark = pytest.mark.processes
 
@@ -31,9 +35,11 @@ BASE, NEAR, FAR = (
 )
 
 
+PLAN = {"output": "runs", "text": {"text": TEXT}, "windows": WINDOWS, "command": STAND_IN}
+
+
 async def sweep(folder: Path, *models: dict[str, Any], **changes: Any) -> SweepResult:
-    plan = {"output": "runs", "text": {"text": TEXT}, "windows": WINDOWS, "models": list(models), "command": STAND_IN}
-    return await run_sweep(SweepPlan.model_validate({**plan, **changes}), folder)
+    return await run_sweep(SweepPlan.model_validate({**PLAN, "models": list(models), **changes}), folder)
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +141,70 @@ async def test_the_next_sweep_resumes_the_same_model_after_a_death(tmp_path: Pat
     assert not list((tmp_path / "runs").glob("*.begun")), "nor a journal"
 
 
+async def test_both_lanes_of_each_model_are_measured_and_kept(tmp_path: Path):
+    result = await sweep(tmp_path, BASE, NEAR, lane="both", floor=True)
+    labels = ["base", "base (decode)", "near", "near (decode)"]
+    assert (result.failures, list(result.runs)) == ({}, labels)
+    assert kinds(tmp_path) == {"base": "perplexity", "base-decode": "kld", "near": "kld", "near-decode": "kld"}
+    lanes = [record(tmp_path, name)["settings"].get("lane") for name in ("near", "near-decode")]
+    assert lanes == [None, "decode"]
+    again = await sweep(tmp_path, BASE, NEAR, lane="both", floor=True)
+    assert (again.measured, list(again.runs)) == ([], labels)
+    result = await sweep(tmp_path, BASE, FAR, lane="decode")
+    assert list(result.runs) == ["base", "base (decode)", "far (decode)"]
+
+
+LOG = Path(__file__).parents[3] / "data" / "llama_perplexity_kld.txt"
+CONTEXT, CHUNKS = 8, 6
+
+
+class Exporting(FakeServer):
+    """Has a base file for llama.cpp, of zeros but for what is read of it."""
+
+    def __call__(self, request: httpx.Request) -> httpx.Response | None:
+        if not request.url.path.endswith("/llama.cpp"):
+            return super().__call__(request)
+        [stored] = self.references.values()
+        reference = Reference.model_validate(stored.json())
+        layout = BaseFile(CONTEXT, reference.num_windows, reference.num_scored, reference.vocab_size)
+        return httpx.Response(200, content=(b"_logits_" + bytes([CONTEXT])).ljust(layout.size, b"\0"))
+
+
+async def test_gguf_files_are_measured_against_the_first_model_once(tmp_path: Path, capsys):
+    """By a program that stands in for llama.cpp's: bench/llama_cpp.sh runs the real one."""
+    program, runs = tmp_path / "llama-perplexity", tmp_path / "runs"
+    program.write_text(
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\ncase $2 in *q4*) echo no memory; exit 1;; esac\ncat {LOG}\n'
+    )
+    program.chmod(0o755)
+    for name in ("q8", "q4"):
+        (tmp_path / f"{name}.gguf").write_text(name)
+    server = Exporting()
+    plan = {"models": [], "windows": {"preset": "llama.cpp", "context_length": CONTEXT, "max_windows": CHUNKS}}
+    plan["gguf"] = {"llama_perplexity": str(program), "files": ["q8.gguf", "q4.gguf", "none.gguf"]}
+    with serve(server) as url:
+        for calls in (["q8", "q4"], ["q8", "q4", "q4"]):
+            result = await sweep(tmp_path, **{**plan, "models": [{"name": "base", "url": url}]})
+            assert [line.split()[1] for line in (tmp_path / "calls").read_text().splitlines()] == [
+                f"{tmp_path}/{name}.gguf" for name in calls
+            ]
+            assert list(result.logs) == ["q8"]
+            assert re.fullmatch(rf".*ended with status 1 \(log {runs}/gguf/q4-.*\): no memory", result.failures["q4"])
+            assert result.failures["none"] == f"there is no {tmp_path}/none.gguf"
+    [base] = (runs / "gguf").glob("*.base")
+    call = (tmp_path / "calls").read_text().splitlines()[0]
+    assert call.endswith(f"--kl-divergence-base {base} --kl-divergence -c {CONTEXT} -lv 4")
+    # It is of other windows, so it is no row but a failure, and the comparison is there.
+    comparison = compare_runs(SweepPlan.model_validate({**PLAN, **plan, "models": [BASE]}), tmp_path, result)
+    assert (len(comparison.runs), comparison.logs) == (1, [])
+    assert "has 8 chunks of 512 tokens" in result.failures["q8"]
+    program.unlink()
+    with serve(server) as url:
+        plan["gguf"]["files"] = ["q4.gguf"]
+        result = await sweep(tmp_path, **{**plan, "models": [{"name": "base", "url": url}]})
+    assert result.failures["q4"] == f"{program} is not a program; give its path as llama_perplexity"
+
+
 # What it writes into a pipe shows how long it runs.
 SILENT = "import sys, time; pipe = open(sys.argv[1], 'wb', 0); pipe.write(b'up'); time.sleep(120); pipe.write(b'left')"
 NO_FILES = {"html": None, "plots": None}
@@ -159,7 +229,7 @@ def test_a_sweep_ends_with_a_comparison_and_the_log_of_each_failure(tmp_path: Pa
         models = [{"name": "base", "url": base_url}, {"name": "near", "url": near_url}]
         assert main(["sweep", write_plan(tmp_path, *models, broken), "--quiet"]) == 1
         printed = capsys.readouterr()
-        assert [name in printed.out for name in ("base", "near", "broken")] == [True, True, False]
+        assert [name in printed.out for name in ("base", "near", "broken")] == [True, True, True]
         *lines, last = printed.err.splitlines()
         assert f"ppl-client: model 1 of 3, base: served at {base_url}" in lines
         reason = f"status 1 (log {runs}/logs/broken.log): ValueError: no \\x1b[31m memory for the cache"

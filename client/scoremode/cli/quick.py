@@ -1,0 +1,130 @@
+"""`ppl-client quick`: an original and its quantizations, from checkpoints to a verdict, by a plan made of options."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scoremode._texts import model_name
+from scoremode.cli import sweep
+from scoremode.cli.options import COUNT, QUIET, Command, Group, Option, UsageError
+from scoremode.errors import extra
+from scoremode.runs.presets import PRESETS
+from scoremode.wire.protocol import LANES
+
+_PRESET = "llama.cpp"
+_GGUF = ".gguf"
+
+
+def check(options: argparse.Namespace) -> None:
+    if options.messages and options.preset:
+        raise UsageError("--preset does not work with --messages: each turn is a window")
+    if options.max_windows and options.messages:
+        raise UsageError("--max-windows does not work with --messages, which has no preset")
+    if options.write_card is not None and options.write_card.suffix != ".md":
+        raise UsageError(f"--write-card: {options.write_card} must end in .md")
+    for path in filter(None, (options.html, options.write_card)):
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"{path.parent} is not a folder, so {path.name} cannot be written there")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Sweep the models and print the verdict on each; returns 1 if a model failed."""
+    with extra("report"):
+        from scoremode.sweep import SweepPlan
+
+        return sweep.measure(SweepPlan.model_validate(plan(options)), Path(), options, with_verdicts=True)
+
+
+def plan(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a plan that is equal to these options."""
+    files = [model for model in options.models if model.endswith(_GGUF)]
+    models = [model for model in options.models if model not in files]
+    preset = options.preset or (None if options.messages else _PRESET)
+    windows = {"preset": preset, "max_windows": options.max_windows, "context_length": options.context_length}
+    report = options.output / "report.html" if options.html is None else options.html
+    card = None if options.write_card is None else str(options.write_card.absolute())
+    return {
+        "output": str(options.output),
+        "text": {"dataset": options.dataset, "messages": options.messages, "by": options.by},
+        "windows": {name: value for name, value in windows.items() if value is not None},
+        "models": [
+            {"name": name, "model": model}
+            for name, model in zip(_names([options.original, *models]), [options.original, *models], strict=True)
+        ],
+        "serve": options.serve,
+        "lane": options.lane,
+        "floor": True,
+        "gguf": {"llama_perplexity": options.llama_perplexity, "files": files} if files else None,
+        "compare": {"html": str(report.absolute()), "plots": None, "card": card},
+    }
+
+
+def _names(models: Sequence[str]) -> list[str]:
+    """The last parts of paths and hub names, as many of them as tell the models apart."""
+    names = [model_name(model).rpartition("/")[2] for model in models]
+    return [
+        name if names.count(name) == 1 else model.strip("./~").replace("/", "-")
+        for name, model in zip(names, models, strict=True)
+    ]
+
+
+COMMAND = Command(
+    "quick",
+    "Serve an original and its quantizations one after another, measure them on one text, and compare them: tables, a "
+    "report, a card, and a verdict on each. The same command again resumes. Words after -- are flags of `scoremode "
+    "serve` for every model. `ppl-client sweep` does it by a file.",
+    [
+        Group(
+            "models",
+            [
+                Option("original ORIGINAL", "a checkpoint's folder, or its name on the hub"),
+                Option("models QUANT", "likewise; or a GGUF file, which llama.cpp measures", nargs="+"),
+                Option(
+                    "--llama-perplexity PROGRAM",
+                    "llama.cpp's program for GGUF files; default: %(default)s",
+                    default="llama-perplexity",
+                ),
+            ],
+        ),
+        Group(
+            "text",
+            [
+                Option("--dataset NAME|PATH", "as for ppl-client; default: %(default)s", default="wikitext"),
+                Option("--messages COLUMN", "column of the dataset with conversations"),
+                Option("--by COLUMN", "column with a label of each row, with --messages"),
+                Option(
+                    "--preset",
+                    f"whose windows and figures; default: {_PRESET}, none with --messages",
+                    choices=PRESETS,
+                ),
+                Option("--context-length N", "default: the preset's", type=COUNT),
+                Option("--max-windows N", "the first N windows only, which no figure is comparable with", type=COUNT),
+                Option("--lane LANE", "default: %(default)s", choices=(*LANES, "both"), default="prefill"),
+            ],
+        ),
+        Group(
+            "output",
+            [
+                Option(
+                    "--output DIR",
+                    "folder for runs, logs and the reference; default: %(default)s",
+                    type=Path,
+                    default=Path("scoremode-quick"),
+                ),
+                Option("--html FILE", "the report; default: report.html in the folder", type=Path),
+                Option(
+                    "--write-card FILE.md", "write the card too, as `ppl-client compare --write-card` does", type=Path
+                ),
+                Option("--api-key KEY", "of all servers", default=None),
+                QUIET,
+            ],
+        ),
+    ],
+    run,
+    check,
+    success="every model was measured",
+    rest="serve",
+    if_interrupted=", servers are stopped: the same command resumes it",
+    example="ppl-client quick Qwen/Qwen3-8B ./Qwen3-8B-W4A16 --write-card README.md -- --max-model-len 4096",
+)

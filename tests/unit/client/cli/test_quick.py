@@ -1,0 +1,52 @@
+"""`ppl-client quick`: the plan that its options stand for."""
+
+from pathlib import Path
+
+import pytest
+
+from scoremode.cli.main import parse
+from scoremode.cli.quick import plan
+from scoremode.sweep import SweepPlan
+
+
+def plan_of(*words: str) -> SweepPlan:
+    return SweepPlan.model_validate(plan(parse(["quick", *words])[1]))
+
+
+def test_options_are_a_plan(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    read = plan_of(
+        *("org/original", "./copies/int8", "q4.gguf", "--lane", "both", "--max-windows", "3"),
+        *("--write-card", "README.md", "--", "--dtype", "float32"),
+    )
+    assert [(entry.name, entry.model) for entry in read.models] == [
+        *[("original", "org/original"), ("int8", "./copies/int8")]
+    ]
+    assert (read.serve, read.lanes, read.floor) == (["--dtype", "float32"], ("prefill", "decode"), True)
+    assert (read.windows.preset, read.windows.max_windows, read.text.dataset) == ("llama.cpp", 3, "wikitext")
+    assert (read.gguf.files, Path(read.compare.card)) == (["q4.gguf"], tmp_path / "README.md")
+    assert Path(read.compare.html) == tmp_path / "scoremode-quick" / "report.html"
+
+
+def test_folders_of_one_name_are_told_apart():
+    assert [entry.name for entry in plan_of("a/model", "b/model").models] == ["a-model", "b-model"]
+
+
+def test_conversations_have_no_preset():
+    read = plan_of("a", "b", "--dataset", "chats.jsonl", "--messages", "messages", "--by", "language")
+    assert (read.windows.preset, read.text.messages, read.text.by) == (None, "messages", "language")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a"], "the following arguments are required: QUANT"),
+        (["a", "b", "--messages", "m", "--preset", "hf"], "--preset does not work with --messages"),
+        (["a", "b", "--write-card", "x.txt"], "must end in .md"),
+        (["a", "b", "--html", "missing/x.html"], "missing is not a folder"),
+    ],
+)
+def test_contradictions_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        parse(["quick", *words])
+    assert message in capsys.readouterr().err
