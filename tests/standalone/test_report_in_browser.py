@@ -115,7 +115,7 @@ def test_the_table_sorts_by_a_column(shown, runs):
     """What is infinite is the largest, and what is not known is last in both orders."""
     infinite = replace(runs[1], nlls=np.where(np.arange(NUM_TOKENS) == 10, np.inf, runs[1].nlls))
     with shown([runs[0], infinite, runs[2]]) as page:
-        rows, headers = page.locator("#runs ~ .scrolls tbody th"), page.locator("#runs ~ .scrolls thead th")
+        rows, headers = page.locator(".sortable tbody th"), page.locator(".sortable thead th")
         perplexity, labels = headers.filter(has_text="perplexity"), [run.label for run in runs]
         by_nll = [labels[place] for place in (0, 2, 1)]
         for order, expected in (("ascending", by_nll), ("descending", by_nll[::-1])):
@@ -173,14 +173,15 @@ def test_pointer_and_keyboard_show_the_figures_of_every_token(page, runs):
 def test_any_text_is_shown_in_its_own_way(shown, runs):
     """Arabic from the right, what has no text as its id, and markup as text."""
     ids = np.full(NUM_TOKENS, 3, np.int32)
-    ids[3:6] = 400, 5, 2
-    texts = {**runs[0].token_texts, 3: ARABIC, 5: "one \n\ntwo", 2: HOSTILE}
+    ids[3:7] = 400, 5, 2, 6
+    texts = {**runs[0].token_texts, 3: ARABIC, 5: "one \n\ntwo", 2: HOSTILE, 6: "a" + 7 * "\n"}
     with shown([replace(run, token_ids=ids, token_texts=texts) for run in runs]) as page:
         first, second, third = (token_at(page, position).bounding_box()["x"] for position in range(3))
         assert first > second > third
         assert token_at(page, 0).inner_text().strip() == ARABIC.strip(), "each word stays whole"
         assert token_at(page, 3).inner_text() == "⟨400⟩"
         assert token_at(page, 4).text_content() == "one \n\ntwo"
+        assert token_at(page, 6).text_content() == "a\u00d77\n"
         token_at(page, 5).hover()
         assert [token_at(page, 5).inner_text(), page.locator("#token .shown").inner_text()] == [HOSTILE] * 2
         assert page.locator("script").count() == 2
@@ -226,6 +227,7 @@ def test_a_search_lists_places_and_leads_to_them(page, runs):
     count = whole.count(query.lower())
     page.fill("#search", query)
     expect(page.locator("#top-heading")).to_have_text(f"“{query}”: {count:,} places")
+    expect(page.locator("#hits")).to_have_text(f"{count:,}")
     starts = np.cumsum([0, *map(len, texts)])
     first = int(np.searchsorted(starts, whole.index(query.lower()), side="right")) - 1
     page.locator("#top button").first.click()

@@ -5,15 +5,25 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from scoremode._texts import printable
 from scoremode.cli.options import MORE_THAN_0, Command, Group, Option, UsageError, at_least, value
 from scoremode.errors import RunError, extra
 
 MIN_RESAMPLES = 100
+
+
+def _name_and_bits(text: str) -> tuple[str, float]:
+    name, _, bits = text.rpartition("=")
+    return name, float(bits)
+
+
 _NAMED = value(lambda text: text.partition("=")[::2], all, "NAME=FILE")
 _NAMES = partial(str.split, sep=",")
-_OF_RUNS = ("card", "html", "plots", "write_card", "base", "fail_if", "max_kld", "max_ppl_increase")
+_OF_RUNS = ("card", "html", "plots", "write_card", "base", "fail_if", "max_kld", "max_ppl_increase", "bits")
+_SIZES: dict[str, Literal["gib", "bits_per_weight"]] = {"gib": "gib", "bpw": "bits_per_weight"}
+_BITS = value(_name_and_bits, lambda pair: pair[0] and pair[1] > 0, "NAME=BITS")
 LIMIT_EXCEEDED = 3
 """The exit status."""
 
@@ -62,12 +72,14 @@ def _compare(options: argparse.Namespace) -> int:
     from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_text
     from scoremode.comparison.card import write_card
     from scoremode.comparison.limits import exceeded
+    from scoremode.comparison.run_file import with_bits
 
     comparison, tasks, lines = None, None, list[str]()
     limits = (options.fail_if, options.max_kld, options.max_ppl_increase)
-    runs = load_runs(options.runs, options.labels)
+    runs = with_bits(load_runs(options.runs, options.labels), dict(options.bits))
     if runs:
-        comparison = compare(runs, base=options.base, num_resamples=options.resamples, seed=options.seed)
+        settings = {"num_resamples": options.resamples, "seed": options.seed}
+        comparison = compare(runs, base=options.base, size=_SIZES[options.x], **settings)
         comparison = with_logs(comparison, options.llama_cpp, options.qbench)
         if any(each is not None for each in limits):
             lines = exceeded(comparison, *limits)
@@ -205,6 +217,20 @@ COMMAND = Command(
             [
                 Option("--html FILE", "write a report, one file that loads nothing", type=Path),
                 Option("--plots DIR", "write the plots as SVG and PNG", type=Path),
+                Option(
+                    "--x SIZE",
+                    "what plots are drawn against: gib, of weight files, or bpw, bits per weight; default: %(default)s",
+                    choices=tuple(_SIZES),
+                    default="gib",
+                ),
+                Option(
+                    "--bits NAME=BITS",
+                    "bits per weight that a run of this name would have, whose files hold simulated quantization: "
+                    "otherwise it is left out of plots against size; several times",
+                    type=_BITS,
+                    action="append",
+                    default=[],
+                ),
                 Option(
                     "--write-card FILE.md",
                     "write the card into a file between the marks <!-- scoremode --> and <!-- /scoremode -->, or at "

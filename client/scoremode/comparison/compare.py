@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from scoremode.comparison.base import with_base_first
 from scoremode.comparison.bootstrap import Resamples, resample
-from scoremode.comparison.figures import Figure, PairFigures, RunComparison, RunFigures, Verdict
+from scoremode.comparison.figures import Figure, PairFigures, RunComparison, RunFigures, Size, Verdict
 from scoremode.comparison.groups import Group, first_known, groups_of
 from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
@@ -25,7 +25,12 @@ DEFAULT_NUM_RESAMPLES = 4000
 
 
 def compare(
-    runs: Sequence[RunFile], *, base: str | None = None, num_resamples: int = DEFAULT_NUM_RESAMPLES, seed: int = 0
+    runs: Sequence[RunFile],
+    *,
+    base: str | None = None,
+    size: Size = "gib",
+    num_resamples: int = DEFAULT_NUM_RESAMPLES,
+    seed: int = 0,
 ) -> RunComparison:
     """Compare runs on the same tokens, each with each.
 
@@ -33,6 +38,7 @@ def compare(
         runs: At least one, of one text, tokenizer, method and windows, each with a label of its own.
         base: Label of the run that the others are compared with. By default a run of the reference's own model; else
             the reference, if all runs have the same one; else the first run.
+        size: What plots are drawn against, where it is known.
         num_resamples: Of the text, for the intervals.
         seed: Of the resamples; the same seed gives the same intervals.
 
@@ -74,6 +80,7 @@ def compare(
             groups=group_figures,
             warnings=warnings,
             chosen_base=base,
+            size=size,
         )
 
 

@@ -18,6 +18,7 @@ from scoremode.wire.references import CorpusInfo
 
 Verdict = Literal["better", "worse", "no difference shown"]
 OPPOSITE: dict[Verdict, Verdict] = {"better": "worse", "worse": "better", "no difference shown": "no difference shown"}
+Size = Literal["gib", "bits_per_weight"]
 NEGLIGIBLE_KLD = 1e-9
 """Nats, in the mean: below what float32 logits can show, so it is shown as 0."""
 NOT_KNOWN = "-"
@@ -69,12 +70,12 @@ class Metric:
 METRICS = {
     metric.name: metric
     for metric in (
+        Metric("kld", "mean KLD, nats", "mean KL", 6),
+        Metric("ppl_ratio", "over that of {base}", "PPL ratio", 4),
+        Metric("perplexity", "perplexity", "perplexity", 4),
         Metric("gib", "GiB", "GiB", 3, of_run=True),
         Metric("bits_per_weight", "bits per weight", "bits per weight", 2, of_run=True),
-        Metric("perplexity", "perplexity", "perplexity", 4),
-        Metric("ppl_ratio", "over that of {base}", "PPL ratio", 4),
         Metric("bits_per_byte", "bits per byte", "bits per byte", 4),
-        Metric("kld", "mean KLD, nats", "mean KL", 6),
         Metric("kld_median", "median KLD", "median KL", 6),
         Metric("kld_p95", "95 %", "", 4),
         Metric("kld_p99", "99 %", "99% KL", 4),
@@ -87,7 +88,7 @@ METRICS = {
         Metric("tokens_per_second", "tokens/s", "tokens/s", 0, of_run=True),
     )
 }
-"""In the order of the report's columns. docs/compare.md describes them."""
+"""In the order of the report's columns: those first that a phone shows. docs/compare.md describes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,8 @@ class RunComparison:
     """On the same text, without values of single tokens."""
     warnings: Sequence[str] = ()
     """On the choice of the base."""
+    size: Size = "gib"
+    """What plots and the table of the best at each size are drawn against, where it is known."""
     chosen_base: str | None = None
     """Label of the base, if it was chosen by name."""
 

@@ -21,7 +21,7 @@ class Group:
     """Some of a text's targets."""
 
     by: str
-    """What the text is divided by: `class`, `domain` or `tokens before`."""
+    """What the text is divided by: `class`, the column of `--by`, or `tokens before`."""
     name: str
     members: NDArray[np.bool_]
     """[n], whether a target belongs to it."""
@@ -42,6 +42,11 @@ def domains(runs: Sequence[RunFile]) -> tuple[Sequence[str], NDArray[np.int32]] 
     return next(((run.labels, run.window_labels) for run in runs if run.window_labels is not None), None)
 
 
+def name_of_domains(runs: Sequence[RunFile]) -> str:
+    """What domains are called: the column that they are from, where a run knows it."""
+    return next((run.corpus.by for run in runs if run.corpus is not None and run.corpus.by), "domain")
+
+
 def groups_of(runs: Sequence[RunFile]) -> list[Group]:
     """Groups by class, by domain and by context, each only where there are several; by context only where that is
     longer than the default context length."""
@@ -50,7 +55,7 @@ def groups_of(runs: Sequence[RunFile]) -> list[Group]:
     if classes is not None:
         groups += _several("class", dict(enumerate(TOKEN_CLASSES)), classes)
     if (window_domains := domains(runs)) is not None:
-        groups += _domain_groups(window_domains[0], np.repeat(window_domains[1], sizes))
+        groups += _domain_groups(name_of_domains(runs), window_domains[0], np.repeat(window_domains[1], sizes))
     before = tokens_before(runs)
     if before is not None and before.max() >= DEFAULT_CONTEXT_LENGTH:
         names = [f"{low:,} to {high - 1:,}" for low, high in pairwise(_CONTEXT_EDGES)]
@@ -69,11 +74,11 @@ def tokens_before(runs: Sequence[RunFile]) -> NDArray[np.int64] | None:
     return before
 
 
-def _domain_groups(names: Sequence[str], indices: NDArray[np.int32]) -> list[Group]:
+def _domain_groups(by: str, names: Sequence[str], indices: NDArray[np.int32]) -> list[Group]:
     counts = np.bincount(indices, minlength=len(names))
     rare = np.argsort(-counts, kind="stable")[MOST_DOMAINS:]
     others = {-1: f"{(counts[rare] > 0).sum()} others"}
-    return _several("domain", {**dict(enumerate(names)), **others}, np.where(np.isin(indices, rare), -1, indices))
+    return _several(by, {**dict(enumerate(names)), **others}, np.where(np.isin(indices, rare), -1, indices))
 
 
 def _several(by: str, names: Mapping[int, str], indices: NDArray[Any]) -> list[Group]:

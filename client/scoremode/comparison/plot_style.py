@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
+from textwrap import fill
 from typing import Any
 from xml.etree import ElementTree
 
@@ -32,6 +33,8 @@ MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 _TIP = "tip:"
 """Begins the ids of what has a tip, until those become titles."""
 _TIPS_OF_A_CURVE = 30
+_NOTE_WIDTH = 100
+"""Characters."""
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 
@@ -46,6 +49,8 @@ class Theme:
     grid: str
     runs: tuple[str, ...]
     """Okabe and Ito's hues in lightnesses that stand out from the paper: told apart with any kind of color vision."""
+    note: str = ""
+    """The line below a picture that says what was measured."""
 
     def run(self, index: int) -> str:
         """The color of the run with this place; colors repeat after the last, with other markers and dashes."""
@@ -76,6 +81,7 @@ def new_axes(theme: Theme, height: float = HEIGHT) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH, height), dpi=100, layout="constrained", facecolor=theme.paper)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor=theme.paper)
+    figure.supxlabel(fill(theme.note, _NOTE_WIDTH), fontsize=7, color=theme.quiet)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(theme.quiet)
@@ -94,11 +100,16 @@ def plain_log_axis(axes: Axes, which: str) -> None:
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = sorted(axis.get_view_interval())
     axis.set_major_formatter(FuncFormatter(_tick))
-    axis.set_minor_formatter(FuncFormatter(_tick) if high / max(low, 1e-300) < 30 else NullFormatter())
+    axis.set_minor_formatter(FuncFormatter(_minor_tick) if high / max(low, 1e-300) < 30 else NullFormatter())
 
 
 def _tick(value: float, _position: int | None = None) -> str:
     return f"{value:g}" if value >= 1e-4 else f"{value:.0e}".replace("e-0", "e-")
+
+
+def _minor_tick(value: float, _position: int | None = None) -> str:
+    """Of nine ticks two have numbers, which have room."""
+    return _tick(value) if f"{value:e}"[0] in "25" else ""
 
 
 def legend_label(name: str) -> str:

@@ -9,15 +9,20 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure as Drawing
 
-from scoremode.comparison import size_plots, token_plots
+from scoremode.comparison import size_plots, sizes, token_plots
 from scoremode.comparison.figures import NEGLIGIBLE_KLD, Figure, RunComparison, RunFigures
 from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg
 from scoremode.comparison.run_file import RunFile
+from scoremode.comparison.sizes import Point, is_simulated
 from scoremode.comparison.tables import measured_by
 from scoremode.kld import MOST_FLOORS
 
 MAX_LABEL = 40
 """Characters that a plot and its caption show of a run's name."""
+
+
+Drawable = tuple[str, str, str, Callable[[Theme], Drawing]]
+"""The first fields of a `Plot`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +35,16 @@ class Plot:
     caption: str
     """Only what is specific to this plot: `common_caption` has what applies to all plots."""
     drawn: Callable[[Theme], Drawing]
+    formats: Sequence[int]
+    """The color of each run: runs of one format share it."""
+    note: str
+    """What was measured, in a line of the picture."""
 
     def draw(self, theme: Theme) -> Drawing:
         """The picture, with names as they are: text between two `$` is not a formula."""
+        colors = tuple(theme.run(index) for index in self.formats)
         with matplotlib.rc_context({"text.parse_math": False}):
-            return self.drawn(theme)
+            return self.drawn(replace(theme, runs=colors, note=self.note))
 
 
 def plots(comparison: RunComparison) -> list[Plot]:
@@ -53,7 +63,20 @@ def plots(comparison: RunComparison) -> list[Plot]:
         _kld_by_confidence(comparison, diverging) if diverging else None,
         _running_difference(comparison),
     )
-    return [plot for plot in drawable if plot is not None]
+    formats = list(dict.fromkeys(figures.run.format for figures in runs))
+    return [
+        Plot(*plot, formats=[formats.index(figures.run.format) for figures in runs], note=_note(comparison))
+        for plot in drawable
+        if plot is not None
+    ]
+
+
+def _note(comparison: RunComparison) -> str:
+    run = comparison.base
+    corpus = ", ".join(comparison.corpus_names) or run.text_in_words
+    days = sorted({figures.run.finished[:10] for figures in comparison.runs if figures.run.finished})
+    method = f"{run.method}, context length {run.context_length:,}"
+    return "; ".join(filter(None, (run.model, corpus, method, f"{run.num_scored:,} tokens", *days[-1:])))
 
 
 def write_plots(comparison: RunComparison, folder: str | Path) -> list[Path]:
@@ -85,43 +108,43 @@ def short_labels(labels: Sequence[str]) -> list[str]:
     ]
 
 
-def _perplexity(comparison: RunComparison) -> Plot | None:
-    size, points = size_plots.points(comparison, [figures.perplexity for figures in comparison.runs])
+def _perplexity(comparison: RunComparison) -> Drawable | None:
+    size, points = sizes.points(comparison, [figures.perplexity for figures in comparison.runs])
     if not points:
         return None
-    return Plot(
+    return (
         "perplexity",
         f"Perplexity against {size or 'runs'}",
-        f"Perplexity{_front(size, points)}. {_not_drawn(comparison.runs, points)}".rstrip(),
+        f"Perplexity{_front(size, points)}. {_not_drawn(comparison, comparison.runs, points)}".rstrip(),
         lambda theme: size_plots.draw(points, size, "perplexity", None, theme),
     )
 
 
-def _perplexity_ratio(comparison: RunComparison) -> Plot:
+def _perplexity_ratio(comparison: RunComparison) -> Drawable:
     """Paired by token: difficulty that the text has for all runs alike cancels, and does not widen the intervals."""
     # Pairs with the base come first, in the order of the runs.
     pairs = comparison.pairs[: len(comparison.runs) - 1]
     ratios = [Figure(0, None, None, None), *(pair.ln_ppl_ratio for pair in pairs)]
     base = comparison.base.label
-    size, points = size_plots.points(comparison, ratios)
-    return Plot(
+    size, points = sizes.points(comparison, ratios)
+    return (
         "perplexity-ratio",
         f"Logarithm of the perplexity over that of {base}, against {size or 'runs'}",
         f"ln(perplexity / perplexity of {base}), paired token by token,{_front(size, points)}. At 0 a run is as good "
-        f"as {base}, and 0.01 is 1 % more. {_not_drawn(comparison.runs, points)}".rstrip(),
+        f"as {base}, and 0.01 is 1 % more. {_not_drawn(comparison, comparison.runs, points)}".rstrip(),
         lambda theme: size_plots.draw(points, size, "ln(perplexity / the base's)", None, theme),
     )
 
 
-def _mean_kld(comparison: RunComparison) -> Plot | None:
+def _mean_kld(comparison: RunComparison) -> Drawable | None:
     diverging = [figures.kld if _has_divergence(figures.run) else None for figures in comparison.runs]
-    size, points = size_plots.points(comparison, diverging)
+    size, points = sizes.points(comparison, diverging)
     if not points:
         return None
     floor = _drawn_floor(comparison)
     references = (figures.run.reference for figures in comparison.runs)
     names = dict.fromkeys(reference.name for reference in references if reference is not None)
-    return Plot(
+    return (
         "kl-divergence",
         f"Mean KL divergence against {size or 'runs'}",
         f"Mean KL divergence from the reference ({', '.join(names)}){_front(size, points)}. "
@@ -130,11 +153,11 @@ def _mean_kld(comparison: RunComparison) -> Plot | None:
     )
 
 
-def _kld_distribution(comparison: RunComparison, runs: token_plots.Numbered) -> Plot:
+def _kld_distribution(comparison: RunComparison, runs: token_plots.Numbered) -> Drawable:
     floor = _drawn_floor(comparison)
     infinite = sum(int(np.isinf(run.kld).sum()) for _, run in runs if run.kld is not None)
     unbounded = f" {infinite:,} infinite values lie beyond the right edge." if infinite else ""
-    return Plot(
+    return (
         "kl-divergence-distribution",
         "Share of tokens by KL divergence",
         f"Share of tokens whose KL divergence from the reference is larger.{unbounded} "
@@ -143,8 +166,8 @@ def _kld_distribution(comparison: RunComparison, runs: token_plots.Numbered) -> 
     )
 
 
-def _kld_by_confidence(comparison: RunComparison, runs: token_plots.Numbered) -> Plot:
-    return Plot(
+def _kld_by_confidence(comparison: RunComparison, runs: token_plots.Numbered) -> Drawable:
+    return (
         "kl-divergence-by-confidence",
         "Mean KL divergence by the reference's confidence",
         "Mean KL divergence of the tokens, grouped by the probability that the reference gave its top token, the most "
@@ -154,12 +177,12 @@ def _kld_by_confidence(comparison: RunComparison, runs: token_plots.Numbered) ->
     )
 
 
-def _running_difference(comparison: RunComparison) -> Plot | None:
+def _running_difference(comparison: RunComparison) -> Drawable | None:
     base = comparison.base
     runs = [(index, figures.run) for index, figures in enumerate(comparison.runs) if index]
     if not runs or not all(np.isfinite(run.nlls).all() for run in [base, *(run for _, run in runs)]):
         return None
-    return Plot(
+    return (
         "running-difference",
         "Running difference of NLL along the text",
         f"Mean NLL less that of {base.label}, over the text up to a token. A difference that is one of the models and "
@@ -186,24 +209,35 @@ def _has_divergence(run: RunFile) -> bool:
     return run.kld is not None and float(run.kld.sum(where=np.isfinite(run.kld))) >= NEGLIGIBLE_KLD * len(run.kld)
 
 
-def _without_place(comparison: RunComparison, drawn: Sequence[RunFile | size_plots.Point]) -> str:
+def _without_place(comparison: RunComparison, drawn: Sequence[RunFile | Point]) -> str:
     """The runs that a plot of KL divergences leaves out."""
     runs = [figures for figures in comparison.runs if figures.run.kld is not None]
-    return _not_drawn(runs, drawn, "a log axis has no place for 0 or infinity")
+    return _not_drawn(comparison, runs, drawn, "a log axis has no place for 0 or infinity")
 
 
 def _not_drawn(
-    runs: Sequence[RunFigures], drawn: Sequence[RunFile | size_plots.Point], reason: str = "it is infinite"
+    comparison: RunComparison,
+    runs: Sequence[RunFigures],
+    drawn: Sequence[RunFile | Point],
+    reason: str = "it is infinite",
 ) -> str:
-    labels = {each.label for each in drawn}
-    left_out = [figures.run.label for figures in runs if figures.run.label not in labels]
-    return f"Not drawn, because {reason}: {', '.join(left_out)}. " if left_out else ""
+    labels, against_size = {each.label for each in drawn}, any(isinstance(each, Point) for each in drawn)
+    reasons: dict[str, list[str]] = {}
+    for run in (figures.run for figures in runs if figures.run.label not in labels):
+        if against_size and is_simulated(run, comparison.base):
+            why = "its files do not say what it would take (--bits does)"
+        elif against_size and run.is_reference and run.gib is None:
+            why = "the reference does not say its model's size"
+        else:
+            why = reason
+        reasons.setdefault(why, []).append(run.label)
+    return "".join(f"Not drawn, because {why}: {', '.join(names)}. " for why, names in reasons.items())
 
 
-def _front(size: str | None, points: Sequence[size_plots.Point]) -> str:
+def _front(size: str | None, points: Sequence[Point]) -> str:
     if size is None:
         return " of each run"
-    if len(points) < size_plots.MIN_FRONT:
+    if len(points) < sizes.MIN_FRONT:
         return f" against {size}"
     return f" against {size}; no run is at once smaller and better than one on the Pareto front"
 

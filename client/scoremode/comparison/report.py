@@ -21,7 +21,7 @@ from scoremode.comparison.report_data import script_json, text_data
 from scoremode.comparison.report_tables import effect_cells, pair_matrices, run_table
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import computed_differently, in_words, summary
-from scoremode.comparison.tables import Column, group_notes, group_tables
+from scoremode.comparison.tables import Column, best_at_each_size, group_notes, group_tables
 from scoremode.runs.report import weights_in_words
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -80,6 +80,7 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "sentences": [sentence for sentence in summary(comparison) if sentence not in warnings],
         "columns": columns,
         "rows": rows,
+        "best": best_at_each_size(comparison),
         "card": card(comparison),
         "effects": effect_cells(comparison),
         "warnings": warnings,

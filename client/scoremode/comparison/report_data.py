@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode.comparison.groups import domains, first_known
+from scoremode.comparison.groups import domains, first_known, name_of_domains
 from scoremode.comparison.run_file import RunFile
 from scoremode.results import NUM_TOP, TopTokens
 from scoremode.windows import EXHAUSTIVE_METHODS, TOKEN_CLASSES
@@ -118,6 +118,7 @@ def _data(
         "classes": None if classes is None else pack_integers(classes[positions]),
         "class_names": TOKEN_CLASSES,
         "domain_names": [*domain_names],
+        "domains": name_of_domains(runs),
         "has_gaps": runs[0].method not in EXHAUSTIVE_METHODS,
         "num_kept": int(positions.sum()),
         "tokens": pack_integers(np.searchsorted(vocabulary, runs[0].token_ids[positions])),

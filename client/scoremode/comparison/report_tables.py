@@ -109,7 +109,7 @@ def _pair_cells(
         shown, mark = with_errors(figure, sign=sign), _mark(run_verdict)
         said = f"{run} is {run_verdict} than {other}" if mark else f"No difference is shown between {run} and {other}"
         tip = f"{said} by {by}: {' '.join((f'{shown.text} {unit}', *shown.errors))}"
-        cells[run, other] = Cell(shown.text, shown.value, mark=mark, tip=tip)
+        cells[run, other] = Cell(shown.text, shown.value, shown.errors[1:], mark=mark, tip=tip)
     return cells
 
 

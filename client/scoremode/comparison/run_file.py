@@ -118,6 +118,8 @@ class RunFile(_Record):
     """[windows], index into `labels`; None for a run without `--by`."""
     classes: NDArray[np.uint8] | None = None
     """[n], index into `TOKEN_CLASSES`; None where the text is not of conversations."""
+    simulated_bits: float | None = None
+    """Bits per weight that a quantization would have whose files hold rounded weights of the original's dtype."""
     is_reference: bool = False
     """Whether this is the reference of the other runs, which has no file: see `base.run_of_reference`."""
 
@@ -156,18 +158,31 @@ class RunFile(_Record):
     @property
     def gib(self) -> float | None:
         """Size of the weight files in GiB; None where the server did not say."""
-        return None if self.server.weight_bytes is None else self.server.weight_bytes / 2**30
+        size, number = self.server.weight_bytes, self.server.num_parameters
+        if self.simulated_bits is not None:
+            size = None if number is None else round(self.simulated_bits * number / 8)
+        return None if size is None else size / 2**30
 
     @property
     def bits_per_weight(self) -> float | None:
         """Bits of the weight files for each parameter; None where the server did not say."""
         size, number = self.server.weight_bytes, self.server.num_parameters
+        if self.simulated_bits is not None:
+            return self.simulated_bits
         return None if size is None or not number else 8 * size / number
+
+    @property
+    def format(self) -> tuple[str | None, int | None]:
+        """What runs of one color in plots share: the quantization, and about how many bits it has per weight."""
+        bits = self.bits_per_weight
+        return self.server.quantization, None if bits is None else int(bits)
 
     @property
     def weights(self) -> str:
         """Quantization and dtype, in words, and the lane where it is another than usual."""
         weights = weights_in_words(self.server)
+        if self.simulated_bits is not None:
+            weights += f", simulating {self.simulated_bits:g} bits"
         if self.lane == "prefill":
             return weights
         batch = "" if self.mean_batch is None else f", {self.mean_batch:.1f} sequences in a step"
@@ -336,6 +351,15 @@ def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) 
     if len(labels) != len(runs):
         raise RunError(f"{len(labels)} labels for {len(runs)} runs")
     return [replace(run, label=printable(label)) for run, label in zip(runs, labels, strict=True)]
+
+
+def with_bits(runs: Sequence[RunFile], bits: Mapping[str, float]) -> list[RunFile]:
+    """Say how many bits per weight the simulated quantizations of these labels would have. RunError if a label is
+    none of a run's."""
+    labels = [run.label for run in runs]
+    if unknown := [label for label in bits if label not in labels]:
+        raise RunError(f"--bits: no run is called {unknown[0]!r}; there are: {', '.join(labels)}")
+    return [replace(run, simulated_bits=bits.get(run.label)) for run in runs]
 
 
 def _labels(runs: Sequence[RunFile]) -> list[str]:

@@ -1,8 +1,6 @@
 """Perplexity and mean KL divergence against what a model takes: which of the runs is worth its size."""
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from matplotlib.axes import Axes
@@ -10,7 +8,6 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import LogLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from scoremode.comparison.figures import Figure, RunComparison
 from scoremode.comparison.plot_style import (
     HEIGHT,
     Theme,
@@ -22,46 +19,11 @@ from scoremode.comparison.plot_style import (
     plain_log_axis,
     put_label,
 )
+from scoremode.comparison.sizes import MIN_FRONT, Point, pareto_front
 
-MIN_FRONT = 3
-"""Runs; fewer need no line to be told apart."""
 _LOG_RATIO = 8.0
 """Values that lie farther apart than this share a log axis."""
 _LOG_SIZE_RATIO = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A run in a plot."""
-
-    index: int
-    """Its place in the comparison, which decides its color and marker."""
-    label: str
-    size: float
-    """0 where it is not known."""
-    value: float
-    low: float
-    high: float
-
-
-def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple[str | None, list[Point]]:
-    """The name of the size axis, None where a run's size is missing; and the runs whose figure is finite. An end that
-    is not known or infinite is the value itself. A reference of unknown size is left out where the runs' are known."""
-    runs = [each.run for each in comparison.runs]
-    axis: str | None = None
-    sizes: list[float | None] = [0.0] * len(runs)
-    for name, run_sizes in (
-        ("weight files (GiB)", [run.gib for run in runs]),
-        ("bits per weight", [run.bits_per_weight for run in runs]),
-    ):
-        if all(size is not None or run.is_reference for run, size in zip(runs, run_sizes, strict=True)):
-            axis, sizes = name, run_sizes
-    drawn = []
-    for index, (run, size, figure) in enumerate(zip(runs, sizes, figures, strict=True)):
-        if figure is not None and size is not None and math.isfinite(figure.value):
-            ends = (figure.value if end is None or math.isinf(end) else end for end in (figure.low, figure.high))
-            drawn.append(Point(index, run.label, size, figure.value, *ends))
-    return axis, drawn
 
 
 def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float | None, theme: Theme) -> Drawing:
@@ -110,15 +72,6 @@ def _draw_front(axes: Axes, all_points: Sequence[Point], theme: Theme) -> list[t
         label="Pareto front",
     )
     return line
-
-
-def pareto_front(all_points: Sequence[Point]) -> list[Point]:
-    """Points that no other beats in size and value both, the smallest first."""
-    front: list[Point] = []
-    for point in sorted(all_points, key=lambda point: (point.size, point.value)):
-        if not front or point.value < front[-1].value:
-            front.append(point)
-    return front
 
 
 def _taken(
@@ -170,7 +123,7 @@ def _set_size_scale(axes: Axes, sizes: Sequence[float]) -> None:
     axes.set_xscale("log")
     axes.set_xlim(low / 1.25, high * 1.25)
     axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.5), numticks=100))
-    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_major_formatter("{x:.3g}")
     axes.xaxis.set_minor_locator(NullLocator())
 
 

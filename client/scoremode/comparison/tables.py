@@ -9,6 +9,7 @@ from scoremode._texts import printable
 from scoremode.comparison.bootstrap import MIN_UNITS
 from scoremode.comparison.figures import METRICS, Figure, RunComparison, RunFigures, cell_of
 from scoremode.comparison.run_file import RunFile
+from scoremode.comparison.sizes import MIN_FRONT, pareto_front, points
 from scoremode.comparison.summary import summary
 from scoremode.runs.presets import comparable_with
 
@@ -172,7 +173,8 @@ def _column(name: str, values: Iterable[Figure | float | None], base: str = "") 
 
 def _tables(comparison: RunComparison) -> list[list[list[Column]]]:
     """The sections of each table."""
-    return [_run_sections(comparison), _pair_sections(comparison), *group_tables(comparison)]
+    best = best_at_each_size(comparison)
+    return [_run_sections(comparison), _pair_sections(comparison), [best] if best else [], *group_tables(comparison)]
 
 
 def _run_sections(comparison: RunComparison) -> list[list[Column]]:
@@ -203,6 +205,20 @@ def _pair_sections(comparison: RunComparison) -> list[list[Column]]:
         verdicts = Column("by KLD", [pair.kld_verdict or "-" for pair in pairs], right=False)
         sections.append([*labels, differences, verdicts])
     return sections
+
+
+def best_at_each_size(comparison: RunComparison) -> list[Column]:
+    """The runs that no smaller one beats, by divergence where all have one, else by perplexity; none without sizes."""
+    name = "kld" if all(figures.kld is not None for figures in comparison.runs) else "perplexity"
+    axis, drawn = points(comparison, [getattr(figures, name) for figures in comparison.runs])
+    if axis is None or len(drawn) < MIN_FRONT:
+        return []
+    front = pareto_front(drawn)
+    return [
+        Column("best at each size", [point.label for point in front], right=False),
+        Column(axis, [f"{point.size:.2f}" for point in front]),
+        _column(name, [getattr(comparison.runs[point.index], name) for point in front]),
+    ]
 
 
 def group_tables(comparison: RunComparison) -> Iterator[list[list[Column]]]:

@@ -64,6 +64,8 @@ class Corpus:
     conversations: tuple[Conversation, ...] = ()
     """Instead of a text."""
     chat_template_kwargs: Mapping[str, Any] | None = None
+    by: str | None = None
+    """The column that the labels are from."""
     labels: tuple[str, ...] = ()
     """Of each conversation or document, such as its language; empty without `by`."""
 
@@ -158,7 +160,7 @@ def load_corpus(
         corpus, rows = _load_dataset(dataset, config, split, columns, optional, num_samples)
     # Only datasets have rows of several columns.
     labels = tuple(_label(values[by]) for _, values in rows) if by else ()
-    corpus = replace(corpus, num_rows=len(rows), labels=labels)
+    corpus = replace(corpus, num_rows=len(rows), by=by, labels=labels)
     if messages is not None:
         return _with_conversations(corpus, rows, messages, chat_template_kwargs)
     texts = [valid_text(values[column], f"{where}: column {column!r}") for where, values in rows]

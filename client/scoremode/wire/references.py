@@ -46,6 +46,8 @@ class CorpusInfo(BaseModel):
     """The tool by whose rules the text was joined and is cut into windows (`ppl-client --preset`)."""
     max_windows: PositiveInt | None = None
     """The number of its first windows that were measured, if not all."""
+    by: _Word | None = None
+    """The column that its labels are from (`ppl-client --by`)."""
 
     @property
     def in_words(self) -> str:

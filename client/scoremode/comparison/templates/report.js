@@ -6,6 +6,8 @@ const DIFFERENCE_STEPS = [-1, -0.3, -0.1, -0.03, 0.03, 0.1, 0.3, 1];
 const SHARES = [0.2, 0.4, 0.6, 0.75, 0.87, 0.94, 0.98, 0.995];
 const DIFFERENCE_SHARES = [0.5, 0.8, 0.95, 0.99];
 const MOST_SORTED = 50_000;
+// Line breaks in a row that are drawn one by one are fewer.
+const MOST_BREAKS = 3;
 const TOKENS_AT_ONCE = 6000;
 const MOST_CELLS = 240;
 const NUM_TOP = 50;
@@ -321,9 +323,15 @@ function makeTokens(passage) {
   box.setAttribute("aria-label", `Tokens of ${windowsOf(passage)}`);
   box.dir = "auto";
   for (let position = passage.start; position < passage.start + passage.size; position++) {
-    const [line, ...lines] = textOf(tokens[position]).split("\n");
-    const token = element("span", "", line);
-    for (const next of lines) token.append(element("i", "break"), `\n${next}`);
+    const token = element("span", "");
+    for (const part of textOf(tokens[position]).split(/(\n+)/)) {
+      // Many line breaks in a row are one with their number.
+      const breaks = part.startsWith("\n") && part.length < MOST_BREAKS ? [...part] : [part];
+      for (const each of breaks) {
+        if (each.startsWith("\n")) token.append(element("i", "break", each.length > 1 ? `×${each.length}` : ""), "\n");
+        else token.append(each);
+      }
+    }
     token.dataset.position = position;
     token.setAttribute("role", "option");
     token.tabIndex = position === passage.start ? 0 : -1;
@@ -602,6 +610,7 @@ function drawList() {
   const listed = query ? places.slice(0, NUM_TOP) : largest();
   const found = `“${byId("search").value}”: ${places.length.toLocaleString("en")} places`;
   const heading = query ? found : `Largest ${chosenName()}`;
+  byId("hits").textContent = query ? places.length.toLocaleString("en") : "";
   byId("top-heading").textContent = `${heading}${isCut ? " in the text kept here" : ""}`;
   byId("top").replaceChildren(...listed.map((position) => listItem(position, query !== "")));
 }
@@ -619,7 +628,7 @@ function listItem(position, isFound) {
     element("span", "amount", signed(value)),
     element("bdi", "before", textBetween(position - NUM_AROUND, position)),
     " ",
-    element("bdi", colourClass(value), lineText(tokens[position])),
+    element("bdi", colourClass(value), aloneText(tokens[position])),
     element("bdi", "before", isFound ? textBetween(position + 1, position + NUM_AROUND) : ""),
   );
   button.addEventListener("click", () => jumpTo(position));
@@ -705,6 +714,7 @@ function start() {
   }
   offerSeries();
   for (const name of ["measure", "first", "second"]) byId(name).addEventListener("change", choose);
+  byId("domain-name").textContent = data.domains;
   offerParts("domain", data.domain_names, passages.map((passage) => passage.domain ?? 0));
   const marked = offerParts("class", data.class_names, tokenClasses).filter((each) => each > 0);
   byId("marks").append(...marked.flatMap((each) => [" ", element("span", `class-${each}`, data.class_names[each])]));

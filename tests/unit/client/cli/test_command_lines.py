@@ -195,7 +195,7 @@ def test_the_output_has_the_settings_and_the_values_of_every_token(folder):
     assert record["settings"] == {**settings, "add_special_tokens": True, "server_side": False}
     checksum = hashlib.sha256(TEXT.encode()).hexdigest()
     source = f"the text {TEXT!r}"
-    unknown = dict.fromkeys(("config", "split", "preset", "max_windows"))
+    unknown = dict.fromkeys(("config", "split", "preset", "max_windows", "by"))
     assert record["corpus"] == {"name": "text", "source": source, "sha256": checksum, "num_rows": 1, **unknown}
     assert [record[f"num_{name}"] for name in ("tokens", "scored", "bytes", "words")] == [165, 140, 164, 31]
     assert record["nll_sum"] == pytest.approx(-sum(LOGPROBS))

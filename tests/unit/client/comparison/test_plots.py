@@ -8,11 +8,14 @@ import pytest
 from made_up_runs import MODELS, NOISE_FLOOR, NUM_PARAMETERS, write_runs
 from PIL import Image
 
-from scoremode.comparison import Figure, compare, load_runs, size_plots
-from scoremode.comparison.plot_style import DARK, LIGHT
+from scoremode.comparison import Figure, as_text, compare, load_runs, size_plots
+from scoremode.comparison.plot_style import DARK, LIGHT, as_svg
 from scoremode.comparison.plots import plots, short_labels, write_plots
-from scoremode.comparison.size_plots import Point
+from scoremode.comparison.run_file import with_bits
+from scoremode.comparison.sizes import Point
+from scoremode.comparison.tables import best_at_each_size
 from scoremode.comparison.token_plots import confidence_means, running_difference, survival
+from scoremode.errors import RunError
 
 NUM_TOKENS = 5000
 KLD, DISTRIBUTION, BY_CONFIDENCE = (f"kl-divergence{end}" for end in ("", "-distribution", "-by-confidence"))
@@ -67,14 +70,14 @@ def test_every_plot_is_written_for_both_schemes_with_a_caption(comparison, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("unknown", "axis", "places"),
+    ("size", "axis", "places"),
     [
-        ((), "bits per weight", [model.bits for model in MODELS]),
-        (("num_parameters",), "weight files (GiB)", [NUM_PARAMETERS * model.bits / 8 / 2**30 for model in MODELS]),
+        ("gib", "weight files (GiB)", [NUM_PARAMETERS * model.bits / 8 / 2**30 for model in MODELS]),
+        ("bits_per_weight", "bits per weight", [model.bits for model in MODELS]),
     ],
 )
-def test_perplexity_is_drawn_against_size(comparison, unknown, axis, places):
-    axes = drawn(without(comparison, *unknown), PERPLEXITY)[1]
+def test_perplexity_is_drawn_against_size(comparison, size, axis, places):
+    axes = drawn(replace(comparison, size=size), PERPLEXITY)[1]
     values = log_ratios(comparison)
     assert (axes.get_xlabel(), axes.get_ylabel()) == (axis, "ln(perplexity / the base's)")
     assert markers(axes) == [(pytest.approx(x, rel=1e-6), y) for x, y in zip(places, values, strict=True)]
@@ -198,3 +201,43 @@ def test_names_are_shortened_and_drawn_as_they_are(comparison):
     assert [name[:5] for name in names] == ["_a$b_"] * 5
     assert (len(set(names)), max(map(len, names))) == (5, 40)
     assert short_labels([f"{'b' * 30}{middle}{'b' * 30}" for middle in "xy"])[1].endswith(" (2)")
+
+
+def test_formats_have_colors_and_runs_have_markers(comparison):
+    """Both of 4 bits have one color."""
+    points = drawn(comparison, PERPLEXITY)[1].containers
+    colors, shapes = ([getattr(each[0], f"get_{name}")() for each in points] for name in ("color", "marker"))
+    gptq, awq = ([model.name for model in MODELS].index(name) for name in ("GPTQ-4bit-128g", "AWQ-4bit"))
+    assert colors[gptq] == colors[awq]
+    assert (len(set(colors)), len(set(shapes))) == (5, 6)
+
+
+def test_a_picture_says_what_was_measured(comparison):
+    for plot in plots(comparison):
+        words = as_svg(plot.draw(DARK), text_as_paths=False)
+        assert f"{NUM_TOKENS:,} tokens" in words
+        assert "sliding, context length 2,048" in words
+
+
+def test_a_simulated_quantization_is_drawn_where_it_says_its_bits(comparison):
+    """The files of one are as large as the original's."""
+    original = comparison.base.server
+    of_rounded = {"fingerprint": "of rounded weights", "quantization": None, "weight_bytes": original.weight_bytes}
+    runs = [figures.run for figures in comparison.runs]
+    runs[5] = replace(runs[5], server=original.model_copy(update=of_rounded))
+    unknown = compare(runs, num_resamples=50)
+    assert len(markers(drawn(unknown, KLD)[1])) == 5
+    [plot] = [plot for plot in plots(unknown) if plot.name == KLD]
+    assert "because its files do not say what it would take (--bits does): RTN-3bit." in plot.caption
+    known = compare(with_bits(runs, {"RTN-3bit": 3.5}), num_resamples=50)
+    assert markers(drawn(known, KLD)[1])[5][0] == pytest.approx(NUM_PARAMETERS * 3.5 / 8 / 2**30)
+    assert "simulating 3.5 bits" in as_text(known)
+    with pytest.raises(RunError, match="--bits: no run is called 'RTN'; there are: BF16, "):
+        with_bits(runs, {"RTN": 3.5})
+
+
+def test_the_best_at_each_size_are_those_that_no_smaller_one_beats(comparison):
+    labels, sizes, klds = best_at_each_size(comparison)
+    assert labels.cells == ["RTN-3bit", "AWQ-4bit", "Q6_K", "W8A8-INT8", "BF16"], "not GPTQ, larger and worse than AWQ"
+    assert [float(size) for size in sizes.cells] == sorted(float(size) for size in sizes.cells)
+    assert klds.cells[1].startswith(f"{comparison.runs[4].kld.value:.6f} ± ")

@@ -1,0 +1,69 @@
+"""Runs against what their weights take: in GiB, or in bits per weight."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scoremode.comparison.figures import Figure, RunComparison, Size
+from scoremode.comparison.run_file import RunFile
+
+MIN_FRONT = 3
+"""Runs; fewer are told apart without a line or a table of the best."""
+_AXES: dict[Size, str] = {"gib": "weight files (GiB)", "bits_per_weight": "bits per weight"}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A run in a plot."""
+
+    index: int
+    """Its place in the comparison, which decides its color and marker."""
+    label: str
+    size: float
+    """0 where it is not known."""
+    value: float
+    low: float
+    high: float
+
+
+def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple[str | None, list[Point]]:
+    """The name of the size axis, None where a run's size is missing; and the runs whose figure is finite. An end that
+    is not known or infinite is the value itself. Left out are references of unknown size where the runs' are known, and
+    simulated quantizations, whose files have another size than what they simulate."""
+    runs = [each.run for each in comparison.runs]
+    axis: str | None = None
+    sizes: list[float | None] = [0.0] * len(runs)
+    # The preferred one last.
+    for name in sorted(_AXES, key=lambda name: name == comparison.size):
+        of_runs = [None if is_simulated(run, comparison.base) else getattr(run, name) for run in runs]
+        if all(
+            size is not None or run.is_reference or is_simulated(run, comparison.base)
+            for run, size in zip(runs, of_runs, strict=True)
+        ):
+            axis, sizes = _AXES[name], of_runs
+    drawn = []
+    for index, (run, size, figure) in enumerate(zip(runs, sizes, figures, strict=True)):
+        if figure is not None and size is not None and math.isfinite(figure.value):
+            ends = (figure.value if end is None or math.isinf(end) else end for end in (figure.low, figure.high))
+            drawn.append(Point(index, run.label, size, figure.value, *ends))
+    return axis, drawn
+
+
+def is_simulated(run: RunFile, base: RunFile) -> bool:
+    """Whether a run is of other weights of the base's dtype and size, so its files do not say what it would take."""
+    server, original = run.server, base.server
+    if run is base or run.simulated_bits is not None or server.fingerprint in (None, original.fingerprint):
+        return False
+    return server.quantization is None and (server.dtype, server.weight_bytes) == (
+        original.dtype,
+        original.weight_bytes,
+    )
+
+
+def pareto_front(all_points: Sequence[Point]) -> list[Point]:
+    """Points that no other beats in size and value both, the smallest first."""
+    front: list[Point] = []
+    for point in sorted(all_points, key=lambda point: (point.size, point.value)):
+        if not front or point.value < front[-1].value:
+            front.append(point)
+    return front
