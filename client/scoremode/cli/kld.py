@@ -99,7 +99,7 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Measur
 
 
 def _verdict(measurement: KldMeasurement) -> list[str]:
-    """What the model costs against the reference, in one line; none of the reference's own model."""
+    """One line on the cost of the model against the reference; none for the reference's own model."""
     try:
         with extra("report"):
             from scoremode.comparison import compare, verdict_line

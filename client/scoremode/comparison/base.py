@@ -1,4 +1,4 @@
-"""Which of the compared runs the others are compared with: a run of the original model, or the reference itself."""
+"""The run that others are compared with: one of the original model, or the reference itself."""
 
 from collections.abc import Sequence
 from dataclasses import replace

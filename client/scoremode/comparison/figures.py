@@ -206,7 +206,7 @@ class RunComparison:
 
     @property
     def base_pairs(self) -> dict[str, PairFigures]:
-        """Of each other run with the base, by its label."""
+        """The pairs with the base, by the label of the other run."""
         return {pair.second.label: pair for pair in self.pairs if pair.first is self.base}
 
     def values(self, metric: Metric) -> list[Figure | float | None]:

@@ -43,7 +43,7 @@ def domains(runs: Sequence[RunFile]) -> tuple[Sequence[str], NDArray[np.int32]] 
 
 
 def name_of_domains(runs: Sequence[RunFile]) -> str:
-    """What domains are called: the column that they are from, where a run knows it."""
+    """The column that domains are from; `domain` where no run knows it."""
     return next((run.corpus.by for run in runs if run.corpus is not None and run.corpus.by), "domain")
 
 

@@ -108,7 +108,7 @@ def _tick(value: float, _position: int | None = None) -> str:
 
 
 def _minor_tick(value: float, _position: int | None = None) -> str:
-    """Of nine ticks two have numbers, which have room."""
+    """Two of nine ticks have numbers: more would cover each other."""
     return _tick(value) if f"{value:e}"[0] in "25" else ""
 
 

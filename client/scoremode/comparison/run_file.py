@@ -173,7 +173,7 @@ class RunFile(_Record):
 
     @property
     def format(self) -> tuple[str | None, int | None]:
-        """What runs of one color in plots share: the quantization, and about how many bits it has per weight."""
+        """The quantization and its whole bits per weight: runs that share both have one color in plots."""
         bits = self.bits_per_weight
         return self.server.quantization, None if bits is None else int(bits)
 

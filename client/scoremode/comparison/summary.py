@@ -44,13 +44,13 @@ def summary(comparison: RunComparison) -> list[str]:
 
 
 def verdict_line(comparison: RunComparison, figures: RunFigures) -> str:
-    """What a run costs against the base, and the verdict on it, in one line."""
+    """One line on the cost of a run against the base, with the verdict."""
     verdict = comparison.base_pairs[figures.run.label].verdict
     return f"{figures.run.label}: {', '.join(effects(comparison, figures))}: {verdict}"
 
 
 def effects(comparison: RunComparison, figures: RunFigures) -> list[str]:
-    """What a run that is not the base adds to the perplexity, how far it diverges, and its size."""
+    """The cost of a run that is not the base: its change of perplexity, its divergence, and its size."""
     change = with_errors(figures.ppl_change, scale=100, sign="+")
     stderr, interval = (*change.errors, "", "")[:2]
     parts = [" ".join(filter(None, (change.text, stderr, "% PPL", interval)))]
