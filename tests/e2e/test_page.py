@@ -284,6 +284,15 @@ def impossible(result: dict[str, Any]) -> None:
         result["logprobs"][place] = LOWEST_LOGPROB
 
 
+def test_ranks_that_were_chosen_stay_when_a_second_server_is_added(page, server):
+    change_answers(page, SECOND, server, shifted(-0.25))
+    score(page, PROSE)
+    page.get_by_role("radio", name="rank").check()
+    score(page, PROSE, SECOND)
+    expect(page.get_by_role("radio", name="rank")).to_be_checked()
+    expect(page.get_by_role("radio", name="difference")).to_be_enabled()
+
+
 def test_figures_without_a_finite_value(page, server):
     change_answers(page, SECOND, server, impossible)
     score(page, PROSE, SECOND)

@@ -314,7 +314,8 @@ function offerSamples() {
 /** Whoever adds a second server wants to see the difference; without one there is none. */
 function offerDifference() {
   const isTyped = Boolean(at("second-url").value.trim());
-  if (isTyped || wanted === "difference") chooseMode(isTyped ? "difference" : "surprise");
+  // Ranks that were chosen stay.
+  if (wanted !== "rank") chooseMode(isTyped ? "difference" : "surprise");
   showStaleness();
 }
 
