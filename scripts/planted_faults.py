@@ -168,7 +168,7 @@ SERVER_FAULTS = {
 }
 
 ENGINE_FAULTS = {
-    "scoring/score_routes.py < test_chosen_tokens.py": [
+    "scoring/routes.py < test_chosen_tokens.py": [
         ("(rows.ranks == 1).all()", "(rows.ranks == 1).any()"),
         ("logprobs[:, 1 : 1 + sequence.num_candidates]", "logprobs[:, -sequence.num_candidates :]"),
     ],

@@ -2,13 +2,9 @@
 
 import asyncio
 import gc
-import hmac
 import importlib.metadata
 import secrets
 from argparse import Namespace
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 import vllm
 from starlette.datastructures import State
@@ -17,28 +13,26 @@ from vllm.engine.protocol import EngineClient
 from vllm.envs import enable_envs_cache
 
 from scoremode.wire.protocol import ServerInfo
-from scoremode_server.completions.handler import ScoringCompletions, ScoringHandler
-from scoremode_server.completions.logprobs_json import LogprobsWriter
-from scoremode_server.engine.admission import Admission, EngineSize
+from scoremode_server.completions import routes as completions
+from scoremode_server.engine.admission import EngineSize
 from scoremode_server.engine.engine import ScoringEngine, make_store
 from scoremode_server.engine.passes import RowsRequest, run_engine
+from scoremode_server.http import page
 from scoremode_server.metrics import Metrics
-from scoremode_server.references.comparer import Comparer
-from scoremode_server.references.exchange import WorkerFiles
-from scoremode_server.references.files.directory import ReferenceDirectory
-from scoremode_server.references.recorder import Recorder
-from scoremode_server.references.service import References
+from scoremode_server.references import routes as references
+from scoremode_server.scoring import routes as scoring
 from scoremode_server.scoring.conversations import Conversations
+from scoremode_server.scoring.core import Core, Extension
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.model_files import model_identity, num_parameters, weight_bytes
 from scoremode_server.scoring.model_identity import ModelIdentity
 from scoremode_server.scoring.scorer import Lanes, Scorer, Turns, check_engine
 from scoremode_server.scoring.tokenizer import Tokenizer
-from scoremode_server.settings import WORKER_EXTENSION, logprob_bytes, reference_directory
+from scoremode_server.settings import logprob_bytes
+from scoremode_server.vllm_compat.computed_by import what_computes
 from scoremode_server.vllm_compat.engine_client import bound_generation_alone
 from scoremode_server.vllm_compat.served_models import ServedModels
 from scoremode_server.vllm_compat.shutdown import Shutdown
-from scoremode_server.worker.computed_by import what_computes
 from scoremode_server.worker.row_spec import RowSpec, guard_rows
 
 GC_THRESHOLD = 20_000
@@ -47,55 +41,18 @@ GC_THRESHOLD = 20_000
 KV_CACHES_WAITING = 16
 """Without `--max-scoring-tokens`, this many times the tokens of the KV cache may wait to be scored."""
 
+EXTENSIONS = (
+    completions.CompletionsExtension(completions.router),
+    Extension(scoring.router),
+    references.ReferencesExtension(references.router),
+    Extension(page.router),
+)
+"""In the order of the API's description, with the core's own routes among them."""
+
 _shutdowns: list[Shutdown] = []
 
 
-@dataclass(frozen=True, slots=True)
-class ReferenceParts:
-    """Shared by `/v1/references` and `/v1/kld`."""
-
-    stored: References
-    recorder: Recorder
-    comparer: Comparer
-
-    @classmethod
-    def from_folder(
-        cls, root: Path, client: EngineClient, engine: ScoringEngine, turns: Turns, model: ModelIdentity
-    ) -> "ReferenceParts":
-        """Those of the served model, with references in a folder."""
-        stored = References(ReferenceDirectory(root), model, "name")
-        shared = engine, turns, WorkerFiles(client, engine.admission)
-        return cls(stored, Recorder(stored, client, *shared), Comparer(replace(stored, param="reference"), *shared))
-
-
-@dataclass(frozen=True, slots=True)
-class ScoremodeState:
-    """`app.state.scoremode`."""
-
-    scorer: Scorer
-    tokenizer: Tokenizer
-    conversations: Conversations
-    completions: ScoringCompletions
-    chat: ScoringHandler | None
-    """This and the next are None if vLLM does not serve their routes."""
-    generate: ScoringHandler | None
-    models: ServedModels
-    limits: Limits
-    info: ServerInfo
-    admission: Admission
-    references: ReferenceParts | None
-    """None if the server has no folder for them."""
-    owner_key: bytes | None
-    """A secret of this process, if the server has API keys."""
-    lanes: Lanes
-
-    def owner(self, headers: Mapping[str, str]) -> str:
-        """The owner of a request with these headers, by its API key. Without keys all requests have one owner."""
-        key = headers.get("Authorization", "").encode()
-        return "" if self.owner_key is None else hmac.new(self.owner_key, key, "sha256").hexdigest()
-
-
-async def make_state(client: EngineClient, state: State, settings: Namespace, *, has_api_keys: bool) -> ScoremodeState:
+async def make_core(client: EngineClient, state: State, settings: Namespace, *, has_api_keys: bool) -> Core:
     """Assemble the parts around an engine and vLLM's own app state. ValueError if a setting of the server changes what
     logprobs are."""
     check_engine(client.vllm_config)
@@ -109,32 +66,20 @@ async def make_state(client: EngineClient, state: State, settings: Namespace, *,
     tokenizer = Tokenizer(client.renderer)
     if client.renderer.tokenizer is not None:
         await asyncio.to_thread(tokenizer.strings.fill_vocabulary)
-    turns = Turns()
-    writer = LogprobsWriter(tokenizer.strings, engine.block_size)
-
-    def handler(name: str, method: str, param: str) -> ScoringHandler | None:
-        stock = getattr(state, name, None)
-        return None if stock is None else ScoringHandler(stock, method, param, engine, writer, Turns())
 
     models = ServedModels(state.openai_serving_models, client.model_config)
     identity = await asyncio.to_thread(model_identity, client.vllm_config, client.renderer.tokenizer)
     identity = identity.model_copy(update={"computed_by": await what_computes(client)})
     guard_rows(client)
-    # References need our methods in the workers.
-    extended = client.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
-    root = reference_directory() if extended else None
-    return ScoremodeState(
-        scorer=Scorer(engine, turns),
+    return Core(
+        client=client,
+        scorer=Scorer(engine, Turns()),
         tokenizer=tokenizer,
         conversations=Conversations(state.online_renderer, client.model_config, limits, metrics),
-        completions=ScoringCompletions(state.openai_serving_completion, engine, writer, turns),
-        chat=handler("openai_serving_chat", "create_chat_completion", "messages"),
-        generate=handler("serving_tokens", "serve_tokens", "token_ids"),
         models=models,
         limits=limits,
         info=await _server_info(client, limits, tokenizer, models, identity),
-        admission=engine.admission,
-        references=None if root is None else ReferenceParts.from_folder(root, client, engine, turns, identity),
+        identity=identity,
         owner_key=secrets.token_bytes(32) if has_api_keys else None,
         lanes=Lanes.from_config(client.vllm_config),
     )

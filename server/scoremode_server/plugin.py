@@ -3,7 +3,7 @@ imported completely, and in engine processes, which need no HTTP."""
 
 import os
 from argparse import Namespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scoremode_server.settings import PLUGIN, PLUGINS_VARIABLE, allow_plugin
 
@@ -21,22 +21,16 @@ class ScoremodeEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: "FastAPI") -> None:
-        """Add our routes before vLLM's, in place of its completions, chat completions and, if served,
-        `/inference/v1/generate`. Add our middleware, and change the HTTP server."""
-        from scoremode_server.completions import routes as completions
-        from scoremode_server.http import page
+        """Add our routes before vLLM's, in place of those of the same paths. Add our middleware, and change the HTTP
+        server."""
+        from scoremode_server.app import EXTENSIONS
         from scoremode_server.http.middleware import wrap
-        from scoremode_server.references import routes as references
-        from scoremode_server.scoring import perplexity_routes, score_routes
         from scoremode_server.vllm_compat.http_server import change_http_server
 
         # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
-        ours = [each.router for each in (completions, perplexity_routes, score_routes, references, page)]
-        replaced = {completions.COMPLETIONS, completions.CHAT}
-        if completions.serves_generate(app):
-            ours.append(completions.generate_router)
-            replaced.add(completions.GENERATE)
-        of_vllm = [route for route in app.routes if getattr(route, "path", None) not in replaced]
+        ours = [router for extension in EXTENSIONS for router in extension.routers(app)]
+        paths = {getattr(route, "path", None) for router in ours for route in router.routes}
+        of_vllm = [route for route in app.routes if getattr(route, "path", None) not in paths]
         app.router.routes.clear()
         for router in ours:
             app.include_router(router)
@@ -47,14 +41,16 @@ class ScoremodeEndpoints:
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
         """Make the parts that routes share. `engine_client` is None only on servers without an engine, without
         routes."""
-        from scoremode_server.app import make_state, prepare_process
+        from scoremode_server.app import EXTENSIONS, make_core, prepare_process
         from scoremode_server.http.middleware import configured_keys
         from scoremode_server.settings import server_settings
 
         assert engine_client is not None
-        state.scoremode = await make_state(
+        state.scoremode = await make_core(
             engine_client, state, server_settings(args), has_api_keys=bool(configured_keys(args))
         )
+        for extension in EXTENSIONS:
+            extension.start(state.scoremode, state)
         prepare_process()
 
 
@@ -68,7 +64,14 @@ def general_plugin() -> None:
     require_supported()
     from scoremode_server.vllm_compat.install import install
 
-    install()
+    install(_row_sinks)
+
+
+def _row_sinks() -> dict[str, Any]:
+    """Make the extensions' `SinkMaker`s, by name. Called in an engine worker."""
+    from scoremode_server.references.worker.sinks import reference_sinks
+
+    return reference_sinks()
 
 
 def enable() -> None:

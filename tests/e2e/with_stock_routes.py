@@ -13,15 +13,15 @@ from vllm.entrypoints.scale_out.token_in_token_out import api_router as token_id
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from scoremode_server import cli, plugin
-from scoremode_server.completions.routes import serves_generate
+from scoremode_server.completions.routes import GENERATE
 
 attach_router = plugin.ScoremodeEndpoints.attach_router
 
 
 def attach_both(self: plugin.ScoremodeEndpoints, app: FastAPI) -> None:
     routes = {"/v1/completions": stock.create_completion, "/v1/chat/completions": chat.create_chat_completion}
-    if serves_generate(app):
-        routes["/inference/v1/generate"] = token_ids.generate
+    if any(getattr(route, "path", None) == GENERATE for route in app.routes):
+        routes[GENERATE] = token_ids.generate
     attach_router(self, app)
     for path, endpoint in routes.items():
         app.add_api_route(

@@ -18,7 +18,6 @@ import numpy as np
 import orjson
 from fastapi import Request
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
@@ -27,11 +26,13 @@ from scoremode_server.completions import logprobs_json
 from scoremode_server.completions.logprobs_json import LogprobsWriter, OpenAI, Style
 from scoremode_server.completions.requests import row_temperature
 from scoremode_server.completions.texts import PromptTexts
-from scoremode_server.engine.admission import Accept, cancel_and_wait
-from scoremode_server.engine.engine import EngineResult, ScoringEngine
-from scoremode_server.engine.passes import RowsRequest, engine_id, is_moved
+from scoremode_server.engine.admission import cancel_and_wait
+from scoremode_server.engine.engine import EngineResult
+from scoremode_server.engine.passes import RowsRequest
 from scoremode_server.errors import EngineOutputError, RequestError, UnfinishedError
+from scoremode_server.http.requests import accepted
 from scoremode_server.rows import read_columns
+from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, Turns
 from scoremode_server.scoring.tokenizer import as_prompts
 from scoremode_server.vllm_compat.engine_client import exempt_from_queue_bounds
@@ -54,22 +55,20 @@ GAP = orjson.Fragment(_GAP)
 
 
 class ScoringHandler:
-    """Answers requests by calling `method` of vLLM's own handler, with an engine client that scores. `param` names the
-    request's field with the sequences."""
+    """Answers requests to a route by calling `method` of vLLM's own handler, with an engine client that scores. `param`
+    names the request's field with the sequences."""
 
-    def __init__(
-        self, stock: Any, method: str, param: str, engine: ScoringEngine, writer: LogprobsWriter, turns: Turns
-    ) -> None:
-        self.stock, self.engine, self.param, self.turns = stock, engine, param, turns
+    def __init__(self, core: Core, stock: Any, route: str, method: str, param: str, writer: LogprobsWriter) -> None:
+        self.core, self.stock, self.route, self.param = core, stock, route, param
         self._long_turns = Turns(at_once=1)
         self.processes = stock.model_config.logprobs_mode == "processed_logprobs"
         """Whether a request's own temperature applies to its rows, and no default of the model's."""
         self._method = method
         self._writer = writer
 
-    async def answer(self, request: Any, raw_request: Request, owner: str, accept: Accept) -> Body | ErrorResponse:
-        """The response as JSON, or the error that vLLM's handler returns. Rows are shared within an owner."""
-        scoring = _EngineThatScores(self, request, raw_request, owner, accept)
+    async def answer(self, request: Any, raw_request: Request) -> Body | ErrorResponse:
+        """The response as JSON, or the error that vLLM's handler returns."""
+        scoring = _EngineThatScores(self, request, raw_request)
         stock = copy(self.stock)
         stock.engine_client = scoring
         if self.processes:
@@ -104,11 +103,9 @@ class ScoringHandler:
 class ScoringCompletions(ScoringHandler):
     """Answers requests for which `is_scoring_completion` is true."""
 
-    def __init__(
-        self, stock: OpenAIServingCompletion, engine: ScoringEngine, writer: LogprobsWriter, turns: Turns
-    ) -> None:
-        super().__init__(stock, "create_completion", "prompt", engine, writer, turns)
-        self._texts = PromptTexts(stock.renderer.get_tokenizer, engine.block_size)
+    def __init__(self, core: Core, stock: Any, *how: Any) -> None:
+        super().__init__(core, stock, *how)
+        self._texts = PromptTexts(stock.renderer.get_tokenizer, core.scorer.engine.block_size)
 
     async def respond(self, stock: Any, request: CompletionRequest, raw_request: Request) -> Any:
         """The response without logprobs, which vLLM would write itself."""
@@ -144,7 +141,7 @@ class ScoringCompletions(ScoringHandler):
         """vLLM's check and rendering. Token ids, unless there are many, are decoded after they are scored."""
         stock = self.stock
         prompts = _token_prompts(request)
-        async with self.engine.admission.until_stopped():
+        async with self.core.admission.until_stopped():
             if stock.renderer.tokenizer is None or sum(map(len, prompts)) not in range(1, DECODED_AT_ONCE + 1):
                 return await stock.render_completion_request(request)
             error = await stock._check_model(request)
@@ -181,11 +178,11 @@ class _EngineThatScores:
     """The engine client of one request to vLLM's handler, with a `generate` of its own, which the handler calls for
     each prompt before it reads an output."""
 
-    def __init__(self, handler: ScoringHandler, request: Any, raw_request: Request, owner: str, accept: Accept) -> None:
+    def __init__(self, handler: ScoringHandler, request: Any, raw_request: Request) -> None:
         self.results: list[EngineResult] = []
         self.tasks: list[asyncio.Task[None]] = []
         self._handler, self._request, self._raw_request = handler, request, raw_request
-        self._owner, self._accept = owner, accept
+        self._owner = handler.core.owner(raw_request.headers)
         self._asked: list[RowsRequest] = []
         self._finished = asyncio.Event()
 
@@ -208,8 +205,7 @@ class _EngineThatScores:
             RowsRequest.sample(
                 token_ids,
                 spec,
-                # Engines that a request is moved between know it by its id.
-                request_id=request_id if is_moved(params) else engine_id(request_id),
+                request_id=request_id,
                 prompt=prompt,
                 params=params,
                 owner=self._owner,
@@ -227,7 +223,7 @@ class _EngineThatScores:
             # An error is that of the first prompt.
             await self.tasks[0]
         if index == 0:
-            await self._handler.turns.wait()
+            await self._handler.core.scorer.turns.wait()
             self._finished.set()
         await self._finished.wait()
         result = self.results[index]
@@ -242,12 +238,14 @@ class _EngineThatScores:
 
     async def _score(self) -> None:
         """Score all prompts as one request."""
-        handler, request_id = self._handler, self._raw_request.state.request_metadata.request_id
+        handler, core = self._handler, self._handler.core
+        request_id = self._raw_request.state.request_metadata.request_id
         num_tokens = sum(len(each.token_ids) for each in self._asked)
         num_values = [len(each.token_ids) * each.spec.num_columns for each in self._asked]
         try:
-            async with self._accept(request_id, num_values, num_tokens) as queue:
-                rows = (handler.engine.rows(replace(each, queue=queue)) for each in self._asked)
+            core.limits.check_num_values(num_values)
+            async with accepted(core.admission, handler.route, request_id, len(num_values), num_tokens) as queue:
+                rows = (core.scorer.engine.rows(replace(each, queue=queue)) for each in self._asked)
                 async with aclosing(queue.in_order(rows)) as in_order:
                     self.results = [result async for result in in_order]
         except UnfinishedError as error:

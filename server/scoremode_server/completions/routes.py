@@ -1,13 +1,14 @@
 """vLLM's routes that may score: `POST /v1/completions`, `POST /v1/chat/completions`, and of token ids
 `POST /inference/v1/generate`. Answers to scoring requests are written from arrays, all others are vLLM's."""
 
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.datastructures import State
 from vllm.entrypoints.openai.chat_completion import api_router as stock_chat
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion import api_router as stock_completions
@@ -18,11 +19,18 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 
-from scoremode_server.completions.handler import ScoringHandler
-from scoremode_server.completions.requests import is_scoring_chat, is_scoring_completion, is_scoring_generation
-from scoremode_server.engine.admission import RequestQueue
+from scoremode_server.completions.handler import ScoringCompletions, ScoringHandler
+from scoremode_server.completions.logprobs_json import LogprobsWriter
+from scoremode_server.completions.requests import (
+    CompletionBody,
+    GenerateBody,
+    is_scoring_chat,
+    is_scoring_completion,
+    is_scoring_generation,
+)
 from scoremode_server.http.json_fields import read_fields
-from scoremode_server.http.requests import ScoremodeRoute, accepted, scoremode_state, until_disconnect
+from scoremode_server.http.requests import ScoremodeRoute, until_disconnect
+from scoremode_server.scoring.core import Core, Extension
 from scoremode_server.scoring.tokenizer import as_prompts
 from scoremode_server.vllm_compat.served_models import shorten_name
 
@@ -30,63 +38,84 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 GENERATE = "/inference/v1/generate"
 
+HANDLERS = {
+    COMPLETIONS: ("openai_serving_completion", "create_completion", "prompt"),
+    CHAT: ("openai_serving_chat", "create_chat_completion", "messages"),
+    GENERATE: ("serving_tokens", "serve_tokens", "token_ids"),
+}
+"""vLLM's own: their names in the app's state, the methods that answer, and the fields with a request's sequences."""
+
 STOCK_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}},
     **{status: {"model": ErrorResponse} for status in (400, 404, 500)},
 }
 
-router = APIRouter(route_class=ScoremodeRoute)
-generate_router = APIRouter(route_class=ScoremodeRoute)
+
+class CompletionRoute(ScoremodeRoute):
+    # Chat completions are read as on vLLM's own route.
+    read_as: ClassVar[Mapping[Any, type[BaseModel] | None]] = {
+        CompletionRequest: CompletionBody,
+        GenerateRequest: GenerateBody,
+        ChatCompletionRequest: None,
+    }
 
 
-def serves_generate(app: FastAPI) -> bool:
-    """Whether vLLM was started with a flag that makes it serve the route: `--enable-scale-out`, `--tokens-only`."""
-    return any(isinstance(route, APIRoute) and route.endpoint is stock_tokens.generate for route in app.routes)
+router = APIRouter(route_class=CompletionRoute)
+generate_router = APIRouter(route_class=CompletionRoute)
+
+
+class CompletionsExtension(Extension):
+    """Puts handlers into `app.state.scoremode_completions`, by route, where vLLM has one."""
+
+    def routers(self, app: FastAPI) -> Sequence[APIRouter]:
+        # vLLM serves this route if a flag says so: `--enable-scale-out`, `--tokens-only`.
+        stock = [route.endpoint for route in app.routes if isinstance(route, APIRoute)]
+        return [router, generate_router] if stock_tokens.generate in stock else [router]
+
+    def start(self, core: Core, state: State) -> None:
+        writer = LogprobsWriter(core.tokenizer.strings, core.scorer.engine.block_size)
+        state.scoremode_completions = {}
+        for route, (name, method, param) in HANDLERS.items():
+            if (stock := getattr(state, name, None)) is not None:
+                make_handler = ScoringCompletions if route == COMPLETIONS else ScoringHandler
+                state.scoremode_completions[route] = make_handler(core, stock, route, method, param, writer)
 
 
 @router.post(COMPLETIONS, responses=STOCK_RESPONSES)
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
     """OpenAI's completions, as vLLM serves them."""
     if is_scoring_completion(request):
-        return await _answer(request, raw_request, scoremode_state(raw_request).completions, COMPLETIONS)
+        return await _answer(request, raw_request, raw_request.app.state.scoremode_completions[COMPLETIONS])
     return cast(Response, await stock_completions.create_completion(request, raw_request))
 
 
 @router.post(CHAT, dependencies=[Depends(validate_json_request)], responses=STOCK_RESPONSES)
 async def create_chat_completion(request: ChatCompletionRequest, raw_request: Request) -> Response:
     """OpenAI's chat completions, as vLLM serves them."""
-    handler = scoremode_state(raw_request).chat
+    handler = raw_request.app.state.scoremode_completions.get(CHAT)
     if handler is not None and is_scoring_chat(request):
         # Refuses names that are given twice, of which vLLM's model takes the last.
         read_fields(await raw_request.body())
-        return await _answer(request, raw_request, handler, CHAT)
+        return await _answer(request, raw_request, handler)
     return cast(Response, await stock_chat.create_chat_completion(request, raw_request))
 
 
 @generate_router.post(GENERATE, responses=STOCK_RESPONSES)
 async def generate(request: GenerateRequest, raw_request: Request) -> Response:
     """Token ids in, token ids out, as vLLM serves them."""
-    handler = scoremode_state(raw_request).generate
+    handler = raw_request.app.state.scoremode_completions.get(GENERATE)
     # Answers have the texts of tokens, which `--tokens-only` leaves out.
     if handler is not None and handler.stock.has_tokenizer and is_scoring_generation(request):
-        return await _answer(request, raw_request, handler, GENERATE)
+        return await _answer(request, raw_request, handler)
     return cast(Response, await stock_tokens.generate(request, raw_request))
 
 
 @until_disconnect
-async def _answer(request: Any, raw_request: Request, handler: ScoringHandler, route: str) -> Response:
-    state = scoremode_state(raw_request)
-    state.admission.check()
+async def _answer(request: Any, raw_request: Request, handler: ScoringHandler) -> Response:
+    handler.core.admission.check()
     if isinstance(request, CompletionRequest) and request.prompt:
-        state.limits.check_num_sequences(len(as_prompts(request.prompt)), "prompt")
-
-    def accept(
-        request_id: str, num_values: Sequence[int], num_tokens: int
-    ) -> AbstractAsyncContextManager[RequestQueue]:
-        state.limits.check_num_values(num_values)
-        return accepted(state.admission, route, request_id, len(num_values), num_tokens)
-
-    result = await handler.answer(request, raw_request, state.owner(raw_request.headers), accept)
+        handler.core.limits.check_num_sequences(len(as_prompts(request.prompt)), "prompt")
+    result = await handler.answer(request, raw_request)
     if isinstance(result, ErrorResponse):
         shorten_name(result, request.model)
         return JSONResponse(result.model_dump(), status_code=result.error.code)

@@ -7,8 +7,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -215,11 +215,6 @@ class _Limit:
                 f"the request was not answered within {self.admission.size.request_timeout:g} s (--request-timeout)"
             )
             raise OverdueError(message, None) from None
-
-
-Accept = Callable[[str, Sequence[int], int], AbstractAsyncContextManager["RequestQueue"]]
-"""Accepts an HTTP request by its id, the logprobs that each of its sequences has in the answer, and its tokens, as
-`Admission.request` does."""
 
 
 class RequestQueue:

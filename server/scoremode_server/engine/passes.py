@@ -30,11 +30,6 @@ def engine_id(request_id: str) -> str:
     return f"{request_id}-{secrets.token_hex(4)}"
 
 
-def is_moved(params: SamplingParams) -> bool:
-    """Whether a request is moved to or from another engine."""
-    return "kv_transfer_params" in (params.extra_args or {})
-
-
 @dataclass(frozen=True, slots=True)
 class RowsRequest:
     """A sequence of n tokens whose rows are wanted."""
@@ -86,19 +81,19 @@ class RowsRequest:
         owner: str,
         options: Mapping[str, Any],
     ) -> "RowsRequest":
-        """A request whose prompt is scored, and that samples as its parameters say. With a `last_token`, the prompt is
-        all that precedes it."""
-        # An engine that it is moved to or from must find its keys and values.
-        moved = is_moved(params)
+        """A request of vLLM's handlers, whose prompt is scored, and that samples as its parameters say. With a
+        `last_token`, the prompt is all that precedes it."""
+        # Engines that a request is moved between know it by its id, and must find its keys and values.
+        is_moved = "kv_transfer_params" in (params.extra_args or {})
         return cls(
-            request_id,
+            request_id if is_moved else engine_id(request_id),
             token_ids,
             spec,
             prompt,
             ScoringParams.of(params, spec),
-            use_cache=params.n == 1 and prompt["type"] == "token" and not moved,
+            use_cache=params.n == 1 and prompt["type"] == "token" and not is_moved,
             options=options,
-            owner="" if moved else owner,
+            owner="" if is_moved else owner,
         )
 
     @property

@@ -4,11 +4,11 @@ errors in OpenAI's shape."""
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import wraps
 from http import HTTPStatus
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -16,9 +16,6 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect, load_aware_call, validate_json_request
@@ -27,19 +24,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode.windows import WindowError
 from scoremode_server import errors
-from scoremode_server.app import ScoremodeState
-from scoremode_server.completions.requests import CompletionBody, GenerateBody
 from scoremode_server.engine.admission import Admission, RequestQueue, cancel_and_wait
-from scoremode_server.errors import MAX_NAME, RequestError
 from scoremode_server.http.json_fields import read_fields
-from scoremode_server.vllm_compat.served_models import ServedModel
 
 # vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode")
 
 T = TypeVar("T")
 P = ParamSpec("P")
-RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 STATUSES: dict[type[BaseException], HTTPStatus] = {
     errors.RequestError: HTTPStatus.BAD_REQUEST,
@@ -70,43 +62,41 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 EVENT_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
-_BODIES: dict[type[BaseModel], type[BaseModel]] = {CompletionRequest: CompletionBody, GenerateRequest: GenerateBody}
-"""What is read in place of vLLM's models."""
-
 
 class ScoremodeRoute(APIRoute):
     """A route whose requests' errors have OpenAI's shape; all other errors go to vLLM's own handlers. Requests with a
     body do not pass through FastAPI, whose models would look at each value again."""
 
-    def get_route_handler(self) -> RouteHandler:
+    read_as: ClassVar[Mapping[Any, type[BaseModel] | None]] = {}
+    """The models that bodies are read by, in place of those that routes name; None for FastAPI's own reading."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        model: Any = None if self.body_field is None else self.body_field.field_info.annotation
-        # Chat completions are read by vLLM's model as on its own route.
-        if model not in (None, ChatCompletionRequest):
-            read_as = _BODIES.get(model, model)
+        named: Any = None if self.body_field is None else self.body_field.field_info.annotation
+        model = self.read_as.get(named, named)
+        if model is not None:
 
             async def handle(request: Request) -> Response:
-                response: Response = await self.endpoint(await _read_request(request, read_as), request)
-                return response
+                return cast(Response, await self.endpoint(await _read_request(request, model), request))
 
         async def handle_with_errors(request: Request) -> Response:
             try:
                 return await handle(request)
             except RequestValidationError as error:
-                if model is ChatCompletionRequest:
+                if named is not None and model is None:
                     raise
                 # vLLM's check of the content type.
-                failure = RequestError("; ".join(map(str, error.errors())), None)
+                failure = errors.RequestError("; ".join(map(str, error.errors())), None)
             except ValidationError as error:
                 # One error whose `param` is the first field at fault, and whose message explains all faults.
                 details = error.errors(include_url=False, include_input=False)[:MAX_REPORTED]
                 # A union of types has an error for each of them.
-                failure = RequestError("; ".join(dict.fromkeys(map(_describe, details))), _field(details[0]))
+                failure = errors.RequestError("; ".join(dict.fromkeys(map(_describe, details))), _field(details[0]))
             except WindowError as error:
-                failure = RequestError(str(error), error.field)
+                failure = errors.RequestError(str(error), error.field)
             except EngineDeadError:
                 failure = errors.engine_has_died()
-            except RequestError as error:
+            except errors.RequestError as error:
                 failure = error
             can_retry = isinstance(failure, errors.BusyError | errors.UnavailableError)
             headers = {"Retry-After": str(errors.RETRY_AFTER_SECONDS)} if can_retry else None
@@ -124,7 +114,7 @@ def until_disconnect(
 
     @wraps(handler)
     async def run(request: T, raw_request: Request, /, *args: P.args, **kwargs: P.kwargs) -> Response:
-        scoremode_state(raw_request).admission.start_clock()
+        raw_request.app.state.scoremode.admission.start_clock()
         handling = asyncio.create_task(counted(request, raw_request, *args, **kwargs))
         leaving = asyncio.create_task(listen_for_disconnect(raw_request))
         try:
@@ -134,25 +124,6 @@ def until_disconnect(
             await cancel_and_wait(handling, leaving)
 
     return run
-
-
-def scoremode_state(request: Request) -> ScoremodeState:
-    """The state of the app that received a request."""
-    state: ScoremodeState = request.app.state.scoremode
-    return state
-
-
-@asynccontextmanager
-async def prepared(
-    raw_request: Request, model: str | None
-) -> AsyncGenerator[tuple[ScoremodeState, ServedModel, dict[str, Any]], None]:
-    """The state, the model of that name and the engine's options, if the server is not full. What is done inside, such
-    as tokenizing, ends when the server stops."""
-    state = scoremode_state(raw_request)
-    state.admission.check()
-    async with state.admission.until_stopped():
-        served = await state.models.resolve(model)
-        yield state, served, await state.models.engine_options(raw_request, served)
 
 
 @asynccontextmanager
@@ -197,7 +168,7 @@ def status_of(error: BaseException | None) -> int:
 
 def error_content(error: Exception) -> dict[str, Any]:
     """`{"error": {"message", "type", "param", "code"}}`. vLLM has the status of errors that are not a request's."""
-    if isinstance(error, RequestError):
+    if isinstance(error, errors.RequestError):
         status = STATUSES[type(error)]
         kind = f"{status.phrase.title().replace(' ', '')}Error"
         response = create_error_response(str(error), kind, status, error.param)
@@ -208,7 +179,7 @@ def error_content(error: Exception) -> dict[str, Any]:
 
 def _field(detail: Any) -> str | None:
     """The field of an error of pydantic; None for one of the whole body, such as of fields that exclude each other."""
-    return str(detail["loc"][0])[:MAX_NAME] if detail["loc"] else None
+    return str(detail["loc"][0])[: errors.MAX_NAME] if detail["loc"] else None
 
 
 def _describe(detail: Any) -> str:
@@ -225,9 +196,9 @@ async def _read_request(request: Request, model: type[BaseModel]) -> BaseModel:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise errors.EncodingError(f"Content-Encoding {encoding} is not supported: send the body as it is", None)
-    state = scoremode_state(request)
-    async with state.admission.until_stopped():
-        body = await _read_body(request, state.limits.max_request_bytes)
+    core: Any = request.app.state.scoremode
+    async with core.admission.until_stopped():
+        body = await _read_body(request, core.limits.max_request_bytes)
 
         def read() -> BaseModel:
             return model.model_validate(read_fields(body))
@@ -248,5 +219,5 @@ async def _read_body(request: Request, limit: int) -> bytes:
             if size > limit:
                 raise errors.TooLargeError(message, None)
     except ClientDisconnect:
-        raise RequestError("the client disconnected before it had sent the body", None) from None
+        raise errors.RequestError("the client disconnected before it had sent the body", None) from None
     return b"".join(chunks)

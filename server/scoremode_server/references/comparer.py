@@ -7,30 +7,28 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 from vllm.utils import random_uuid
 
-from scoremode.kld import KldPositions
 from scoremode.wire.base_file import BaseFile
-from scoremode_server.engine.engine import ScoringEngine
 from scoremode_server.engine.passes import RowsRequest
 from scoremode_server.errors import RETRY_AFTER_SECONDS, BusyError, EngineOutputError, RequestError
 from scoremode_server.references.exchange import STEPS_READ_AHEAD, UnreadableFileError, WorkerFiles
 from scoremode_server.references.files.directory import StoredReference
 from scoremode_server.references.files.tensors import BrokenFileError
 from scoremode_server.references.service import References
+from scoremode_server.references.worker.orders import SINK, WindowMark
+from scoremode_server.references.worker.packing import ComparedRows
 from scoremode_server.rows import Columns, missing_row
-from scoremode_server.scoring.limits import Limits
-from scoremode_server.scoring.scorer import ScoreSettings, Turns
-from scoremode_server.worker.row_spec import RowSpec, WindowMark
+from scoremode_server.scoring.core import Core
+from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.worker.row_spec import RowSpec
 
 T = TypeVar("T")
 
-TopOfSides = dict[str, tuple[np.ndarray, np.ndarray]]
-"""Token ids and logprobs [scored, k] of the top k of both sides, by the names of their fields."""
-
-PositionsOfWindow = tuple[int, KldPositions, TopOfSides]
-"""A window's index, the figures of its targets, and the top tokens of both sides."""
+ComparedIndex = tuple[int, ComparedRows]
+"""A window's index, and what was found at its targets."""
 
 BYTES_AHEAD = 256 * 1024**2
 """Of windows of an export between the engine and its client, unless one window alone is larger."""
@@ -97,10 +95,11 @@ class MarkedWindow:
 
     def request(self, rank: int | None = None) -> RowsRequest:
         """The engine's request, for the data-parallel rank that has read its files; for any if None."""
-        options = self.settings.options
+        options, num_top = self.settings.options, self.settings.top_logprobs
+        spec = RowSpec(self.first, num_top=num_top, sink=SINK, sink_data=msgspec.to_builtins(self.mark))
         return RowsRequest.score(
             self.token_ids,
-            self.settings.in_lane(RowSpec(self.first, num_top=self.settings.top_logprobs, window=self.mark)),
+            self.settings.in_lane(spec),
             request_id=f"{self.settings.request_id}-{self.mark.index}",
             # Cached positions have no hidden states, so a window must not hit another's prefix.
             cache_salt=random_uuid(),
@@ -117,42 +116,20 @@ class MarkedWindow:
             raise missing_row(self.first + int(is_nan.argmax()))
 
 
-def _positions(index: int, columns: Columns) -> PositionsOfWindow:
-    """From a worker's columns, whose order `worker.row_scorer` decides."""
-    token_ids, logprobs, ranks = columns
-    width = token_ids.shape[1] // 2
-    positions = KldPositions(
-        token_ids=token_ids[:, 0],
-        kld=logprobs[:, -3],
-        reverse_kld=logprobs[:, -2],
-        acceptance=logprobs[:, -1],
-        logprobs=logprobs[:, 0],
-        reference_logprobs=logprobs[:, width],
-        ranks=ranks,
-        reference_ranks=token_ids[:, -1],
-        top_token_ids=token_ids[:, 1],
-        reference_top_token_ids=token_ids[:, width + 1],
-        reference_confidence=np.exp(logprobs[:, width + 1]),
-    )
-    sides = {"top_logprobs": slice(1, width), "reference_top_logprobs": slice(width + 1, 2 * width)}
-    return index, positions, {name: (token_ids[:, side], logprobs[:, side]) for name, side in sides.items()}
-
-
 @dataclass(slots=True)
 class Comparer:
     """Compares the served model with a reference, window by window."""
 
     references: References
-    engine: ScoringEngine
-    turns: Turns
+    core: Core
     files: WorkerFiles
     _exported_bytes: int = 0
     """Of windows that exports may have between the engine and their clients."""
 
-    async def open(self, name: str, limits: Limits) -> StoredReference:
+    async def open(self, name: str) -> StoredReference:
         """A reference that the served model can be compared with, with its text."""
         reference = await self.references.open(name)
-        head, model = reference.manifest.head, reference.manifest.model
+        head, model, limits = reference.manifest.head, reference.manifest.model, self.core.limits
         if head is None or reference.manifest.result is None:
             reason = "is not complete: record it again to resume"
         elif head.vocab_size != limits.vocab_size:
@@ -167,15 +144,15 @@ class Comparer:
 
     def compare(
         self, reference: StoredReference, indices: list[int], settings: ScoreSettings
-    ) -> AsyncGenerator[PositionsOfWindow, None]:
+    ) -> AsyncGenerator[ComparedIndex, None]:
         """Score the windows of an opened reference with the served model, in the order of `indices`."""
 
-        async def compared(window: MarkedWindow) -> PositionsOfWindow:
+        async def compared(window: MarkedWindow) -> ComparedIndex:
             columns = await self._columns(reference, window)
             # NaN is an error; an infinite divergence is not.
             window.check_rows(np.any(np.isnan(columns[1]), axis=1))
-            await self.turns.wait()
-            return _positions(window.mark.index, columns)
+            await self.core.scorer.turns.wait()
+            return window.mark.index, ComparedRows.unpack(columns)
 
         # Read further ahead than the engine computes: workers report a file only between two steps.
         return self._in_order("compare", reference, indices, settings, compared, loads=STEPS_READ_AHEAD)
@@ -251,7 +228,7 @@ class Comparer:
         assert head is not None
         try:
             async with self.files.loaded(window.mark, head, len(window.token_ids), rank) as loaded_rank:
-                return await self.engine.prompt_columns(window.request(loaded_rank))
+                return await self.core.scorer.engine.prompt_columns(window.request(loaded_rank))
         except UnreadableFileError as error:
             await self.references.current(reference)
             raise self.references.broken(reference.name, BrokenFileError(str(error))) from None

@@ -30,7 +30,6 @@ from scoremode_server.errors import (
     stopping,
 )
 from scoremode_server.references.files.manifest import HeadFormat
-from scoremode_server.references.worker.extension import call_engines
 from scoremode_server.references.worker.orders import (
     IN_USE,
     ForgetWindow,
@@ -38,8 +37,9 @@ from scoremode_server.references.worker.orders import (
     Order,
     ReadWindow,
     ReleaseReference,
+    WindowMark,
 )
-from scoremode_server.worker.row_spec import WindowMark
+from scoremode_server.vllm_compat.engine_client import call_engines
 
 SECONDS_TO_READ = 120
 """Time for a worker to read a window or an LM head."""
@@ -119,8 +119,7 @@ class WorkerFiles:
     """Orders files of the workers of all engines."""
 
     def __init__(self, client: EngineClient, admission: Admission) -> None:
-        self._client = client
-        self._admission = admission
+        self._client, self._admission = client, admission
         self._holder = secrets.token_hex(8)
         self._outcomes: dict[asyncio.Future[Exception | None], tuple[str, int | None]] = {}
         """What tasks wait for: a ticket, or the key of a head, and the rank of the engine, None for any."""

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
 from scoremode.wire.references import CorpusInfo
-from scoremode_server.engine.engine import ScoringEngine
 from scoremode_server.errors import ConflictError, RequestError
 from scoremode_server.references.comparer import MarkedWindow
 from scoremode_server.references.exchange import UnreadableFileError, WorkerFiles
@@ -22,10 +20,11 @@ from scoremode_server.references.files.directory import StoredReference, StoredT
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, Result, TextPlan, text_fingerprint
 from scoremode_server.references.files.tensors import BrokenFileError
 from scoremode_server.references.service import References
-from scoremode_server.references.worker.extension import call_workers
 from scoremode_server.rows import json_logprobs
-from scoremode_server.scoring.scorer import ScoreSettings, Turns
+from scoremode_server.scoring.core import Core
+from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.text_windows import TextWindows
+from scoremode_server.vllm_compat.engine_client import call_workers
 
 # vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode.references")
@@ -40,9 +39,7 @@ WindowOnDisk = tuple[np.ndarray, np.ndarray | None]
 @dataclass(slots=True)
 class Recorder:
     references: References
-    client: EngineClient
-    engine: ScoringEngine
-    turns: Turns
+    core: Core
     files: WorkerFiles
 
     async def begin(
@@ -76,7 +73,7 @@ class Recorder:
         )
 
     async def _served_head(self) -> HeadFormat:
-        answers = await call_workers(self.client, "scoremode_describe_head")
+        answers = await call_workers(self.core.client, "scoremode_describe_head")
         described = next((each for each in answers if isinstance(each, dict)), None)
         if described is None:
             raise RequestError(f"this model cannot be a reference: {answers[-1]}", "model")
@@ -106,7 +103,7 @@ class Recorder:
             await self.references.in_thread(reference.name, reference.read_head)
         except BrokenFileError:
             ticket, identity = uuid.uuid4().hex, reference.manifest.identity
-            await call_workers(self.client, "scoremode_write_head", reference.name, identity, ticket)
+            await call_workers(self.core.client, "scoremode_write_head", reference.name, identity, ticket)
             return ticket
         return None
 
@@ -119,12 +116,12 @@ class Recorder:
         return -json_logprobs(logprobs.numpy()), None
 
     async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> WindowOnDisk:
-        _, columns, ranks = await self.engine.prompt_columns(window.request())
+        _, columns, ranks = await self.core.scorer.engine.prompt_columns(window.request())
         window.check_rows(np.isnan(columns[:, 0]))
         await self._written(reference, window.mark.ticket, f"window {window.mark.index}")
         # Until now its hidden states were in memory.
         window.settings.queue.done(len(window.token_ids), 0)
-        await self.turns.wait()
+        await self.core.scorer.turns.wait()
         return -json_logprobs(columns[:, 0]), ranks
 
     async def _written(self, reference: StoredReference, ticket: str, what: str) -> None:

@@ -5,10 +5,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
+from starlette.datastructures import State
 
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.wire.arrays import encode_array, encode_top_logprobs
@@ -23,25 +25,23 @@ from scoremode.wire.references import (
     ReferenceRequest,
     ReferenceWindows,
 )
-from scoremode_server.app import ReferenceParts
 from scoremode_server.engine.admission import RequestQueue
 from scoremode_server.engine.passes import engine_id
 from scoremode_server.errors import NotServedError, RequestError
-from scoremode_server.http.requests import (
-    ERROR_RESPONSES,
-    EVENT_RESPONSES,
-    ScoremodeRoute,
-    accepted,
-    prepared,
-    scoremode_state,
-    until_disconnect,
-)
+from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accepted, until_disconnect
 from scoremode_server.http.responses import Stream, owned, respond, top_entries
-from scoremode_server.references.comparer import TopOfSides, base_file_of, llama_cpp_header
+from scoremode_server.references.comparer import Comparer, base_file_of, llama_cpp_header
+from scoremode_server.references.exchange import WorkerFiles
+from scoremode_server.references.files.directory import ReferenceDirectory
+from scoremode_server.references.recorder import Recorder
+from scoremode_server.references.service import References
+from scoremode_server.references.worker.packing import ComparedRows
 from scoremode_server.rows import json_logprobs
+from scoremode_server.scoring.core import Core, Extension, prepared
 from scoremode_server.scoring.model_files import with_adapter
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.text_windows import RunningPerplexity, cut_texts
+from scoremode_server.settings import WORKER_EXTENSION, reference_directory
 
 ROUTE = "/v1/references"
 KLD_ROUTE = "/v1/kld"
@@ -49,9 +49,30 @@ KLD_ROUTE = "/v1/kld"
 router = APIRouter(route_class=ScoremodeRoute, tags=["references"], responses=ERROR_RESPONSES)
 
 
+@dataclass(frozen=True, slots=True)
+class ReferenceParts:
+    """`app.state.scoremode_references`, if the server has a folder for references."""
+
+    stored: References
+    recorder: Recorder
+    comparer: Comparer
+
+
+class ReferencesExtension(Extension):
+    def start(self, core: Core, state: State) -> None:
+        state.scoremode_references = None
+        # References need our methods in the workers.
+        is_extended = core.client.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
+        if is_extended and (root := reference_directory()) is not None:
+            stored = References(ReferenceDirectory(root), core.identity, "name")
+            files = WorkerFiles(core.client, core.admission)
+            comparer = Comparer(replace(stored, param="reference"), core, files)
+            state.scoremode_references = ReferenceParts(stored, Recorder(stored, core, files), comparer)
+
+
 def references_of(raw_request: Request) -> ReferenceParts:
     """What serves the routes of references, if the server has a folder for them."""
-    references = scoremode_state(raw_request).references
+    references: ReferenceParts | None = raw_request.app.state.scoremode_references
     if references is None:
         raise NotServedError("this server has no folder for references: start it with --reference-dir DIR", None)
     return references
@@ -149,7 +170,7 @@ async def export_reference(name: str, raw_request: Request, first: int = 0) -> R
 async def _export(name: str, raw_request: Request, first: int) -> Response:
     references = references_of(raw_request)
     async with prepared(raw_request, None) as (state, _, options):
-        reference = await references.comparer.open(name, state.limits)
+        reference = await references.comparer.open(name)
         num_windows, header = reference.manifest.text.num_windows, llama_cpp_header(reference)
         if not 0 <= first < num_windows:
             raise RequestError(f"first must be one of the {num_windows} windows of the reference", "first")
@@ -183,7 +204,7 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
     references = references_of(raw_request)
     async with prepared(raw_request, request.model) as (state, model, options):
         state.limits.check_top_logprobs(request.top_logprobs)
-        reference = await references.comparer.open(request.reference, state.limits)
+        reference = await references.comparer.open(request.reference)
         windows = _windows(request, reference.manifest.text.num_windows)
         # Streamed windows are written one at a time.
         num_scored = (reference.text.num_tokens - reference.text.num_context)[windows.start : windows.stop]
@@ -208,9 +229,9 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         compared = references.comparer.compare(reference, indices, settings)
         positions: dict[int, KldPositions] = {}
         async with aclosing(compared) as in_order:
-            async for index, of_window, top in in_order:
-                positions[index] = of_window
-                yield await asyncio.to_thread(_window, request, index, of_window, top)
+            async for index, rows in in_order:
+                positions[index] = rows.positions
+                yield await asyncio.to_thread(_window, request, index, rows)
         parts = [positions[index] for index in windows]
         lengths = list(map(len, parts))
         figures = await asyncio.to_thread(lambda: statistics(KldPositions.concatenate(parts), lengths, windows.start))
@@ -255,8 +276,8 @@ def _windows(request: KldRequest, num_windows: int) -> range:
     return range(first, last)
 
 
-def _window(request: KldRequest, index: int, positions: KldPositions, top: TopOfSides) -> dict[str, Any]:
-    encoded = request.encoding_format == "base64"
+def _window(request: KldRequest, index: int, rows: ComparedRows) -> dict[str, Any]:
+    encoded, positions = request.encoding_format == "base64", rows.positions
     content: dict[str, Any] = {"object": "kld.window", "index": index, "num_scored": len(positions)}
     for name, dtype in POSITION_DTYPES.items():
         values = getattr(positions, name)
@@ -269,5 +290,5 @@ def _window(request: KldRequest, index: int, positions: KldPositions, top: TopOf
             content[name] = values.astype(np.float64 if dtype == "<f4" else np.int32)
     if request.top_logprobs:
         write: Callable[..., Any] = encode_top_logprobs if encoded else top_entries
-        content |= {name: write(*of_side) for name, of_side in top.items()}
+        content |= {name: write(*of_side) for name, of_side in rows.top.items()}
     return content

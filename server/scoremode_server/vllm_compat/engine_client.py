@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 from vllm import envs
 from vllm.config import VllmConfig
@@ -85,3 +85,16 @@ def bound_generation_alone(engine: Any) -> None:
     engine.check_admission = check_generation
     engine.get_num_queued_tokens = lambda: sum(state.prompt_len for state in generating() if state.is_prefilling)
     processor.get_num_unfinished_requests = lambda: len(generating())
+
+
+async def call_engines(client: Any, method: str, *args: Any) -> list[list[Any]]:
+    """What a method of the workers returns on each worker, engine by engine."""
+    # Not by the client's own `collective_rpc`: with several engines it returns what the first one's workers do, and it
+    # is wrapped to drop the cached rows, since weights may change by it. They do not change by these methods.
+    results = await client.engine_core.call_utility_all_async("collective_rpc", method, None, args, {})
+    return cast(list[list[Any]], results)
+
+
+async def call_workers(client: Any, method: str, *args: Any) -> list[Any]:
+    """What a method of the workers returns on each worker of each engine."""
+    return [result for results in await call_engines(client, method, *args) for result in results]

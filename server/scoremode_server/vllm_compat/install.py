@@ -1,21 +1,22 @@
 """Puts every patch in place, in each process that loads plugins."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from vllm.distributed import get_tp_group
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from scoremode_server.references.files.directory import ReferenceDirectory
-from scoremode_server.settings import logprob_bytes, reference_directory
+from scoremode_server.settings import logprob_bytes
 from scoremode_server.vllm_compat import output_processor, scheduler
-from scoremode_server.worker.computed_by import describe_worker
+from scoremode_server.vllm_compat.computed_by import describe_worker
+from scoremode_server.worker.row_scorer import SinkMaker
 
 
-def install() -> None:
+def install(on_worker_start: Callable[[], Mapping[str, SinkMaker]]) -> None:
     """Patch the vLLM of this process; once is enough, and more does no harm. The model runners are patched when a
-    worker of this process has its device: some are not importable before. ValueError if the setting of memory is not
-    a number of bytes."""
+    worker of this process has its device: some are not importable before. `on_worker_start` is called then, and returns
+    what makes the row sinks of extensions, by name. ValueError if the setting of memory is not a number of bytes."""
     budget = logprob_bytes()
     if getattr(WorkerWrapperBase, "_scoremode_patched", False):
         return
@@ -26,7 +27,7 @@ def install() -> None:
     def init_device_then_patch(self: Any) -> None:
         init_device(self)
         # Ranks of a tensor-parallel group project together, so all of them take the budget of the first.
-        patch_runners(get_tp_group().broadcast_object(budget))
+        patch_runners(get_tp_group().broadcast_object(budget), on_worker_start())
 
     WorkerWrapperBase.init_device = init_device_then_patch
     # Not in the worker extension: without a folder for references the server has another one, or none.
@@ -34,20 +35,17 @@ def install() -> None:
     WorkerWrapperBase._scoremode_patched = True
 
 
-def patch_runners(budget_bytes: int) -> None:
+def patch_runners(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
     """Patch both model runners, once a process, with working memory for prompt logprobs."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from scoremode_server.references.worker.sinks import WorkerWindows
     from scoremode_server.worker import runners
 
     if getattr(GPUModelRunner, "_scoremode_patched", False):
         return
-    root = reference_directory()
-    windows = None if root is None else WorkerWindows(ReferenceDirectory(root))
     refuse_adapters_of_heads()
-    runners.patch_v1(budget_bytes, windows)
-    runners.patch_v2(budget_bytes, windows)
+    runners.patch_v1(budget_bytes, sinks)
+    runners.patch_v2(budget_bytes, sinks)
     GPUModelRunner._scoremode_patched = True
 
 

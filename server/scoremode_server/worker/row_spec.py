@@ -4,31 +4,13 @@ client can send."""
 from copy import copy
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 import msgspec
 from vllm.sampling_params import SamplingParams
 
 ROWS = "scoremode_rows"
 """The key in `SamplingParams.extra_args`."""
-
-
-@dataclass(frozen=True, slots=True)
-class WindowMark:
-    """What becomes of the rows of a reference's window."""
-
-    action: Literal["record", "compare", "export"]
-    """To export is to return the reference's distributions, as llama.cpp keeps them; the rows are not used."""
-    reference: str
-    identity: str
-    index: int
-    """Of the window."""
-    num_scored: int
-    """Targets."""
-    ticket: str = ""
-    """Names what is read for the window or written of it, for API servers."""
-    head: str = ""
-    """The key of the reference's LM head, if it is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +27,10 @@ class RowSpec:
     num_candidates: int = 0
     candidates: bytes = b""
     """int32: [m] for all rows, or [rows, m] from the first target's on."""
-    window: WindowMark | None = None
-    """Of a reference, if the rows are recorded or compared; else they are only returned."""
+    sink: str = ""
+    """The extension that takes the rows, such as to compare them; if none, they are only returned."""
+    sink_data: Any = None
+    """What its `SinkMaker` needs to know, as msgspec sends it."""
     chunk: int = 0
     """Tokens per step after the context, at most; 0 for as many as fit."""
     context: int = 1

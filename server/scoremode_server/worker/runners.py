@@ -4,7 +4,7 @@ The V1 runner projects all of a step's rows at once, [tokens, vocabulary] in flo
 vLLM profiles, and a server that has given the rest to its KV cache dies of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,18 +20,17 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from scoremode_server.kernels.fused_logprobs import LogitsFunction
 from scoremode_server.kernels.working_memory import LogitsShape, row_bytes_fused, rows_per_chunk
-from scoremode_server.references.worker.sinks import WorkerWindows
-from scoremode_server.worker.row_scorer import RowScorer, StepPart
+from scoremode_server.worker.row_scorer import RowScorer, SinkMaker, StepPart
 from scoremode_server.worker.row_spec import RowSpec
 
 
-def patch_v1(budget_bytes: int, windows: WorkerWindows | None) -> None:
+def patch_v1(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
     """Patch the V1 model runner."""
 
     def scorer_of(runner: Any) -> RowScorer:
         scorer: RowScorer | None = getattr(runner, "_scoremode_scorer", None)
         if scorer is None:
-            scorer = runner._scoremode_scorer = _make_scorer(runner, budget_bytes, windows)
+            scorer = runner._scoremode_scorer = _make_scorer(runner, budget_bytes, sinks)
         return scorer
 
     def get_prompt_logprobs_dict(
@@ -60,7 +59,7 @@ def patch_v1(budget_bytes: int, windows: WorkerWindows | None) -> None:
 
     GPUModelRunner._get_prompt_logprobs_dict = get_prompt_logprobs_dict
     GPUModelRunner.sample_tokens = sample_tokens
-    GPUModelRunner._scoremode_windows = windows
+    GPUModelRunner._scoremode_sinks = sinks
     if current_platform.is_cpu():
         Sampler.compute_logprobs = staticmethod(exact_logprobs)
     _add_to_profile(GPUModelRunner, reserve)
@@ -112,7 +111,7 @@ def prompt_logprobs(
     return complete
 
 
-def patch_v2(budget_bytes: int, windows: WorkerWindows | None) -> None:
+def patch_v2(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
     """Patch the V2 model runner."""
     load_model = GPUModelRunnerV2.load_model
 
@@ -121,13 +120,13 @@ def patch_v2(budget_bytes: int, windows: WorkerWindows | None) -> None:
         # Of vLLM's own chunks, for prompts with `prompt_logprob_token_ids`.
         prompt_logprob.CHUNK_SIZE = rows_per_chunk(budget_bytes, row_bytes_fused(_logits_shape(self), 0, None))
         if self.prompt_logprobs_worker is not None:
-            self.prompt_logprobs_worker._scoremode_scorer = _make_scorer(self, budget_bytes, windows)
+            self.prompt_logprobs_worker._scoremode_scorer = _make_scorer(self, budget_bytes, sinks)
 
     def reserve(runner: Any, hidden_states: torch.Tensor) -> None:
         runner.prompt_logprobs_worker._scoremode_scorer.reserve(runner, hidden_states)
 
     GPUModelRunnerV2.load_model = load_model_then_set_scorer
-    GPUModelRunnerV2._scoremode_windows = windows
+    GPUModelRunnerV2._scoremode_sinks = sinks
     _patch_worker(prompt_logprob.PromptLogprobsWorker)
     _add_to_profile(GPUModelRunnerV2, reserve)
 
@@ -199,11 +198,11 @@ def _add_to_profile(runner_class: Any, reserve: Callable[[Any, torch.Tensor], No
     runner_class._dummy_sampler_run = dummy_sampler_run_then_reserve
 
 
-def _make_scorer(runner: Any, budget_bytes: int, windows: WorkerWindows | None) -> RowScorer:
+def _make_scorer(runner: Any, budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> RowScorer:
     # Prompt tokens are not sampled, so that processed and raw logprobs are the same.
     if not (mode := runner.model_config.logprobs_mode).endswith("_logprobs"):
         raise ValueError(f"Scoremode needs --logprobs-mode raw_logprobs or processed_logprobs, got {mode}")
-    return RowScorer(budget_bytes, _logits_shape(runner), get_tp_group(), windows)
+    return RowScorer(budget_bytes, _logits_shape(runner), get_tp_group(), sinks)
 
 
 def _logits_shape(runner: Any) -> LogitsShape:

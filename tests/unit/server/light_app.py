@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from copy import copy
@@ -9,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, patch
 
 import httpx
 from fastapi import FastAPI
@@ -24,19 +25,19 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 
+from scoremode_server.app import EXTENSIONS
 from scoremode_server.completions import routes
-from scoremode_server.completions.handler import ScoringCompletions, ScoringHandler
-from scoremode_server.completions.logprobs_json import LogprobsWriter
 from scoremode_server.engine.admission import EngineSize
 from scoremode_server.engine.engine import ScoringEngine
 from scoremode_server.engine.store import RowStore
 from scoremode_server.metrics import Metrics
 from scoremode_server.plugin import ScoremodeEndpoints
 from scoremode_server.scoring.conversations import Conversations
+from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.scorer import Lanes, Scorer, Turns
-from scoremode_server.scoring.tokenizer import Tokenizer, TokenStrings
-from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
+from scoremode_server.scoring.tokenizer import Tokenizer
+from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES, REFERENCE_VARIABLE, WORKER_EXTENSION
 from scoremode_server.vllm_compat.served_models import ServedModels
 from tests.unit.server.engine.cache_setup import LARGE
 from tests.unit.server.engine.fake_engine import MAX_TOP, VOCABULARY, FakeEngine, HeldEngine
@@ -57,23 +58,32 @@ def light_app(
     engine = engine or FakeEngine(BLOCK_SIZE)
     renderer = SimpleNamespace(tokenizer=tokenizer)
     scoring = ScoringEngine(engine, RowStore(BLOCK_SIZE, 1 << 20), Metrics(0, CollectorRegistry()), size)
-    turns = Turns()
     client = SimpleNamespace(model_config=MODEL, renderer=renderer, input_processor=None)
     # Routes find all that they use in their app's state, so apps share them: FastAPI needs 30 ms to make them.
     app = copy(_app_with_default_flags())
     app.state = State({"args": app.state.args})
-    app.state.scoremode = SimpleNamespace(
-        scorer=Scorer(scoring, turns),
+    app.state.scoremode = core = Core(
+        client=engine,
+        scorer=Scorer(scoring, Turns()),
         tokenizer=Tokenizer(renderer),
         models=ServedModels(OpenAIServingModels(client, [BaseModelPath("m", "m")]), MODEL),
         limits=Limits(MODEL.max_model_len, VOCABULARY, MAX_TOP, MAX_SEQUENCES, max_request_bytes),
+        conversations=None,
         info=SimpleNamespace(prefix_token_id=0, chunk_token_id=None),
-        admission=scoring.admission,
-        references=engine.references(scoring, turns) if isinstance(engine, ReferenceEngine) else None,
-        owner=lambda request: "",
+        identity=getattr(engine, "identity", None),
+        owner_key=None,
         lanes=Lanes({"prefill": 0, "decode": 1}),
     )
+    _start_extensions(core, app.state)
     return app
+
+
+def _start_extensions(core: Core, state: State) -> None:
+    """As the plugin does, with the engine's folder for references, if it has one."""
+    root = core.client.directory.root if isinstance(core.client, ReferenceEngine) else ""
+    with patch.dict(os.environ, {REFERENCE_VARIABLE: str(root)}):
+        for extension in EXTENSIONS:
+            extension.start(core, state)
 
 
 def app_with_flags(**flags: Any) -> FastAPI:
@@ -96,6 +106,7 @@ def app_with_completions(
     """The app with our handlers of completions and of token ids around vLLM's, and its engine, which is not held."""
     model_config = ModelConfig(str(model), dtype="float32")
     config, engine = VllmConfig(model_config=model_config), engine or HeldEngine(BLOCK_SIZE)
+    config.parallel_config.worker_extension_cls = WORKER_EXTENSION
     engine.let_go.set()
     # What vLLM's handlers use of an engine client.
     engine.vllm_config, engine.model_config, engine.input_processor = config, model_config, None
@@ -103,18 +114,17 @@ def app_with_completions(
     engine.check_admission, engine.renderer = Mock(), renderer_from_config(config)
     app = app_with_flags(api_key=None)
     app.include_router(routes.generate_router)
-    state = app.state.scoremode = light_app(engine, size=size).state.scoremode
-    models, scoring = OpenAIServingModels(engine, [BaseModelPath("m", "m")]), state.scorer.engine
+    core = app.state.scoremode = light_app(engine, size=size).state.scoremode
+    models = OpenAIServingModels(engine, [BaseModelPath("m", "m")])
     chat = {"chat_template": None, "chat_template_content_format": "auto"}
     renderer = OnlineRenderer(model_config, engine.renderer, request_logger=None, **chat)
-    writer = LogprobsWriter(TokenStrings(lambda: engine.renderer.tokenizer), BLOCK_SIZE)
-    stock = OpenAIServingCompletion(engine, models, online_renderer=renderer, request_logger=None)
-    state.completions = ScoringCompletions(stock, scoring, writer, Turns())
-    tokens = ServingTokens(engine, models, renderer, request_logger=None)
-    state.generate = ScoringHandler(tokens, "serve_tokens", "token_ids", scoring, writer, Turns())
-    state.limits, state.tokenizer = Limits.from_model(model_config), Tokenizer(engine.renderer)
-    metrics = Metrics(0, CollectorRegistry())
-    state.conversations, state.chat = Conversations(renderer, model_config, state.limits, metrics), None
+    core.limits, core.tokenizer = Limits.from_model(model_config), Tokenizer(engine.renderer)
+    core.conversations = Conversations(renderer, model_config, core.limits, Metrics(0, CollectorRegistry()))
+    app.state.openai_serving_completion = OpenAIServingCompletion(
+        engine, models, online_renderer=renderer, request_logger=None
+    )
+    app.state.serving_tokens = ServingTokens(engine, models, renderer, request_logger=None)
+    _start_extensions(core, app.state)
     return app, engine
 
 

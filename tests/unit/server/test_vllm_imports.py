@@ -18,8 +18,7 @@ EXEMPT = ("completions", "references/worker", "scoring/conversations.py", "vllm_
 
 ENTRYPOINTS = {
     # What a route of an endpoint plugin needs to behave as vLLM's own do.
-    *("openai.chat_completion.protocol", "openai.completion.protocol", "serve", "serve.engine.protocol"),
-    *("scale_out.token_in_token_out.protocol", "serve.middleware.authenticate", "serve.utils.api_utils"),
+    *("serve", "serve.engine.protocol", "serve.middleware.authenticate", "serve.utils.api_utils"),
     # What `scoremode serve` runs.
     *("cli.serve", "common.startup"),
 }

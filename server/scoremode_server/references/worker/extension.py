@@ -6,6 +6,7 @@ from vllm.distributed import get_pp_group, get_tp_group
 
 from scoremode_server.references.files.manifest import HeadFormat
 from scoremode_server.references.worker.heads import describe_head, gather_weight
+from scoremode_server.references.worker.orders import SINK
 from scoremode_server.references.worker.sinks import WorkerWindows
 from scoremode_server.worker.lm_head import LogitsSource, examine
 
@@ -56,17 +57,4 @@ class ReferenceWorker:
         return head.source, described
 
     def _scoremode_windows(self) -> WorkerWindows:
-        return cast(WorkerWindows, type(self.model_runner)._scoremode_windows)
-
-
-async def call_engines(client: Any, method: str, *args: Any) -> list[list[Any]]:
-    """What a method of `ReferenceWorker` returns on each worker, engine by engine."""
-    # Not by the client's own `collective_rpc`: with several engines it returns what the first one's workers do, and it
-    # is wrapped to drop the cached rows, since weights may change by it. They do not change by these methods.
-    results = await client.engine_core.call_utility_all_async("collective_rpc", method, None, args, {})
-    return cast(list[list[Any]], results)
-
-
-async def call_workers(client: Any, method: str, *args: Any) -> list[Any]:
-    """What a method of `ReferenceWorker` returns on each worker of each engine."""
-    return [result for results in await call_engines(client, method, *args) for result in results]
+        return cast(WorkerWindows, type(self.model_runner)._scoremode_sinks[SINK])

@@ -22,9 +22,9 @@ from vllm.model_executor.utils import set_weight_attrs
 from scoremode_server.kernels.fused_logprobs import LogitsFunction
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.files.manifest import HeadDtype, HeadFormat
+from scoremode_server.references.worker.orders import WindowMark
 from scoremode_server.threads import CallThreads
 from scoremode_server.worker.lm_head import LogitsSource
-from scoremode_server.worker.row_spec import WindowMark
 
 GATHERED_ROWS = 8192
 """Rows of the vocabulary that ranks send each other at a time."""

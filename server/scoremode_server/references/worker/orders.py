@@ -1,13 +1,33 @@
-"""What API servers order of engine workers, as msgspec sends it: see `WorkerWindows.exchange`."""
+"""What API servers tell engine workers of windows, with their requests and in orders, as msgspec sends it."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
-from scoremode_server.worker.row_spec import WindowMark
+SINK = "references"
+"""The name of the sinks of windows."""
 
 IN_USE = "another reference is in use"
 """The outcome of `HoldReference` where another API server holds another reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMark:
+    """What becomes of the rows of a reference's window."""
+
+    action: Literal["record", "compare", "export"]
+    """To export is to return the reference's distributions, as llama.cpp keeps them; the rows are not used."""
+    reference: str
+    identity: str
+    index: int
+    """Of the window."""
+    num_scored: int
+    """Targets."""
+    ticket: str = ""
+    """Names what is read for the window or written of it, for API servers."""
+    head: str = ""
+    """The key of the reference's LM head, if it is needed."""
 
 
 class ReadWindow(msgspec.Struct, tag=True):

@@ -1,6 +1,6 @@
-"""Windows of references in an engine worker: what becomes of their rows, and the files and the memory for that."""
+"""What becomes of the rows of references' windows in an engine worker, and the files and the memory for that."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,21 +10,34 @@ import msgspec
 import torch
 from cachetools import FIFOCache
 from vllm.config import VllmConfig
+from vllm.v1.outputs import LogprobsTensors
 
+from scoremode_server.kernels import working_memory
+from scoremode_server.kernels.reduced_rows import JoinedRows
 from scoremode_server.references.files.directory import ReferenceDirectory
 from scoremode_server.references.files.manifest import HeadFormat
 from scoremode_server.references.files.tensors import BrokenFileError
+from scoremode_server.references.worker import kl_divergence, llama_cpp
 from scoremode_server.references.worker.heads import HeadLayer, LeasedHead, ReferenceHead, copy_through_pinned
 from scoremode_server.references.worker.orders import (
     IN_USE,
+    SINK,
     ForgetWindow,
     HoldReference,
     Order,
     ReadWindow,
     ReleaseReference,
+    WindowMark,
 )
+from scoremode_server.references.worker.packing import ComparedRows
+from scoremode_server.settings import reference_directory
 from scoremode_server.threads import CallThreads
-from scoremode_server.worker.row_spec import WindowMark
+from scoremode_server.worker.lm_head import LMHead
+from scoremode_server.worker.row_scorer import Columns, RowPiece, RowScorer, RowSink, SinkMaker, zeros
+from scoremode_server.worker.row_spec import RowSpec
+
+COMPARISON_BUDGETS = 4
+"""On a GPU a comparison may use so many times the budget: 2,048 rows take 6 % less time than 512 (1B, H200)."""
 
 MAX_UNWRITTEN_BYTES = 2 * 1024**3
 """Of windows of a reference that are computed and not on disk yet. API servers send fewer; more come only where the
@@ -34,26 +47,101 @@ MAX_WRITTEN = 4096
 """Files whose state is kept until an API server asks for it. None asks for those of a request that has ended."""
 
 
-@dataclass(slots=True)
-class ComparedWindow:
-    """A window whose rows are compared with those of a reference or, for an export, replaced by them."""
+@dataclass(eq=False, kw_only=True)
+class ComparedWindow(RowSink):
+    """Compares a window's rows with those of a reference."""
 
-    key: str
-    """Of the reference's LM head."""
-    is_export: bool
-    hidden_states: torch.Tensor | None
-    """The reference's, on the host; None if they could not be read."""
+    mark: WindowMark
+    recorded: torch.Tensor | None
+    """The reference's hidden states, on the host; None if they could not be read."""
     leased: LeasedHead
 
+    @property
+    def key(self) -> Hashable:
+        return self.mark.action, self.mark.head, self.spec.num_top
+
     def head(self, *, local: bool) -> ReferenceHead | None:
-        """The reference's head, with `local` this rank's part of it, but whole for an export; None if this rank cannot
-        compare."""
-        return None if self.hidden_states is None else self.leased.find(self.key, local=local and not self.is_export)
+        """Find the reference's head, with `local` this rank's part of it; None if this rank cannot compare."""
+        return None if self.recorded is None else self.leased.find(self.mark.head, local=local)
+
+    def is_ready(self, *, local: bool) -> bool:
+        return self.head(local=local) is not None
+
+    def missing(self, num_rows: int, device: torch.device) -> Columns:
+        return ComparedRows.pack_missing(num_rows, self.spec.num_top, device)
+
+    def compute(
+        self,
+        scorer: RowScorer,
+        pieces: Sequence[RowPiece],
+        targets: torch.Tensor,
+        hidden_states: JoinedRows,
+        head: LMHead,
+    ) -> Columns:
+        reference, recorded = self._reference(scorer, pieces, local=head.shard is not None)
+        return _compared(scorer, targets, hidden_states, recorded, head, reference, self.spec.num_top)
+
+    def store(self, columns: Columns, hidden_states: torch.Tensor) -> None:
+        self.parts.append(LogprobsTensors(*columns))
+
+    def _reference(self, scorer: RowScorer, pieces: Sequence[Any], *, local: bool) -> tuple[ReferenceHead, JoinedRows]:
+        """Find the reference's head, and its hidden states of some rows."""
+        reference = self.head(local=local)
+        assert reference is not None
+        states = [piece.sink.recorded[piece.first : piece.first + piece.num_wanted] for piece in pieces]
+        return reference, JoinedRows(states, scorer.group.device)
 
 
-@dataclass(slots=True)
-class RecordedWindow:
-    """A window whose hidden states and logprobs go to a file."""
+class ExportedWindow(ComparedWindow):
+    """Replaces a window's rows by the reference's, as llama.cpp keeps them: words in the place of tokens, on the host,
+    and logprobs and ranks of 0. Every rank has whole rows."""
+
+    def head(self, *, local: bool) -> ReferenceHead | None:
+        return super().head(local=False)
+
+    def compute(
+        self,
+        scorer: RowScorer,
+        pieces: Sequence[RowPiece],
+        targets: torch.Tensor,
+        hidden_states: JoinedRows,
+        head: LMHead,
+    ) -> Columns:
+        reference, recorded = self._reference(scorer, pieces, local=False)
+        num_rows = len(targets)
+        step = scorer.rows_within(scorer.shape.vocab_size * (reference.logit_bytes + llama_cpp.LOGIT_BYTES))
+        chunks = []
+        for start in range(0, num_rows, step):
+            logits = reference.logits_fn(recorded[start : min(start + step, num_rows)])
+            # At once, because many rows do not fit the GPU.
+            chunks.append(llama_cpp.quantized(logits).cpu())
+            del logits
+        return torch.cat(chunks), torch.zeros(num_rows, 1), torch.zeros(num_rows, dtype=torch.int32)
+
+
+def _compared(
+    scorer: RowScorer,
+    targets: torch.Tensor,
+    hidden_states: JoinedRows | torch.Tensor,
+    recorded: JoinedRows | torch.Tensor,
+    head: LMHead,
+    reference: ReferenceHead,
+    num_top: int,
+) -> Columns:
+    """Compare rows with the reference's hidden states [rows, hidden]."""
+    row_bytes = working_memory.row_bytes_compared(
+        scorer.shape, reference.logit_bytes, num_top, head.copies, head.shard is not None
+    )
+    limit = scorer.rows_within(row_bytes, 1 if scorer.group.device.type == "cpu" else COMPARISON_BUDGETS)
+    comparison = kl_divergence.compare(
+        targets, head.project, hidden_states, reference.logits_fn, recorded, num_top, limit, head.shard
+    )
+    return ComparedRows.pack(comparison)
+
+
+@dataclass(eq=False, kw_only=True)
+class RecordedWindow(RowSink):
+    """Writes a window's hidden states and logprobs to a file, by `write`, once both are on the host."""
 
     mark: WindowMark
     write: Callable[["RecordedWindow"], None]
@@ -62,13 +150,12 @@ class RecordedWindow:
     copied: Any = None
     """An event of the device, after which both are on the host; None on a CPU."""
 
-    def add(self, hidden_states: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Copy some rows to the host."""
+    def store(self, columns: Columns, hidden_states: torch.Tensor) -> None:
+        super().store(columns, hidden_states)
         self.hidden_states.append(_to_host(hidden_states))
-        self.logprobs.append(_to_host(logprobs))
+        self.logprobs.append(_to_host(columns[1][:, 0]))
 
     def finish(self) -> None:
-        """All rows were given."""
         if self.hidden_states[0].is_pinned():
             self.copied = torch.cuda.Event()
             self.copied.record()
@@ -101,14 +188,23 @@ class WorkerWindows:
     _unwritten: list[tuple[Future[str], str, int]] = field(default_factory=list)
     """Windows that are being written, with the name of the reference and bytes."""
 
-    def begin(self, mark: WindowMark, *, writes: bool) -> RecordedWindow | ComparedWindow | None:
-        """What becomes of a window's rows on this rank, of which one writes; None if they are only returned."""
+    def begin(self, spec: RowSpec, *, writes: bool) -> RowSink:
+        """The sink of a window's rows: see `SinkMaker`. Of the ranks, one writes what is recorded."""
+        mark = msgspec.convert(spec.sink_data, WindowMark)
         if mark.action == "record":
-            return RecordedWindow(mark, self._write_window_later) if writes else None
+            return RecordedWindow(spec, mark=mark, write=self._write_window_later) if writes else RowSink(spec)
         assert self.leased is not None
         read = self._read.get(mark.ticket)
-        hidden_states = None if read is None or not read.done() or read.exception() else read.result()
-        return ComparedWindow(mark.head, mark.action == "export", hidden_states, self.leased)
+        recorded = None if read is None or not read.done() or read.exception() else read.result()
+        make_sink = ExportedWindow if mark.action == "export" else ComparedWindow
+        return make_sink(spec, mark=mark, recorded=recorded, leased=self.leased)
+
+    def reserve(self, scorer: RowScorer, runner: Any, hidden_states: torch.Tensor, head: LMHead) -> None:
+        """Allocate the memory for a reference's head, and compare as many rows as a step has: see `SinkMaker`."""
+        self.allocate_head(runner.vllm_config, hidden_states.device)
+        targets, states = zeros(runner.max_num_tokens, hidden_states)
+        reference = ReferenceHead(head.project, scorer.shape.logit_bytes)
+        _compared(scorer, targets, states, states, head, reference, working_memory.RESERVED_TOP)
 
     def allocate_head(self, config: VllmConfig, device: torch.device) -> None:
         """Make the memory for a reference's head, once: as much as for the served model's, of which most are."""
@@ -208,3 +304,9 @@ class WorkerWindows:
 
 def _reason(error: BaseException) -> str:
     return str(error) or repr(error)
+
+
+def reference_sinks() -> dict[str, SinkMaker]:
+    """Make what makes a worker's sinks, by name, if the server has a folder for references."""
+    root = reference_directory()
+    return {} if root is None else {SINK: WorkerWindows(ReferenceDirectory(root))}

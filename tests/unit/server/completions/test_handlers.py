@@ -51,7 +51,7 @@ async def test_the_generate_route_refuses_with_the_name_of_the_field(random_mode
 @pytest.mark.parametrize(("route", "body"), [(COMPLETIONS, ECHO | {"prompt": [5, 6, 7]}), (GENERATE, PRIME_RL)])
 async def test_an_answer_is_written_in_its_turn(random_model: Path, monkeypatch, route: str, body: dict[str, Any]):
     app, _ = app_with_completions(random_model)
-    state, turns, is_in_turn = app.state.scoremode, set[str](), list[bool]()
+    handlers, turns, is_in_turn = app.state.scoremode_completions, set[str](), list[bool]()
 
     async def wait() -> None:
         turns.add("this")
@@ -61,8 +61,8 @@ async def test_an_answer_is_written_in_its_turn(random_model: Path, monkeypatch,
         is_in_turn.append(bool(turns))
         return filled(*given)
 
-    for each in (state.completions, state.generate):
-        monkeypatch.setattr(each.turns, "wait", wait)
+    for each in (handlers[COMPLETIONS], handlers[GENERATE]):
+        monkeypatch.setattr(each.core.scorer.turns, "wait", wait)
     monkeypatch.setattr(handler, "filled", written)
     async with client_of(app) as client:
         assert (await client.post(route, json=body)).status_code == 200

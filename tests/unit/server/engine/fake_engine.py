@@ -100,7 +100,7 @@ class FakeEngine:
         self.aborted: list[list[str]] = []
         """Ids of each call."""
         self.requests: list[tuple[list[int], Any]] = []
-        self.vllm_config = SimpleNamespace()
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=""))
 
     def _happens(self, what: str) -> bool:
         return self.random.random() < self.chances[what]

@@ -109,7 +109,7 @@ def app() -> Iterator[FastAPI]:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         patch.setenv("VLLM_API_KEY", "secret")
         # The general plugin's patches would outlive these tests.
-        patch.setattr("scoremode_server.vllm_compat.install.install", lambda: None)
+        patch.setattr("scoremode_server.vllm_compat.install.install", lambda on_worker_start: None)
         app = app_without_engine("--enable-request-id-headers", "--enable-tokenizer-info-endpoint")
         for each, level in zip(loggers, levels, strict=True):
             each.setLevel(level)

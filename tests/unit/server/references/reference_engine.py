@@ -8,14 +8,13 @@ import httpx
 import torch
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from scoremode_server.app import ReferenceParts
-from scoremode_server.engine.engine import ScoringEngine
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.files.manifest import HeadFormat
 from scoremode_server.references.worker.heads import LeasedHead, ReferenceHead
+from scoremode_server.references.worker.orders import SINK
 from scoremode_server.references.worker.sinks import WorkerWindows
 from scoremode_server.rows import PromptLogprobs
-from scoremode_server.scoring.scorer import Turns
+from scoremode_server.settings import WORKER_EXTENSION
 from scoremode_server.worker.row_spec import RowSpec
 from tests.bad_inputs import REFERENCES
 from tests.unit.server.engine.fake_engine import VOCABULARY, HeldEngine
@@ -83,7 +82,7 @@ class ReferenceEngine(HeldEngine):
         num_bytes, threads = HEAD_FORMAT.num_bytes, self.windows._threads
         self.windows.leased = LeasedHead(num_bytes, CPU, HeadInMemory, self.directory, threads)  # type: ignore[arg-type]
         self.vllm_config.parallel_config = SimpleNamespace(
-            data_parallel_size=1, local_engines_only=False, data_parallel_index=0
+            data_parallel_size=1, local_engines_only=False, data_parallel_index=0, worker_extension_cls=WORKER_EXTENSION
         )
         self.model = LinearModel(noise)
         self.identity = MODEL.model_copy(update=identity)
@@ -92,9 +91,6 @@ class ReferenceEngine(HeldEngine):
         self.nan_at: int | None = None
         self.head: dict[str, Any] | str = HEAD_FORMAT.model_dump()
         self.engine_core = SimpleNamespace(call_utility_all_async=self._call_utility)
-
-    def references(self, scoring: ScoringEngine, turns: Turns) -> ReferenceParts:
-        return ReferenceParts.from_folder(self.directory.root, self, scoring, turns, self.identity)  # type: ignore[arg-type]
 
     async def _call_utility(self, call: str, method: str, *rest: Any) -> Any:
         methods = {
@@ -108,13 +104,13 @@ class ReferenceEngine(HeldEngine):
 
     async def _compute(self, prompt: Any, params: Any, request_id: str, lora: Any) -> RequestOutput:
         spec, token_ids = RowSpec.read(params), prompt["prompt_token_ids"]
-        if spec is None or spec.window is None:
+        if spec is None or not spec.sink:
             return await super()._compute(prompt, params, request_id, lora)
         hidden_states = self.model.hidden_states(token_ids)
         if self.nan_at is not None:
             hidden_states[spec.first - 1 + self.nan_at] = torch.nan
-        worker = LinearWorker(make_scorer(VOCABULARY, self.windows, chunk=100), self.model.project)
+        worker = LinearWorker(make_scorer(VOCABULARY, {SINK: self.windows}, chunk=100), self.model.project)
         logprobs = PromptLogprobs(worker.whole(spec, hidden_states, token_ids))
-        self.computed.append(spec.window.index)
+        self.computed.append(spec.sink_data["index"])
         completion = CompletionOutput(0, "", [7], None, None, finish_reason="length")
         return RequestOutput(request_id, None, token_ids, logprobs, [completion], True, num_cached_tokens=0)

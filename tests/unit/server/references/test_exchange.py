@@ -13,7 +13,7 @@ from scoremode_server.engine.admission import Admission, EngineSize
 from scoremode_server.errors import BusyError, RequestError
 from scoremode_server.references import exchange
 from scoremode_server.references.exchange import UnreadableFileError, WorkerFiles
-from scoremode_server.worker.row_spec import WindowMark
+from scoremode_server.references.worker.orders import WindowMark
 from tests.unit.server.references.reference_setup import HEAD
 
 Orders = list[dict[str, Any]]

@@ -219,7 +219,7 @@ async def test_a_reference_may_be_deleted_or_replaced_while_it_is_compared(root,
 
 async def test_a_new_reference_of_the_same_name_is_read_and_left_alone(root):
     async with client_of(app := light_app(ReferenceEngine(root))) as client:
-        stored = app.state.scoremode.references.stored
+        stored = app.state.scoremode_references.stored
         old = await stored.open("base")
         for num_tokens in (60, 50):
             await client.delete(BASE)

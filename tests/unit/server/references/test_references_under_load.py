@@ -252,7 +252,7 @@ async def test_nothing_is_kept_of_what_was_read(root: Path, forget: Callable[[Pa
         await asyncio.gather(*(kld(client, name, index) for index in range(4) for name in ("base", "other")))
         forget(root)
         await kld(client, "base", 5)
-        files = app.state.scoremode.references.comparer.files
+        files = app.state.scoremode_references.comparer.files
         await files._task
     assert not engine.windows._read
     assert not engine.windows._threads._waiting

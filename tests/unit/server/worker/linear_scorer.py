@@ -1,15 +1,15 @@
 """A worker's `RowScorer` on the CPU, of a model whose logits are linear in its hidden states."""
 
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from scoremode_server.kernels.working_memory import LogitsShape, block_bytes, row_bytes_fused
 from scoremode_server.references.worker.sinks import WorkerWindows
-from scoremode_server.worker.row_scorer import RowScorer, StepPart
+from scoremode_server.worker.row_scorer import RowScorer, SinkMaker, StepPart
 from scoremode_server.worker.row_spec import RowSpec
 
 ALONE = SimpleNamespace(world_size=1, rank_in_group=0, device=torch.device("cpu"))
@@ -17,14 +17,14 @@ ALONE = SimpleNamespace(world_size=1, rank_in_group=0, device=torch.device("cpu"
 
 def make_scorer(
     vocab: int,
-    windows: WorkerWindows | None = None,
+    sinks: Mapping[str, SinkMaker] = MappingProxyType({}),
     *,
     chunk: int = 3,
     group: Any = ALONE,
 ) -> RowScorer:
     """A scorer whose working memory holds so many rows, each with its target."""
     shape = LogitsShape(vocab, 4)
-    return RowScorer(block_bytes(shape) + chunk * row_bytes_fused(shape, 0, None), shape, group, windows)
+    return RowScorer(block_bytes(shape) + chunk * row_bytes_fused(shape, 0, None), shape, group, sinks)
 
 
 def let_all_be_written(windows: WorkerWindows) -> None:

@@ -11,9 +11,9 @@ from vllm.pooling_params import PoolingParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from scoremode_server.engine.passes import RowsRequest
-from scoremode_server.worker.row_spec import ROWS, RowSpec, ScoringParams, WindowMark, guard_rows
+from scoremode_server.worker.row_spec import ROWS, RowSpec, ScoringParams, guard_rows
 
-COMPARED = RowSpec(4, num_top=2, window=WindowMark("compare", "base", "identity", 3, 6, "ticket", "head"))
+COMPARED = RowSpec(4, num_top=2, sink="references", sink_data={"action": "compare", "index": 3})
 CHOSEN = RowSpec(2, num_top=3, temperature=0.5, num_candidates=2, candidates=b"12345678")
 
 
@@ -47,7 +47,7 @@ async def test_a_spec_reaches_the_worker_as_it_is(spec: RowSpec):
         assert got is not None
         assert got.last_token == 7
         assert copy(got).as_extra_args()[ROWS] == {**spec.as_extra_args()[ROWS], "last_token": 7}
-        assert got.window == spec.window
+        assert (got.sink, got.sink_data) == (spec.sink, spec.sink_data)
 
 
 def test_the_identity_has_all_that_decides_rows_but_not_num_top():

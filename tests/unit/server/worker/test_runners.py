@@ -160,10 +160,10 @@ def test_prompt_logprobs_are_made_before_drafts(monkeypatch: pytest.MonkeyPatch)
 
     for name in ("_get_prompt_logprobs_dict", "_dummy_sampler_run"):
         monkeypatch.setattr(GPUModelRunner, name, getattr(GPUModelRunner, name))
-    monkeypatch.setattr(GPUModelRunner, "_scoremode_windows", None, raising=False)
+    monkeypatch.setattr(GPUModelRunner, "_scoremode_sinks", None, raising=False)
     monkeypatch.setattr(GPUModelRunner, "sample_tokens", draft_then_bookkeep)
     monkeypatch.setattr(runners, "get_tp_group", lambda: ALONE)
-    runners.patch_v1(MEBIBYTE, None)
+    runners.patch_v1(MEBIBYTE, {})
 
     def sample(runner: Runner, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
         schedule = SimpleNamespace(num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values()))
@@ -326,12 +326,12 @@ def test_the_patch_replaces_what_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_
         monkeypatch.setattr(owner, name, getattr(owner, name))
     loaded = []
     monkeypatch.setattr(GPUModelRunnerV2, "load_model", lambda self, **options: loaded.append(self))
-    monkeypatch.setattr(GPUModelRunnerV2, "_scoremode_windows", None, raising=False)
+    monkeypatch.setattr(GPUModelRunnerV2, "_scoremode_sinks", None, raising=False)
     monkeypatch.setattr(runners, "get_tp_group", lambda: ALONE)
     windows = WorkerWindows(ReferenceDirectory(tmp_path))
     runners.patch_v2(256 * MEBIBYTE, windows)
     # `ReferenceWorker` looks for them there.
-    assert GPUModelRunnerV2._scoremode_windows is windows
+    assert GPUModelRunnerV2._scoremode_sinks is windows
     model = SimpleNamespace(get_vocab_size=lambda: 128_256, head_dtype=torch.bfloat16, logprobs_mode="raw_logprobs")
     # The last pipeline rank, and another.
     for worker in (worker_class(1, CPU), None):

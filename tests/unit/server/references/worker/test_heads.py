@@ -22,11 +22,12 @@ from scoremode_server.references.files.directory import ReferenceDirectory, Stor
 from scoremode_server.references.worker import extension
 from scoremode_server.references.worker.extension import ReferenceWorker
 from scoremode_server.references.worker.heads import HeadLayer, LeasedHead, ReferenceHead, describe_head, gather_weight
+from scoremode_server.references.worker.orders import SINK, WindowMark
 from scoremode_server.references.worker.sinks import WorkerWindows
 from scoremode_server.threads import CallThreads
 from scoremode_server.worker.lm_head import examine
 from scoremode_server.worker.row_scorer import RowScorer, StepPart
-from scoremode_server.worker.row_spec import RowSpec, WindowMark
+from scoremode_server.worker.row_spec import RowSpec
 from tests.unit.server.ranks import run_ranks
 from tests.unit.server.references.reference_setup import TEXT, manifest
 from tests.unit.server.worker.linear_scorer import check_rows, let_all_be_written
@@ -198,7 +199,7 @@ def worker_of(model: Model, config: VllmConfig) -> ReferenceWorker:
 
 def what_api_servers_ask_of_workers(root: Path, config: VllmConfig) -> None:
     windows = WorkerWindows(ReferenceDirectory(root))
-    Runner._scoremode_windows = windows  # type: ignore[attr-defined]
+    Runner._scoremode_sinks = {SINK: windows}  # type: ignore[attr-defined]
     group, worker = get_tp_group(), worker_of(Model(1000, scale=0.5), config)
     described = worker.scoremode_describe_head()
     assert described["vocab_size"] == 1000  # type: ignore[index]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scoremode_server.references.worker.heads import LeasedHead
-from scoremode_server.worker.row_spec import WindowMark
+from scoremode_server.references.worker.orders import WindowMark
 
 
 class Layer:

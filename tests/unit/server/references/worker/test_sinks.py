@@ -21,11 +21,12 @@ from scoremode_server.references.files import tensors
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.worker import kl_divergence, sinks
 from scoremode_server.references.worker.heads import ReferenceHead
-from scoremode_server.references.worker.orders import ForgetWindow, Order, ReadWindow
+from scoremode_server.references.worker.orders import SINK, ForgetWindow, Order, ReadWindow, WindowMark
 from scoremode_server.references.worker.sinks import RecordedWindow, WorkerWindows
 from scoremode_server.vllm_compat import install
 from scoremode_server.worker.lm_head import LMHead
-from scoremode_server.worker.row_spec import RowSpec, WindowMark
+from scoremode_server.worker.row_scorer import RowSink
+from scoremode_server.worker.row_spec import RowSpec
 from tests.unit.server.references.reference_setup import HIDDEN, create, random_shard
 from tests.unit.server.worker.linear_scorer import ALONE, LinearWorker, let_all_be_written, make_scorer
 
@@ -58,7 +59,11 @@ class Room:
 
 def spec(action: Any, first: int, index: int = 0, num_top: int = 0, identity: str = "one") -> RowSpec:
     mark = WindowMark(action, "base", identity, index, len(TOKENS) - first, ticket=f"{identity} {index}")
-    return RowSpec(first, TOKENS[-1], num_top, window=mark)
+    return with_mark(mark, first, num_top)
+
+
+def with_mark(mark: WindowMark, first: int = 1, num_top: int = 0) -> RowSpec:
+    return RowSpec(first, TOKENS[-1], num_top, sink=SINK, sink_data=msgspec.to_builtins(mark))
 
 
 def project(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -72,16 +77,16 @@ def order(windows: WorkerWindows, *orders: Order, tickets: tuple[str, ...] = ())
 
 def read(windows: WorkerWindows, *specs: RowSpec) -> None:
     """As the API server has it, which sends a window once it was read, or could not be."""
-    marks = [wanted.window for wanted in specs if wanted.window is not None]
+    marks = [msgspec.convert(wanted.sink_data, WindowMark) for wanted in specs]
     order(windows, *map(ReadWindow, marks))
     while any(windows._outcome(mark.ticket) is None for mark in marks):
         time.sleep(0.001)
 
 
 def add(windows: WorkerWindows, wanted: RowSpec, name: str = "request", group: Any = ALONE) -> LinearWorker:
-    if wanted.window is not None and wanted.window.action == "compare":
+    if wanted.sink_data["action"] == "compare":
         read(windows, wanted)
-    worker = LinearWorker(make_scorer(VOCAB, windows, chunk=5, group=group), project)
+    worker = LinearWorker(make_scorer(VOCAB, {SINK: windows}, chunk=5, group=group), project)
     worker.scorer.begin(name, wanted)
     return worker
 
@@ -192,7 +197,7 @@ def test_nan_is_returned_and_not_written(tmp_path: Path):
     assert reference.recorded() == set()
     assert windows._outcome("one 0") == "the model computed NaN"
     # Of several ranks one writes.
-    assert windows.begin(WindowMark("record", "base", "one", 1, NUM_FED), writes=False) is None
+    assert type(windows.begin(spec("record", 1), writes=False)) is RowSink
 
 
 def test_all_ranks_compare_or_none_does(reference: StoredReference):
@@ -206,7 +211,7 @@ def test_all_ranks_compare_or_none_does(reference: StoredReference):
     specs = {"first": spec("compare", 1, num_top=3), "second": spec("compare", 2, 1, num_top=3)}
     with windows_in(reference.path.parent) as windows:
         read(windows, *specs.values())
-        worker = LinearWorker(make_scorer(VOCAB, windows, group=others), project)
+        worker = LinearWorker(make_scorer(VOCAB, {SINK: windows}, group=others), project)
         worker.scorer._logits_fn, worker.scorer._lm_head = worker.logits_fn, LMHead(project, project, 1, None, None)
         found = worker.together(specs, STATES, TOKENS[:-1])
     assert not found["first"].logprobs.isnan().any()
@@ -219,7 +224,7 @@ def test_windows_of_one_reference_are_compared_together(reference: StoredReferen
     specs = {str(index): spec("compare", first, index) for index, first in enumerate(FIRSTS)}
     with windows_in(reference.path.parent) as windows:
         alone = [steps(add(windows, wanted), NUM_FED) for wanted in specs.values()]
-        worker = LinearWorker(make_scorer(VOCAB, windows, chunk=1000), project)
+        worker = LinearWorker(make_scorer(VOCAB, {SINK: windows}, chunk=1000), project)
         found = worker.together(specs, STATES, TOKENS[:-1])
     assert worker.num_projected == [7 + 6 + 4 + 2 + 1]
     for rows, expected in zip(found.values(), alone, strict=True):
@@ -246,7 +251,7 @@ def mark(action: Any, index: int) -> WindowMark:
 
 def finish(windows: WorkerWindows, index: int) -> None:
     """What a step does with the last rows of a window that is recorded."""
-    window = windows.begin(mark("record", index), writes=True)
+    window = windows.begin(with_mark(mark("record", index)), writes=True)
     assert isinstance(window, RecordedWindow)
     window.hidden_states, window.logprobs = [torch.zeros(5, HIDDEN)], [torch.zeros(5)]
     window.finish()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from scoremode.wire.protocol import ComputedBy
-from scoremode_server.worker.computed_by import describe_worker, what_computes
+from scoremode_server.vllm_compat.computed_by import describe_worker, what_computes
 
 
 def made(name: str, module: str = "vllm.model_executor.layers", **attributes: Any) -> Any:

@@ -1,17 +1,23 @@
-"""`/v1/score`: exact log-probabilities of prompts, or of continuations of them, or of turns of conversations, which
-`/v1/turns` shows. `/v1/tokens`: texts of tokens."""
+"""`/v1/perplexity`: the perplexity of a text, which the server cuts into windows. `/v1/score`: exact log-probabilities
+of prompts, or of continuations of them, or of turns of conversations, which `/v1/turns` shows. `/v1/tokens`: texts of
+tokens."""
 
 import asyncio
 import math
 import time
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
+from scoremode.metrics import perplexity, text_metrics
 from scoremode.wire.arrays import encode_array, encode_top_logprobs
 from scoremode.wire.protocol import (
+    PerplexityRequest,
+    PerplexityResponse,
     ScoreRequest,
     ScoreResponse,
     ServerInfo,
@@ -21,30 +27,76 @@ from scoremode.wire.protocol import (
     TurnsResponse,
     Usage,
 )
+from scoremode_server.engine.admission import RequestQueue
 from scoremode_server.engine.engine import ScoredRows
 from scoremode_server.engine.passes import engine_id
-from scoremode_server.http.requests import (
-    ERROR_RESPONSES,
-    ScoremodeRoute,
-    accepted,
-    prepared,
-    scoremode_state,
-    until_disconnect,
-)
-from scoremode_server.http.responses import json_response, top_entries
+from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accepted, until_disconnect
+from scoremode_server.http.responses import json_response, respond, top_entries
 from scoremode_server.rows import NO_TOKEN, Rows, json_logprobs
+from scoremode_server.scoring.core import core_of, prepared
 from scoremode_server.scoring.model_files import with_adapter
-from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, ScoreSettings
+from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, ScoredSequence, ScoreSettings
 from scoremode_server.scoring.sequences import RequestedSequence, ScoringPass, read_sequences
+from scoremode_server.scoring.text_windows import RunningPerplexity, TextWindows, cut_texts
 from scoremode_server.scoring.tokenizer import TokenStrings
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"], responses=ERROR_RESPONSES)
 
 
+@router.post(
+    "/v1/perplexity", response_model=PerplexityResponse, responses=EVENT_RESPONSES, summary="Perplexity of given text"
+)
+@until_disconnect
+async def create_perplexity(request: PerplexityRequest, raw_request: Request) -> Response:
+    """Score a text's windows and sum them up; with `stream`, an event for each window on the way."""
+    async with prepared(raw_request, request.model) as (state, model, options):
+        conversations = None if request.messages is None else await state.conversations.sequences(request)
+        texts = await cut_texts(request, conversations, state.tokenizer, state.limits, state.info)
+        lane = state.lanes.settings(request)
+    request_id = f"ppl-{raw_request.state.request_id}"
+
+    async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
+        settings = ScoreSettings(
+            request_id=engine_id(request_id),
+            queue=queue,
+            cache_salt=request.cache_salt,
+            owner=state.owner(raw_request.headers),
+            options=options,
+            **lane,
+        )
+
+        def sequences() -> Iterator[ScoredSequence]:
+            """The windows, each counted when it begins."""
+            for token_ids, first in texts:
+                queue.add(1, len(token_ids))
+                yield ScoredSequence(token_ids, first)
+
+        running, num_cached = RunningPerplexity(len(texts.windows)), 0
+        async with aclosing(state.scorer.scores(sequences(), settings)) as answers:
+            async for answer in answers:
+                num_cached += answer.num_cached_tokens
+                window = running.add(-json_logprobs(answer.rows.logprobs[:, 0]))
+                yield window.model_dump(exclude={"logprobs", "ranks"})
+        figures = await asyncio.to_thread(_figures, texts, running)
+        num_fed = sum(window.num_tokens for window in texts.windows)
+        usage = Usage(prompt_tokens=num_fed, cached_tokens=num_cached, total_tokens=num_fed)
+        yield PerplexityResponse(
+            id=request_id,
+            created=int(time.time()),
+            model=model.name,
+            usage=usage,
+            lane=request.lane,
+            mean_batch=queue.mean_batch,
+            **figures,
+        ).model_dump()
+
+    return await respond(state.admission, "/v1/perplexity", request_id, events, stream=request.stream)
+
+
 @router.get("/v1/score", summary="What is served")
 async def score_info(raw_request: Request, model: str | None = None) -> ServerInfo:
     """The model or the LoRA adapter `model`, its bounds, its special tokens, and what computes its scores."""
-    state = scoremode_state(raw_request)
+    state = core_of(raw_request)
     served = await state.models.resolve(model)
     if served.lora is None or state.info.fingerprint is None:
         return state.info
@@ -114,11 +166,29 @@ async def create_turns(request: TurnsRequest, raw_request: Request) -> Response:
 @router.post("/v1/tokens", response_model=TokensResponse, summary="Texts of single tokens")
 async def create_tokens(request: TokensRequest, raw_request: Request) -> Response:
     """The text of each token alone. An incomplete character becomes U+FFFD."""
-    state = scoremode_state(raw_request)
+    state = core_of(raw_request)
     await state.models.resolve(request.model)
     state.limits.check_single_tokens(request.token_ids)
     tokens = await asyncio.to_thread(state.tokenizer.texts_of, request.token_ids)
     return json_response({"object": "tokens", "tokens": tokens})
+
+
+def _figures(texts: TextWindows, running: RunningPerplexity) -> dict[str, Any]:
+    """The fields of a `PerplexityResponse` that texts and NLLs decide."""
+    result = perplexity(np.concatenate(running.nlls).tolist())
+    counts: dict[str, Any] = {name: getattr(texts, name) for name in ("num_tokens", "num_bytes", "num_words")}
+    of_text: dict[str, Any] = {"bits_per_byte": None, "word_perplexity": None}
+    if counts["num_bytes"] is not None:
+        of_text = asdict(text_metrics(result, texts.method, **counts))
+    return {
+        "method": texts.method,
+        "context_length": texts.context_length,
+        "stride": texts.stride,
+        "num_windows": len(texts.windows),
+        **asdict(result),
+        **of_text,
+        **counts,
+    }
 
 
 def _result(

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from scoremode.wire.protocol import ComputedBy
-from scoremode_server.references.worker.extension import call_workers
+from scoremode_server.vllm_compat.engine_client import call_workers
 
 # vLLM shows only the messages of loggers below its own.
 logger = init_logger("vllm.scoremode.computed_by")

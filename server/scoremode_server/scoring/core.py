@@ -1,0 +1,81 @@
+"""All that routes share, and how packages add their own routes to it."""
+
+import hmac
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.datastructures import State
+from vllm.engine.protocol import EngineClient
+
+from scoremode.wire.protocol import ServerInfo
+from scoremode_server.engine.admission import Admission
+from scoremode_server.scoring.conversations import Conversations
+from scoremode_server.scoring.limits import Limits
+from scoremode_server.scoring.model_identity import ModelIdentity
+from scoremode_server.scoring.scorer import Lanes, Scorer
+from scoremode_server.scoring.tokenizer import Tokenizer
+from scoremode_server.vllm_compat.served_models import ServedModel, ServedModels
+
+
+@dataclass(slots=True)
+class Core:
+    """`app.state.scoremode`: made once when an API server starts."""
+
+    client: EngineClient
+    """vLLM's."""
+    scorer: Scorer
+    tokenizer: Tokenizer
+    conversations: Conversations
+    models: ServedModels
+    limits: Limits
+    info: ServerInfo
+    identity: ModelIdentity
+    owner_key: bytes | None
+    """A secret of this process, if the server has API keys."""
+    lanes: Lanes
+
+    @property
+    def admission(self) -> Admission:
+        return self.scorer.engine.admission
+
+    def owner(self, headers: Mapping[str, str]) -> str:
+        """The owner of a request with these headers, by its API key. Without keys all requests have one owner."""
+        key = headers.get("Authorization", "").encode()
+        return "" if self.owner_key is None else hmac.new(self.owner_key, key, "sha256").hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """A package's routes, which `app.EXTENSIONS` lists. The plugin calls both methods, each once per API server. The
+    package's part in engine workers, if it has one, is a `SinkMaker`."""
+
+    router: APIRouter
+
+    def routers(self, app: FastAPI) -> Sequence[APIRouter]:
+        """The routers to include, while vLLM builds its app. Their routes replace the app's own of the same paths."""
+        return [self.router]
+
+    def start(self, core: Core, state: State) -> None:
+        """Make what the routes need, and put it into vLLM's app state, before the server answers requests. By default
+        there is nothing to make: the core is in the state."""
+
+
+def core_of(request: Request) -> Core:
+    """The core of the app that received a request."""
+    return cast(Core, request.app.state.scoremode)
+
+
+@asynccontextmanager
+async def prepared(
+    raw_request: Request, model: str | None
+) -> AsyncGenerator[tuple[Core, ServedModel, dict[str, Any]], None]:
+    """The core, the model of that name and the engine's options, if the server is not full. What is done inside, such
+    as tokenizing, ends when the server stops."""
+    core = core_of(raw_request)
+    core.admission.check()
+    async with core.admission.until_stopped():
+        served = await core.models.resolve(model)
+        yield core, served, await core.models.engine_options(raw_request, served)
