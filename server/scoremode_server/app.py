@@ -2,11 +2,9 @@
 
 import asyncio
 import gc
-import importlib.metadata
 import secrets
 from argparse import Namespace
 
-import vllm
 from starlette.datastructures import State
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
@@ -26,7 +24,7 @@ from scoremode_server.scoring.core import Core, Extension
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.model_files import model_identity, num_parameters, weight_bytes
 from scoremode_server.scoring.model_identity import ModelIdentity
-from scoremode_server.scoring.scorer import Lanes, Scorer, Turns, check_engine
+from scoremode_server.scoring.scorer import Scorer, Turns, check_engine, served_lanes
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.settings import logprob_bytes
 from scoremode_server.vllm_compat.computed_by import what_computes
@@ -81,7 +79,7 @@ async def make_core(client: EngineClient, state: State, settings: Namespace, *, 
         info=await _server_info(client, limits, tokenizer, models, identity),
         identity=identity,
         owner_key=secrets.token_bytes(32) if has_api_keys else None,
-        lanes=Lanes.from_config(client.vllm_config),
+        lanes=served_lanes(client.vllm_config),
     )
 
 
@@ -106,8 +104,6 @@ async def _server_info(
 ) -> ServerInfo:
     model = client.model_config
     return ServerInfo(
-        scoremode_version=importlib.metadata.version("scoremode"),
-        vllm_version=vllm.__version__,
         model=(await models.resolve(None)).name,
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
@@ -116,7 +112,7 @@ async def _server_info(
         bos_token_id=tokenizer.special_token_id("bos"),
         eos_token_id=tokenizer.special_token_id("eos"),
         adds_bos=await tokenizer.adds_bos(),
-        **identity.model_dump(include={"dtype", "quantization", "fingerprint", "revision", "computed_by"}),
+        **identity.model_dump(exclude={"model", "tokenizer_fingerprint"}),
         weight_bytes=await asyncio.to_thread(weight_bytes, model, client.vllm_config.load_config),
         num_parameters=await asyncio.to_thread(num_parameters, model.hf_config, model.trust_remote_code),
     )

@@ -5,12 +5,9 @@ They are written when something happens, since with several API servers vLLM add
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
-
-if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
+from vllm.outputs import RequestOutput
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
@@ -64,7 +61,7 @@ class Metrics:
         self._waiting_now.set(num_sequences - num_running)
         self._running_now.set(num_running)
 
-    def count(self, output: "RequestOutput", num_scored: int, arrival: float) -> None:
+    def count(self, output: RequestOutput, num_scored: int, arrival: float) -> None:
         """Count a request with its final output; `arrival` is its `time.monotonic()`."""
         self._tokens.inc(num_scored)
         now, stats = time.monotonic(), output.metrics

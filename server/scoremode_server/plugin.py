@@ -5,7 +5,7 @@ import os
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from scoremode_server.settings import PLUGIN, PLUGINS_VARIABLE, allow_plugin
+from scoremode_server.settings import PLUGIN, PLUGINS_VARIABLE, allow_plugin, server_settings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -38,14 +38,11 @@ class ScoremodeEndpoints:
         wrap(app)
         change_http_server(app)
 
-    async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
-        """Make the parts that routes share. `engine_client` is None only on servers without an engine, without
-        routes."""
+    async def init_state(self, engine_client: "EngineClient", state: "State", args: Namespace) -> None:
+        """Make the parts that routes share. Servers without an engine do not call this: see `required_tasks`."""
         from scoremode_server.app import EXTENSIONS, make_core, prepare_process
         from scoremode_server.http.middleware import configured_keys
-        from scoremode_server.settings import server_settings
 
-        assert engine_client is not None
         state.scoremode = await make_core(
             engine_client, state, server_settings(args), has_api_keys=bool(configured_keys(args))
         )

@@ -6,7 +6,7 @@ The JSON of cached blocks is stored under their block hashes, because benchmarks
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import orjson
@@ -112,8 +112,7 @@ class TokenPieces:
         if _UNKNOWN in kinds.tobytes():
             self._add(np.unique(token_ids[kinds == _UNKNOWN]).tolist())
             kinds = self._kinds[token_ids]
-        places: list[int] = np.flatnonzero(kinds == _WITHIN_CHARACTER).tolist()
-        return places
+        return cast(list[int], np.flatnonzero(kinds == _WITHIN_CHARACTER).tolist())
 
     def _add(self, token_ids: list[int]) -> None:
         for token_id, text in zip(token_ids, self._strings.texts_of(token_ids), strict=True):
@@ -288,8 +287,7 @@ def _left_out(entries: Entries, shape: tuple[int, ...], num_top: int) -> list[in
         return list(entries.repeats)
     shown = np.ones(shape, bool)
     shown.flat[entries.repeats] = False
-    left_out: list[int] = np.flatnonzero(~shown | (shown.cumsum(axis=1) > num_top + 1)).tolist()
-    return left_out
+    return cast(list[int], np.flatnonzero(~shown | (shown.cumsum(axis=1) > num_top + 1)).tolist())
 
 
 def _top(names: list[bytes], logprobs: np.ndarray, entries: Entries, num_top: int) -> bytes:

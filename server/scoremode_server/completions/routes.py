@@ -85,7 +85,8 @@ class CompletionsExtension(Extension):
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
     """OpenAI's completions, as vLLM serves them."""
     if is_scoring_completion(request):
-        return await _answer(request, raw_request, raw_request.app.state.scoremode_completions[COMPLETIONS])
+        handler = raw_request.app.state.scoremode_completions[COMPLETIONS]
+        return await _answer(request=request, raw_request=raw_request, handler=handler)
     return cast(Response, await stock_completions.create_completion(request, raw_request))
 
 
@@ -96,7 +97,7 @@ async def create_chat_completion(request: ChatCompletionRequest, raw_request: Re
     if handler is not None and is_scoring_chat(request):
         # Refuses names that are given twice, of which vLLM's model takes the last.
         read_fields(await raw_request.body())
-        return await _answer(request, raw_request, handler)
+        return await _answer(request=request, raw_request=raw_request, handler=handler)
     return cast(Response, await stock_chat.create_chat_completion(request, raw_request))
 
 
@@ -106,7 +107,7 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response:
     handler = raw_request.app.state.scoremode_completions.get(GENERATE)
     # Answers have the texts of tokens, which `--tokens-only` leaves out.
     if handler is not None and handler.stock.has_tokenizer and is_scoring_generation(request):
-        return await _answer(request, raw_request, handler)
+        return await _answer(request=request, raw_request=raw_request, handler=handler)
     return cast(Response, await stock_tokens.generate(request, raw_request))
 
 

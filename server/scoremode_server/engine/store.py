@@ -38,9 +38,6 @@ class RowStore:
     _blocks: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
     _num_changes: int = 0
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     @property
     def enabled(self) -> bool:
         """Whether rows may be read and stored: not without a budget, and not while weights change."""

@@ -8,14 +8,13 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import wraps
 from http import HTTPStatus
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, cast
 
-from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect, load_aware_call, validate_json_request
@@ -30,8 +29,7 @@ from scoremode_server.http.json_fields import read_fields
 # vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode")
 
-T = TypeVar("T")
-P = ParamSpec("P")
+RouteHandler = Callable[..., Coroutine[Any, Any, Response]]
 
 STATUSES: dict[type[BaseException], HTTPStatus] = {
     errors.RequestError: HTTPStatus.BAD_REQUEST,
@@ -70,14 +68,15 @@ class ScoremodeRoute(APIRoute):
     read_as: ClassVar[Mapping[Any, type[BaseModel] | None]] = {}
     """The models that bodies are read by, in place of those that routes name; None for FastAPI's own reading."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> RouteHandler:
         handle = super().get_route_handler()
         named: Any = None if self.body_field is None else self.body_field.field_info.annotation
         model = self.read_as.get(named, named)
         if model is not None:
 
             async def handle(request: Request) -> Response:
-                return cast(Response, await self.endpoint(await _read_request(request, model), request))
+                body = await _read_request(request, model)
+                return cast(Response, await self.endpoint(request=body, raw_request=request))
 
         async def handle_with_errors(request: Request) -> Response:
             try:
@@ -105,17 +104,15 @@ class ScoremodeRoute(APIRoute):
         return handle_with_errors
 
 
-def until_disconnect(
-    handler: Callable[Concatenate[T, Request, P], Coroutine[Any, Any, Response]],
-) -> Callable[Concatenate[T, Request, P], Coroutine[Any, Any, Response]]:
-    """A handler that counts in vLLM's load, has `--request-timeout`, and is cancelled when the client leaves. Unlike
+def until_disconnect(handler: RouteHandler) -> RouteHandler:
+    """Have a handler count in vLLM's load, give it `--request-timeout`, and cancel it when the client leaves. Unlike
     vLLM's `with_cancellation`, this waits until the handler has ended: nothing of a request outlives its answer."""
     counted = load_aware_call(handler)
 
     @wraps(handler)
-    async def run(request: T, raw_request: Request, /, *args: P.args, **kwargs: P.kwargs) -> Response:
+    async def run(*, raw_request: Request, **arguments: Any) -> Response:
         raw_request.app.state.scoremode.admission.start_clock()
-        handling = asyncio.create_task(counted(request, raw_request, *args, **kwargs))
+        handling = asyncio.create_task(counted(raw_request=raw_request, **arguments))
         leaving = asyncio.create_task(listen_for_disconnect(raw_request))
         try:
             await asyncio.wait((handling, leaving), return_when=asyncio.FIRST_COMPLETED)

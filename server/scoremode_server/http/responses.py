@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import orjson
-from fastapi import Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Send
 
 from scoremode_server.engine.admission import Admission, RequestQueue, cancel_and_wait
@@ -118,13 +117,9 @@ async def _written(
     try:
         async with aclosing(owned(in_queue, events)) as all_events:
             async for event in all_events:
-                yield _event(event)
+                yield b"data: %b\n\n" % dump(event)
     except Exception as error:
         if not isinstance(error, RequestError):
             logger.exception("Request %s failed", request_id)
-        yield _event(error_content(error))
+        yield b"data: %b\n\n" % dump(error_content(error))
     yield b"data: [DONE]\n\n"
-
-
-def _event(content: Any) -> bytes:
-    return b"data: " + dump(content) + b"\n\n"

@@ -7,7 +7,7 @@ All that is exchanged has the type float32: on a CPU, vLLM's collectives are mad
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -95,8 +95,7 @@ def agreed(group: Any, answers: list[bool]) -> list[bool]:
     if group.world_size == 1:
         return answers
     on_ranks = _gathered(group, torch.tensor(answers, dtype=torch.float32, device=group.device))
-    whole: list[bool] = on_ranks.bool().all(0).tolist()
-    return whole
+    return cast(list[bool], on_ranks.bool().all(0).tolist())
 
 
 def share_targets(group: Any, rows: ReducedRows) -> None:
@@ -140,5 +139,4 @@ def add_up(group: Any, sums: torch.Tensor) -> torch.Tensor:
 
 def _gathered(group: Any, tensor: torch.Tensor) -> torch.Tensor:
     """[ranks, ...]"""
-    gathered: torch.Tensor = group.all_gather(tensor, 0).view(group.world_size, *tensor.shape)
-    return gathered
+    return cast(torch.Tensor, group.all_gather(tensor, 0).view(group.world_size, *tensor.shape))

@@ -27,9 +27,6 @@ from scoremode_server.worker.row_spec import RowSpec
 
 T = TypeVar("T")
 
-ComparedIndex = tuple[int, ComparedRows]
-"""A window's index, and what was found at its targets."""
-
 BYTES_AHEAD = 256 * 1024**2
 """Of windows of an export between the engine and its client, unless one window alone is larger."""
 
@@ -144,10 +141,11 @@ class Comparer:
 
     def compare(
         self, reference: StoredReference, indices: list[int], settings: ScoreSettings
-    ) -> AsyncGenerator[ComparedIndex, None]:
-        """Score the windows of an opened reference with the served model, in the order of `indices`."""
+    ) -> AsyncGenerator[tuple[int, ComparedRows], None]:
+        """Score the windows of an opened reference with the served model. Yields the index of each and its rows, in the
+        order of `indices`."""
 
-        async def compared(window: MarkedWindow) -> ComparedIndex:
+        async def compared(window: MarkedWindow) -> tuple[int, ComparedRows]:
             columns = await self._columns(reference, window)
             # NaN is an error; an infinite divergence is not.
             window.check_rows(np.any(np.isnan(columns[1]), axis=1))

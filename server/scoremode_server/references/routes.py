@@ -39,7 +39,7 @@ from scoremode_server.references.worker.packing import ComparedRows
 from scoremode_server.rows import json_logprobs
 from scoremode_server.scoring.core import Core, Extension, prepared
 from scoremode_server.scoring.model_files import with_adapter
-from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.scoring.scorer import ScoreSettings, lane_settings
 from scoremode_server.scoring.text_windows import RunningPerplexity, cut_texts
 from scoremode_server.settings import WORKER_EXTENSION, reference_directory
 
@@ -121,9 +121,9 @@ async def delete_reference(name: str, raw_request: Request) -> ReferenceDeleted:
 async def record_reference(request: ReferenceRequest, raw_request: Request) -> Response:
     """Score a text's windows and store their hidden states. The same request again resumes where it was interrupted."""
     references = references_of(raw_request)
-    async with prepared(raw_request, request.model) as (state, model, options):
-        conversations = None if request.messages is None else await state.conversations.sequences(request)
-        texts = await cut_texts(request, conversations, state.tokenizer, state.limits, state.info)
+    async with prepared(raw_request, request.model) as (core, model, options):
+        conversations = None if request.messages is None else await core.conversations.sequences(request)
+        texts = await cut_texts(request, conversations, core.tokenizer, core.limits, core.info)
         num_texts = len(request.conversations if request.messages is not None else request.texts or [request.prompt])
         if request.labels is not None and len(request.labels) != num_texts:
             raise RequestError(f"labels has {len(request.labels)} labels for {num_texts} texts", "labels")
@@ -150,7 +150,7 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         await references.recorder.finish(reference, running.nlls)
         yield (await references.stored.describe(reference.name)).model_dump()
 
-    return await respond(state.admission, ROUTE, request_id, events, stream=request.stream)
+    return await respond(core.admission, ROUTE, request_id, events, stream=request.stream)
 
 
 @router.get(
@@ -159,17 +159,13 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
     responses={200: {"content": {"application/octet-stream": {}}}},
     summary="A reference as the base file of llama-perplexity",
 )
+@until_disconnect
 async def export_reference(name: str, raw_request: Request, first: int = 0) -> Response:
     """What `llama-perplexity --kl-divergence-base FILE --kl-divergence` reads, of a reference that was recorded with
     method `llama.cpp`. `first` leaves out the header and the windows before it. If the server cannot continue, the
     connection ends."""
-    return await _export(name, raw_request, first)
-
-
-@until_disconnect
-async def _export(name: str, raw_request: Request, first: int) -> Response:
     references = references_of(raw_request)
-    async with prepared(raw_request, None) as (state, _, options):
+    async with prepared(raw_request, None) as (core, _, options):
         reference = await references.comparer.open(name)
         num_windows, header = reference.manifest.text.num_windows, llama_cpp_header(reference)
         if not 0 <= first < num_windows:
@@ -187,7 +183,7 @@ async def _export(name: str, raw_request: Request, first: int) -> Response:
 
     layout = base_file_of(reference)
     headers = {"Content-Length": str(layout.size - layout.end_of(first))}
-    written = owned(accepted(state.admission, f"{ROUTE}/llama.cpp", request_id), parts)
+    written = owned(accepted(core.admission, f"{ROUTE}/llama.cpp", request_id), parts)
     # What is wrong with the first window has a status.
     return Stream(written, await anext(written), media_type="application/octet-stream", headers=headers)
 
@@ -202,21 +198,21 @@ async def _export(name: str, raw_request: Request, first: int) -> Response:
 async def create_kld(request: KldRequest, raw_request: Request) -> Response:
     """Score windows of a reference with the served model, and compare the distributions over the whole vocabulary."""
     references = references_of(raw_request)
-    async with prepared(raw_request, request.model) as (state, model, options):
-        state.limits.check_top_logprobs(request.top_logprobs)
+    async with prepared(raw_request, request.model) as (core, model, options):
+        core.limits.check_top_logprobs(request.top_logprobs)
         reference = await references.comparer.open(request.reference)
         windows = _windows(request, reference.manifest.text.num_windows)
         # Streamed windows are written one at a time.
         num_scored = (reference.text.num_tokens - reference.text.num_context)[windows.start : windows.stop]
         num_values = (2 * (1 + request.top_logprobs) * num_scored).tolist()
         at_once = [max(num_values)] if request.stream else num_values
-        state.limits.check_num_values(at_once, request.encoding_format, "windows")
+        core.limits.check_num_values(at_once, request.encoding_format, "windows")
         is_own = references.stored.model.may_continue(reference.manifest.model) and model.lora is None
         if request.as_noise_floor and not is_own:
             raise RequestError(
                 "a noise floor is of the reference's own model, and this server serves another", "as_noise_floor"
             )
-        lane = state.lanes.settings(request)
+        lane = lane_settings(core.lanes, request)
     request_id = f"kld-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
@@ -254,7 +250,7 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
             **({"lane": request.lane, "mean_batch": queue.mean_batch} if request.lane != "prefill" else {}),
         }
 
-    return await respond(state.admission, KLD_ROUTE, request_id, events, stream=request.stream, with_windows=True)
+    return await respond(core.admission, KLD_ROUTE, request_id, events, stream=request.stream, with_windows=True)
 
 
 def _noise_floor(figures: KldStatistics) -> NoiseFloor:

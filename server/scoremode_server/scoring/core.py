@@ -4,18 +4,18 @@ import hmac
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 
-from scoremode.wire.protocol import ServerInfo
+from scoremode.wire.protocol import Lane, ServerInfo
 from scoremode_server.engine.admission import Admission
 from scoremode_server.scoring.conversations import Conversations
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.model_identity import ModelIdentity
-from scoremode_server.scoring.scorer import Lanes, Scorer
+from scoremode_server.scoring.scorer import Scorer
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.vllm_compat.served_models import ServedModel, ServedModels
 
@@ -35,7 +35,8 @@ class Core:
     identity: ModelIdentity
     owner_key: bytes | None
     """A secret of this process, if the server has API keys."""
-    lanes: Lanes
+    lanes: Mapping[Lane, int]
+    """See `served_lanes`."""
 
     @property
     def admission(self) -> Admission:
@@ -63,18 +64,13 @@ class Extension:
         there is nothing to make: the core is in the state."""
 
 
-def core_of(request: Request) -> Core:
-    """The core of the app that received a request."""
-    return cast(Core, request.app.state.scoremode)
-
-
 @asynccontextmanager
 async def prepared(
     raw_request: Request, model: str | None
 ) -> AsyncGenerator[tuple[Core, ServedModel, dict[str, Any]], None]:
     """The core, the model of that name and the engine's options, if the server is not full. What is done inside, such
     as tokenizing, ends when the server stops."""
-    core = core_of(raw_request)
+    core: Core = raw_request.app.state.scoremode
     core.admission.check()
     async with core.admission.until_stopped():
         served = await core.models.resolve(model)

@@ -33,9 +33,9 @@ from scoremode_server.engine.passes import engine_id
 from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accepted, until_disconnect
 from scoremode_server.http.responses import json_response, respond, top_entries
 from scoremode_server.rows import NO_TOKEN, Rows, json_logprobs
-from scoremode_server.scoring.core import core_of, prepared
+from scoremode_server.scoring.core import Core, prepared
 from scoremode_server.scoring.model_files import with_adapter
-from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, ScoredSequence, ScoreSettings
+from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, ScoredSequence, ScoreSettings, lane_settings
 from scoremode_server.scoring.sequences import RequestedSequence, ScoringPass, read_sequences
 from scoremode_server.scoring.text_windows import RunningPerplexity, TextWindows, cut_texts
 from scoremode_server.scoring.tokenizer import TokenStrings
@@ -49,10 +49,10 @@ router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"], responses=ERROR
 @until_disconnect
 async def create_perplexity(request: PerplexityRequest, raw_request: Request) -> Response:
     """Score a text's windows and sum them up; with `stream`, an event for each window on the way."""
-    async with prepared(raw_request, request.model) as (state, model, options):
-        conversations = None if request.messages is None else await state.conversations.sequences(request)
-        texts = await cut_texts(request, conversations, state.tokenizer, state.limits, state.info)
-        lane = state.lanes.settings(request)
+    async with prepared(raw_request, request.model) as (core, model, options):
+        conversations = None if request.messages is None else await core.conversations.sequences(request)
+        texts = await cut_texts(request, conversations, core.tokenizer, core.limits, core.info)
+        lane = lane_settings(core.lanes, request)
     request_id = f"ppl-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
@@ -60,7 +60,7 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
             request_id=engine_id(request_id),
             queue=queue,
             cache_salt=request.cache_salt,
-            owner=state.owner(raw_request.headers),
+            owner=core.owner(raw_request.headers),
             options=options,
             **lane,
         )
@@ -72,7 +72,7 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
                 yield ScoredSequence(token_ids, first)
 
         running, num_cached = RunningPerplexity(len(texts.windows)), 0
-        async with aclosing(state.scorer.scores(sequences(), settings)) as answers:
+        async with aclosing(core.scorer.scores(sequences(), settings)) as answers:
             async for answer in answers:
                 num_cached += answer.num_cached_tokens
                 window = running.add(-json_logprobs(answer.rows.logprobs[:, 0]))
@@ -90,35 +90,35 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
             **figures,
         ).model_dump()
 
-    return await respond(state.admission, "/v1/perplexity", request_id, events, stream=request.stream)
+    return await respond(core.admission, "/v1/perplexity", request_id, events, stream=request.stream)
 
 
 @router.get("/v1/score", summary="What is served")
 async def score_info(raw_request: Request, model: str | None = None) -> ServerInfo:
     """The model or the LoRA adapter `model`, its bounds, its special tokens, and what computes its scores."""
-    state = core_of(raw_request)
-    served = await state.models.resolve(model)
-    if served.lora is None or state.info.fingerprint is None:
-        return state.info
-    fingerprint = await with_adapter(state.info.fingerprint, served.lora)
-    return state.info.model_copy(update={"fingerprint": fingerprint})
+    core: Core = raw_request.app.state.scoremode
+    served = await core.models.resolve(model)
+    if served.lora is None or core.info.fingerprint is None:
+        return core.info
+    fingerprint = await with_adapter(core.info.fingerprint, served.lora)
+    return core.info.model_copy(update={"fingerprint": fingerprint})
 
 
 @router.post("/v1/score", response_model=ScoreResponse, summary="Log-probabilities of given text")
 @until_disconnect
 async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     """Score every token of every prompt, or every token of every continuation of every prompt."""
-    async with prepared(raw_request, request.model) as (state, model, options):
-        state.limits.check_top_logprobs(request.top_logprobs)
-        conversations = None if request.messages is None else await state.conversations.sequences(request)
-        sequences, passes = await read_sequences(request, conversations, state.tokenizer, state.limits)
+    async with prepared(raw_request, request.model) as (core, model, options):
+        core.limits.check_top_logprobs(request.top_logprobs)
+        conversations = None if request.messages is None else await core.conversations.sequences(request)
+        sequences, passes = await read_sequences(request, conversations, core.tokenizer, core.limits)
     num_tokens = sum(each.sequence.num_tokens for each in passes)
     # Logprobs in the answer for each sequence.
     num_values = [len(each.targets) * (1 + each.num_candidates + request.top_logprobs) for each in sequences]
-    state.limits.check_num_values(num_values, request.encoding_format)
-    lane = state.lanes.settings(request)
+    core.limits.check_num_values(num_values, request.encoding_format)
+    lane = lane_settings(core.lanes, request)
     request_id = f"score-{raw_request.state.request_id}"
-    async with accepted(state.admission, "/v1/score", request_id, len(passes), num_tokens) as queue:
+    async with accepted(core.admission, "/v1/score", request_id, len(passes), num_tokens) as queue:
         settings = ScoreSettings(
             request_id=engine_id(request_id),
             queue=queue,
@@ -126,16 +126,16 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             temperature=request.temperature,
             use_cache=request.use_cache,
             cache_salt=request.cache_salt,
-            owner=state.owner(raw_request.headers),
+            owner=core.owner(raw_request.headers),
             options=options,
             **lane,
         )
         joined = (each.scored() for each in passes)
-        async with aclosing(state.scorer.scores(joined, settings)) as scores:
+        async with aclosing(core.scorer.scores(joined, settings)) as scores:
             answers = [answer async for answer in scores]
 
         def write() -> Response:
-            strings, num_cached = state.tokenizer.strings, sum(answer.num_cached_tokens for answer in answers)
+            strings, num_cached = core.tokenizer.strings, sum(answer.num_cached_tokens for answer in answers)
             results = [
                 _result(request, strings, each, passes[each.pass_index], answers[each.pass_index]) for each in sequences
             ]
@@ -159,17 +159,17 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
 @until_disconnect
 async def create_turns(request: TurnsRequest, raw_request: Request) -> Response:
     """Conversations as the chat template renders them, and where each scored turn is among their tokens."""
-    async with prepared(raw_request, request.model) as (state, _, _):
-        return json_response({"object": "turns", "data": await state.conversations.sequences(request)})
+    async with prepared(raw_request, request.model) as (core, _, _):
+        return json_response({"object": "turns", "data": await core.conversations.sequences(request)})
 
 
 @router.post("/v1/tokens", response_model=TokensResponse, summary="Texts of single tokens")
 async def create_tokens(request: TokensRequest, raw_request: Request) -> Response:
     """The text of each token alone. An incomplete character becomes U+FFFD."""
-    state = core_of(raw_request)
-    await state.models.resolve(request.model)
-    state.limits.check_single_tokens(request.token_ids)
-    tokens = await asyncio.to_thread(state.tokenizer.texts_of, request.token_ids)
+    core: Core = raw_request.app.state.scoremode
+    await core.models.resolve(request.model)
+    core.limits.check_single_tokens(request.token_ids)
+    tokens = await asyncio.to_thread(core.tokenizer.texts_of, request.token_ids)
     return json_response({"object": "tokens", "tokens": tokens})
 
 

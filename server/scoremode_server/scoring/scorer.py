@@ -145,29 +145,23 @@ class Scorer:
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class Lanes:
-    """The lanes of an engine."""
+def served_lanes(config: VllmConfig) -> dict[Lane, int]:
+    """List the lanes of an engine, with `ScoreSettings.chunk` of each."""
+    lanes: dict[Lane, int] = {"prefill": 0}
+    if has_lanes(config):
+        lanes["decode"] = 1
+        if config.num_speculative_tokens:
+            lanes["verify"] = 1 + config.num_speculative_tokens
+    return lanes
 
-    chunks: Mapping[Lane, int]
-    """`ScoreSettings.chunk` of each."""
 
-    @classmethod
-    def from_config(cls, config: VllmConfig) -> "Lanes":
-        chunks: dict[Lane, int] = {"prefill": 0}
-        if has_lanes(config):
-            chunks["decode"] = 1
-            if config.num_speculative_tokens:
-                chunks["verify"] = 1 + config.num_speculative_tokens
-        return cls(chunks)
-
-    def settings(self, request: LaneFields) -> dict[str, Any]:
-        """The `ScoreSettings` of a request's lane."""
-        if request.lane not in self.chunks:
-            raise RequestError(f"lane: this server has {', '.join(self.chunks)}, not {request.lane}", "lane")
-        if request.context is not None and request.lane == "prefill":
-            raise RequestError("context: the prefill lane has none; set lane to decode or verify", "context")
-        return {"chunk": self.chunks[request.lane], "context": request.context}
+def lane_settings(lanes: Mapping[Lane, int], request: LaneFields) -> dict[str, Any]:
+    """Look up the `ScoreSettings` of a request's lane among those of the engine."""
+    if request.lane not in lanes:
+        raise RequestError(f"lane: this server has {', '.join(lanes)}, not {request.lane}", "lane")
+    if request.context is not None and request.lane == "prefill":
+        raise RequestError("context: the prefill lane has none; set lane to decode or verify", "context")
+    return {"chunk": lanes[request.lane], "context": request.context}
 
 
 def check_engine(config: VllmConfig, modes: Sequence[str] = ("raw_logprobs", "processed_logprobs")) -> None:

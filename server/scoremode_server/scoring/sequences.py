@@ -4,7 +4,7 @@ that score them."""
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -185,8 +185,7 @@ def _continuations(request: ScoreRequest, num_prompts: int) -> list[list[Any]]:
         raise RequestError(
             f"continuations[{given.index([])}] is empty: each prompt needs at least one", "continuations"
         )
-    per_prompt: list[list[Any]] = given
-    return per_prompt
+    return cast(list[list[Any]], given)
 
 
 async def _continued(

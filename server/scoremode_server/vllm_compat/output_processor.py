@@ -6,7 +6,7 @@ is most of its work. And it decodes the whole prompt to find the text that a gen
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any
+from typing import Any, cast
 
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreRequest
@@ -34,8 +34,7 @@ def is_scoring(state: Any) -> bool:
 def decode_within_character(tokenizer: TokenizerLike, token_id: int, context: Sequence[int]) -> str:
     """Text that a token completes with the tokens before it where it ends within a character, by vLLM's own rule."""
     processor = LogprobsProcessor(tokenizer, None, None, None, None, None)
-    text: str = processor._correct_decoded_token(token_id, list(context))
-    return text
+    return cast(str, processor._correct_decoded_token(token_id, list(context)))
 
 
 def patch() -> None:

@@ -5,7 +5,7 @@ vLLM profiles, and a server that has given the rest to its KV cache dies of it.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -176,8 +176,7 @@ def compute_prompt_logprobs(
     targets = prompt_logprob.get_prompt_logprobs_token_ids(
         input_batch.num_tokens, input_batch.query_start_loc, input_batch.idx_mapping, num_computed_tokens, all_token_ids
     )
-    found: dict[str, LogprobsTensors] = scorer.score(parts, hidden_states, targets, logits_fn)
-    return found
+    return cast(dict[str, LogprobsTensors], scorer.score(parts, hidden_states, targets, logits_fn))
 
 
 def _add_to_profile(runner_class: Any, reserve: Callable[[Any, torch.Tensor], None]) -> None:

@@ -35,7 +35,7 @@ from scoremode_server.plugin import ScoremodeEndpoints
 from scoremode_server.scoring.conversations import Conversations
 from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.limits import Limits
-from scoremode_server.scoring.scorer import Lanes, Scorer, Turns
+from scoremode_server.scoring.scorer import Scorer, Turns
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES, REFERENCE_VARIABLE, WORKER_EXTENSION
 from scoremode_server.vllm_compat.served_models import ServedModels
@@ -72,7 +72,7 @@ def light_app(
         info=SimpleNamespace(prefix_token_id=0, chunk_token_id=None),
         identity=getattr(engine, "identity", None),
         owner_key=None,
-        lanes=Lanes({"prefill": 0, "decode": 1}),
+        lanes={"prefill": 0, "decode": 1},
     )
     _start_extensions(core, app.state)
     return app

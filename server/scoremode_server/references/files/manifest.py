@@ -36,12 +36,6 @@ class HeadFormat(BaseModel):
     scale: float
     soft_cap: float | None
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the weight and the bias."""
-        entry_bytes = {"float32": 4, "float16": 2, "bfloat16": 2}[self.weight_dtype]
-        return self.vocab_size * (self.hidden_size + self.has_bias) * entry_bytes
-
 
 class TextPlan(BaseModel):
     model_config = ConfigDict(frozen=True)

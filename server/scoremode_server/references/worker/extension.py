@@ -51,10 +51,12 @@ class ReferenceWorker:
         hidden_size, dtype = config.get_hidden_size(), config.dtype
         if not get_pp_group().is_last_rank:
             raise ValueError("this rank has no LM head")
-        head = examine(self.model_runner.model.compute_logits, hidden_size, dtype, get_tp_group())
-        described = describe_head(head.source, hidden_size, dtype)
-        assert head.source is not None
-        return head.source, described
+        source = examine(self.model_runner.model.compute_logits, hidden_size, dtype, get_tp_group()).source
+        if source is None:
+            raise ValueError(
+                "its logits are not one projection of its hidden states that vLLM's LogitsProcessor scales and caps"
+            )
+        return source, describe_head(source, hidden_size, dtype)
 
     def _scoremode_windows(self) -> WorkerWindows:
         return cast(WorkerWindows, type(self.model_runner)._scoremode_sinks[SINK])

@@ -36,13 +36,9 @@ PADDING_BYTES = 64 * 32_768 * 4
 """Added to the memory: vLLM pads the vocabulary to a multiple of 64 rows. No hidden state has more entries."""
 
 
-def describe_head(source: LogitsSource | None, hidden_size: int, hidden_dtype: torch.dtype) -> HeadFormat:
-    """The format of the served model's head. ValueError if its logits are not those of one unquantized projection,
-    scaled and capped."""
-    if source is None:
-        raise ValueError(
-            "its logits are not one projection of its hidden states that vLLM's LogitsProcessor scales and caps"
-        )
+def describe_head(source: LogitsSource, hidden_size: int, hidden_dtype: torch.dtype) -> HeadFormat:
+    """Describe the served model's head. ValueError if it is quantized, or has another size or dtype than hidden
+    states."""
     method = getattr(source.lm_head, "quant_method", None)
     if not isinstance(method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod):
         raise ValueError(f"its LM head is quantized ({type(method).__name__})")

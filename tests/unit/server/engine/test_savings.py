@@ -85,7 +85,7 @@ async def test_every_change_drops_the_rows_and_the_salt_before_and_after(name: s
         "update_weight_version": ["2"],
     }
     await getattr(made.engine, name)(*arguments.get(name, []))
-    assert len(made.store) == 0
+    assert len(made.store._blocks) == 0
     assert made.store.generation == generation + 2
     assert (await made.ask(ask)).num_cached_tokens == 0
     assert (await made.ask(ask)).num_cached_tokens == 8
@@ -105,7 +105,7 @@ async def test_other_requests_are_computed_whole_and_leave_nothing(ask: Ask, max
         assert (await made.ask(ask)).num_cached_tokens == 0
     assert set(made.engine.salts) == {None}
     assert all(params.skip_reading_prefix_cache for _, params in made.engine.requests)
-    assert len(made.store) == 0
+    assert len(made.store._blocks) == 0
 
 
 # Rows that are needed from a position on
@@ -182,5 +182,5 @@ async def test_an_output_other_than_requested_is_requested_again_once_with_a_cac
         broken = Setup(BrokenEngine(spoil, 9), RowStore(SIZE, max_bytes))
         with pytest.raises(EngineOutputError, match="no logprob, or NaN"):
             await broken.ask(Ask(list(range(13))))
-        assert len(broken.store) == 0
+        assert len(broken.store._blocks) == 0
         broken.check_nothing_is_left()

@@ -62,11 +62,11 @@ def test_nothing_of_an_earlier_generation_stays():
     store = RowStore(SIZE, ROOM)
     store.put(0, [b"a"], {b"a": block(0)})
     store.clear()
-    assert (len(store), store.num_bytes, store.generation) == (0, 0, 1)
+    assert (len(store._blocks), store.num_bytes, store.generation) == (0, 0, 1)
     store.put(0, [b"a"], {b"a": block(0)})
-    assert len(store) == 0
+    assert len(store._blocks) == 0
     store.put(1, [b"a"], {b"a": block(0)})
-    assert len(store) == 1
+    assert len(store._blocks) == 1
 
 
 def test_a_sequence_that_is_larger_than_the_budget_leaves_its_first_blocks():

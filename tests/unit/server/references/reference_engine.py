@@ -52,7 +52,7 @@ class HeadInMemory:
     """A reference's head without a layer of vLLM's."""
 
     def __init__(self, head: HeadFormat) -> None:
-        self.num_bytes = head.num_bytes
+        self.num_bytes = head.vocab_size * head.hidden_size * 4
 
     def read(self, reference: StoredReference) -> None:
         self.weight, _ = reference.read_head()
@@ -79,8 +79,8 @@ class ReferenceEngine(HeldEngine):
         self.let_go.set()
         self.directory = ReferenceDirectory(root)
         self.windows = WorkerWindows(self.directory)
-        num_bytes, threads = HEAD_FORMAT.num_bytes, self.windows._threads
-        self.windows.leased = LeasedHead(num_bytes, CPU, HeadInMemory, self.directory, threads)  # type: ignore[arg-type]
+        leased = LeasedHead(0, CPU, HeadInMemory, self.directory, self.windows._threads)  # type: ignore[arg-type]
+        self.windows.leased = leased
         self.vllm_config.parallel_config = SimpleNamespace(
             data_parallel_size=1, local_engines_only=False, data_parallel_index=0, worker_extension_cls=WORKER_EXTENSION
         )

@@ -17,7 +17,6 @@ from scoremode.wire.protocol import LOWEST_LOGPROB
 from scoremode_server.errors import RequestError
 from scoremode_server.references.comparer import Comparer
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
-from scoremode_server.scoring.scorer import Lanes
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.engine.fake_engine import MAX_TOP
 from tests.unit.server.light_app import client_of, client_of_model, error_of, events, light_app
@@ -187,7 +186,7 @@ async def test_a_noise_floor_is_stored_with_its_own_models_reference(root, monke
 
 async def test_noise_floors_of_two_lanes_measured_at_once_are_both_stored(root):
     app = light_app(engine := ReferenceEngine(root))
-    app.state.scoremode.lanes = Lanes({"prefill": 0, "decode": 1, "verify": 3})
+    app.state.scoremode.lanes = {"prefill": 0, "decode": 1, "verify": 3}
     engine.let_go.clear()
     async with client_of(app) as client:
         bodies = [{**BODY, "as_noise_floor": True, "lane": lane} for lane in ("decode", "verify")]

@@ -10,7 +10,7 @@ from vllm.config.lora import LoRAConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from scoremode_server.engine.engine import ScoredRows
-from scoremode_server.scoring.scorer import Lanes, ScoredSequence, Scorer, ScoreSettings, Turns, check_engine
+from scoremode_server.scoring.scorer import ScoredSequence, Scorer, ScoreSettings, Turns, check_engine, served_lanes
 from tests.unit.server.engine.cache_setup import Setup, setup
 from tests.unit.server.engine.fake_engine import expected_rows
 
@@ -79,9 +79,9 @@ def test_an_engine_has_the_lanes_of_its_scheduler(drafts: int, context_parallel:
         parallel_config=SimpleNamespace(prefill_context_parallel_size=context_parallel),
         num_speculative_tokens=drafts,
     )
-    assert Lanes.from_config(config).chunks == lanes
+    assert served_lanes(config) == lanes
     config.scheduler_config.get_scheduler_cls = lambda: object
-    assert Lanes.from_config(config).chunks == {"prefill": 0}
+    assert served_lanes(config) == {"prefill": 0}
 
 
 @pytest.mark.parametrize(

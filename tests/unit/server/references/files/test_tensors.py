@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from scoremode_server.references.files.manifest import Manifest, text_fingerprint
 from scoremode_server.references.files.tensors import BrokenFileError, read_tensors, write_tensors
-from tests.unit.server.references.reference_setup import FLOOR, HEAD, PLAN, RESULT, TEXT, manifest, no_file_longer_than
+from tests.unit.server.references.reference_setup import FLOOR, PLAN, RESULT, TEXT, manifest, no_file_longer_than
 
 ABOUT = {"reference": "one", "part": "window 3"}
 VALUES = torch.arange(24).view(4, 6)
@@ -112,11 +112,6 @@ def test_no_character_that_means_something_can_change_or_be_cut_off():
 def test_other_json_and_other_format_versions_are_refused(text: str, message: str):
     with pytest.raises(ValueError, match=message):
         Manifest.from_json(text)
-
-
-def test_a_heads_bytes():
-    assert HEAD.num_bytes == 100 * 8 * 2
-    assert HEAD.model_copy(update={"has_bias": True, "weight_dtype": "float32"}).num_bytes == 100 * 9 * 4
 
 
 def test_text_fingerprints_differ_with_tokens_windows_and_methods():

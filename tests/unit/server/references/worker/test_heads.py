@@ -109,8 +109,8 @@ def taken_from(model: Model, root: Path, name: str) -> StoredReference:
     """The reference of a model; the first rank writes it."""
     group = get_tp_group()
     source = examine(model.compute_logits, HIDDEN, model.dtype, group).source
-    head = describe_head(source, HIDDEN, model.dtype)
     assert source is not None
+    head = describe_head(source, HIDDEN, model.dtype)
     parts = [part.data for part in (source.lm_head.weight, source.bias) if part is not None]
     weights = [gather_weight(part, head.vocab_size, group) for part in parts]
     assert weights[0].shape == (model.logits_processor.org_vocab_size, HIDDEN)
@@ -173,12 +173,12 @@ def bytes_of_a_logit(root: Path, config: VllmConfig) -> None:
 def models_that_cannot_be_references(root: Path, config: VllmConfig) -> None:
     group = get_tp_group()
     for model, dtype, reason in (
-        (Masked(100), torch.float32, "not one projection"),
         (Quantized(100), torch.float32, "quantized .Method."),
         (Model(100, torch.float64), torch.float64, "is of float64"),
         (Model(100), torch.bfloat16, "is .* torch.float32, not"),
     ):
         source = examine(model.compute_logits, HIDDEN, model.dtype, group).source
+        assert source is not None
         with pytest.raises(ValueError, match=reason):
             describe_head(source, HIDDEN, dtype)
 
