@@ -4,12 +4,9 @@ import argparse
 import importlib.metadata
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import Any
 
 from scoremode_server.settings import PLUGIN, add_arguments, allow_plugin, configure_references
-
-if TYPE_CHECKING:
-    from vllm.entrypoints.cli.serve import ServeSubcommand
 
 USAGE = "scoremode serve MODEL [any option of vllm serve]"
 
@@ -59,8 +56,8 @@ def serve(arguments: list[str]) -> None:
         raise SystemExit("scoremode: the engine has died")
 
 
-def parse(command: "ServeSubcommand", arguments: list[str]) -> argparse.Namespace:
-    """The arguments of vLLM's command. SystemExit if they are wrong, or have no model, for which vLLM has a default."""
+def parse(command: Any, arguments: list[str]) -> argparse.Namespace:
+    """Parse the arguments of vLLM's command, a `ServeSubcommand`. SystemExit if they are wrong, or have no model, for which vLLM has a default."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser(prog=PLUGIN, description="Exact log-probabilities of given text, over HTTP.")

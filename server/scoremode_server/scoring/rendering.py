@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -127,7 +127,7 @@ class TextEncoder:
 
     def _encoded(self, text: str) -> BatchEncoding:
         self._count(len(text))
-        encoding: BatchEncoding = self._tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=self._tokenizer.is_fast
+        return cast(
+            BatchEncoding,
+            self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=self._tokenizer.is_fast),
         )
-        return encoding

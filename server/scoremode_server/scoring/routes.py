@@ -98,9 +98,7 @@ async def score_info(raw_request: Request, model: str | None = None) -> ServerIn
     """The model or the LoRA adapter `model`, its bounds, its special tokens, and what computes its scores."""
     core: Core = raw_request.app.state.scoremode
     served = await core.models.resolve(model)
-    if served.lora is None or core.info.fingerprint is None:
-        return core.info
-    fingerprint = await with_adapter(core.info.fingerprint, served.lora)
+    fingerprint = await with_adapter(core.identity.fingerprint, served.lora)
     return core.info.model_copy(update={"fingerprint": fingerprint})
 
 
