@@ -57,7 +57,8 @@ def serve(arguments: list[str]) -> None:
 
 
 def parse(command: Any, arguments: list[str]) -> argparse.Namespace:
-    """Parse the arguments of vLLM's command, a `ServeSubcommand`. SystemExit if they are wrong, or have no model, for which vLLM has a default."""
+    """Parse the arguments of vLLM's command, a `ServeSubcommand`. SystemExit if they are wrong, or have no model, for
+    which vLLM has a default."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser(prog=PLUGIN, description="Exact log-probabilities of given text, over HTTP.")

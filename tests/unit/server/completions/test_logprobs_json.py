@@ -3,11 +3,18 @@
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import asdict
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
+from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs
+from vllm.logprobs import Logprob
 
 from scoremode_server.completions import logprobs_json
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, openai_logprobs, prompt_logprobs
@@ -114,3 +121,77 @@ def test_a_name_is_written_once_with_the_most_likely_tokens_logprob(monkeypatch,
     rows = Rows.from_arrays(np.array([ids, ids]), np.array([logprobs, logprobs], np.float32), np.array([9, 9]))
     pieces = list(LogprobsWriter(LETTERS, SIZE).prompt(result_of([0, *ids[:1] * 2], rows), Style(num_top, False)))
     assert b"".join(openai_logprobs(pieces)).decode().endswith(f'"top_logprobs":[null,{top},{top}]}}')
+
+
+TEXTS = ["a", "b", "a", " the", "", '"\\', "\n", "é", "日本", "�", "x�", "<s>"]
+"""Of the tokens by id: two are alike, and two end within a character, which the tokens before them complete."""
+COMPLETED = {9: "ü", 10: ""}
+
+
+class TextTable:
+    """Stands in for `TokenStrings`."""
+
+    def texts_of(self, token_ids: Sequence[int]) -> list[str]:
+        return [TEXTS[token_id] for token_id in token_ids]
+
+    def first_of_a_prompt(self, token_id: int) -> str:
+        return f"first {token_id}"
+
+    def texts_within(self, prompt: Any, start: int, ids: np.ndarray, places: Sequence[int]) -> list[tuple[int, str]]:
+        return [(place, COMPLETED[ids.ravel()[place]]) for place in places]
+
+
+def plain(prompt: list[int], rows: Rows, style: Style) -> tuple[bytes, bytes | None]:
+    """The JSON of vLLM's own models: `prompt_logprobs`, and OpenAI's `logprobs` if they are wanted."""
+    places: list[dict[int, Logprob] | None] = [None]
+    for ids, logprobs, rank in zip(rows.token_ids.tolist(), rows.logprobs.tolist(), rows.ranks.tolist(), strict=True):
+        ranks = [rank, *range(1, len(ids))]
+        texts = [COMPLETED.get(token_id, TEXTS[token_id]) for token_id in ids]
+        # vLLM's dictionary: a token that comes again keeps its place, and gets the later rank.
+        places.append(
+            dict(zip(ids, map(Logprob, (max(each, -9999.0) for each in logprobs), ranks, texts), strict=True))
+        )
+    full = orjson.dumps(
+        [place and {str(token_id): asdict(each) for token_id, each in place.items()} for place in places]
+    )
+    if style.num_top is None:
+        return full, None
+    choice = CompletionLogProbs()
+    for token_id, place in zip(prompt, places, strict=True):
+        entries = place or {token_id: Logprob(0, None, f"first {token_id}")}
+        named = {each: f"token_id:{each}" if style.as_token_ids else entries[each].decoded_token for each in entries}
+        choice.text_offset.append(sum(map(len, choice.tokens)))
+        choice.tokens.append(named[token_id])
+        choice.token_logprobs.append(place and place[token_id].logprob)
+        top: dict[str, float] = {}
+        for each in list(place or ())[: style.num_top + 1]:
+            top[named[each]] = max(place[each].logprob, top.get(named[each], -np.inf))
+        choice.top_logprobs.append(place and top)
+    return full, orjson.dumps(choice.model_dump())
+
+
+@st.composite
+def prompts_with_rows(draw: st.DrawFn) -> tuple[list[int], Rows]:
+    """A prompt, and rows with different top tokens, one of which may be the actual token."""
+    prompt = draw(st.lists(st.integers(0, len(TEXTS) - 1), min_size=2, max_size=6))
+    num_top = draw(st.integers(0, 5))
+    values = st.floats(-30, 0, width=32) | st.just(-np.inf)
+    ids, logprobs, ranks = [], [], []
+    for actual in prompt[1:]:
+        of_tokens = draw(st.lists(values, min_size=len(TEXTS), max_size=len(TEXTS)))
+        top = draw(st.permutations(range(len(TEXTS))))[:num_top]
+        ids.append([actual, *top])
+        logprobs.append([of_tokens[token_id] for token_id in ids[-1]])
+        ranks.append(draw(st.integers(1, 200_000)))
+    return prompt, Rows.from_arrays(np.array(ids, np.int32), np.array(logprobs, np.float32), np.array(ranks, np.int32))
+
+
+@given(prompts_with_rows(), st.none() | st.integers(0, 6), st.booleans())
+def test_json_is_that_of_vllms_models(given_rows, num_top, as_token_ids):
+    prompt, rows = given_rows
+    style = Style(num_top, as_token_ids)
+    pieces = list(LogprobsWriter(TextTable(), SIZE).prompt(result_of(prompt, rows), style))
+    full, openai = plain(prompt, rows, style)
+    assert b"".join(prompt_logprobs(pieces)) == full
+    if openai is not None:
+        assert b"".join(openai_logprobs(pieces)) == openai
