@@ -123,8 +123,8 @@ def test_a_name_is_written_once_with_the_most_likely_tokens_logprob(monkeypatch,
     assert b"".join(openai_logprobs(pieces)).decode().endswith(f'"top_logprobs":[null,{top},{top}]}}')
 
 
-TEXTS = ["a", "b", "a", " the", "", '"\\', "\n", "é", "日本", "�", "x�", "<s>"]
-"""Of the tokens by id: two are alike, and two end within a character, which the tokens before them complete."""
+TEXTS = ["a", "b", "a", "b", "", '"\\', "a", "é", "日本", "�", "x�", "<s>"]
+"""Of the tokens by id: several are alike, and two end within a character, which the tokens before them complete."""
 COMPLETED = {9: "ü", 10: ""}
 
 
@@ -178,7 +178,7 @@ def prompts_with_rows(draw: st.DrawFn) -> tuple[list[int], Rows]:
     values = st.floats(-30, 0, width=32) | st.just(-np.inf)
     ids, logprobs, ranks = [], [], []
     for actual in prompt[1:]:
-        of_tokens = draw(st.lists(values, min_size=len(TEXTS), max_size=len(TEXTS)))
+        of_tokens = draw(st.lists(values, min_size=len(TEXTS), max_size=len(TEXTS), unique=True))
         top = draw(st.permutations(range(len(TEXTS))))[:num_top]
         ids.append([actual, *top])
         logprobs.append([of_tokens[token_id] for token_id in ids[-1]])
