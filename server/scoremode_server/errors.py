@@ -1,4 +1,4 @@
-"""What can go wrong in the server. `http/requests.py` has the HTTP status of each error."""
+"""The errors of the server. `http/requests.py` has the HTTP status of each error."""
 
 RETRY_AFTER_SECONDS = 1
 """When a request that finds the server busy is to be sent again."""

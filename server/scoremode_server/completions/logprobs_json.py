@@ -76,7 +76,7 @@ class Written:
 
 
 class Entries(NamedTuple):
-    """What is written of rows [n, columns], row after row. A place is an index into all entries."""
+    """Entries to write for rows [n, columns], row after row. A place is an index into all entries."""
 
     logprobs: list[bytes]
     repeats: list[int]
@@ -193,7 +193,7 @@ class LogprobsWriter:
         return Written(self._full(rows, entries), openai, before)
 
     def _entries(self, token_ids: Sequence[int], rows: Rows, start: int) -> Entries:
-        """What is written of rows of a prompt, of which the first is row `start`."""
+        """Collect the entries to write for rows of a prompt, the first of which is row `start`."""
         ids = rows.token_ids
         within = self._pieces.fill(ids.ravel())
         logprobs = orjson.dumps(json_logprobs(rows.logprobs).ravel(), option=orjson.OPT_SERIALIZE_NUMPY)

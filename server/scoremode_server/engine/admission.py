@@ -25,7 +25,7 @@ _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """What an engine is given at once, all of its replicas together, and what may wait for it."""
+    """How much an engine gets at once, all of its replicas together, and how much may wait for it."""
 
     tokens: int
     """Tokens to compute, of all sequences in it. The last sequence may exceed this."""
@@ -192,8 +192,8 @@ class Admission:
 
 @dataclass(slots=True)
 class _Limit:
-    """What `Admission.until_stopped` returns. A class, because the event loop registers every async generator, and a
-    request enters this three times."""
+    """The context of `Admission.until_stopped`. It is a class, because the event loop registers every async generator,
+    and a request enters this three times."""
 
     admission: Admission
     timeout: asyncio.Timeout = field(init=False)

@@ -17,7 +17,7 @@ class CachedRequest:
     """One request: the engine computes what is not found elsewhere, and the answer is complete or an error.
 
     `in_flight` has the request that computes a block, by its hash. Others wait for it, but only for one that was
-    registered earlier, so there is no deadlock.
+    registered earlier, so deadlocks cannot happen.
     """
 
     engine: EngineClient

@@ -103,7 +103,7 @@ class RowsRequest:
 
 @dataclass(slots=True)
 class EnginePass:
-    """What the engine computed for a sequence of n tokens."""
+    """The rows that one pass through the engine computed for a sequence of n tokens."""
 
     output: RequestOutput
     num_cached_tokens: int

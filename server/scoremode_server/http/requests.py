@@ -1,5 +1,5 @@
-"""What every route does with a request: reads its body, ends it when the client leaves, logs how it ended, and answers
-errors in OpenAI's shape."""
+"""Every route reads a request's body, ends it when the client leaves, logs how it ended, and answers errors in OpenAI's
+shape by what is here."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
-"""What is left of rows of logits: enough for the logprobs of some of their entries. Of a vocabulary that is divided
-among ranks, what they tell each other, and how it is put together.
+"""Rows of logits, reduced to what the logprobs of some of their entries need. If the vocabulary is divided among ranks,
+they exchange reduced rows and put them together here.
 
 All that is exchanged has the type float32: on a CPU, vLLM's collectives are made for floats only.
 """
@@ -91,7 +91,7 @@ class Shard:
 
 
 def agreed(group: Any, answers: list[bool]) -> list[bool]:
-    """Which of the answers are yes on every rank."""
+    """Tell which of the answers are yes on every rank."""
     if group.world_size == 1:
         return answers
     on_ranks = _gathered(group, torch.tensor(answers, dtype=torch.float32, device=group.device))

@@ -1,4 +1,4 @@
-"""What the Triton kernels do, in float64 PyTorch: for a server on a CPU, which has no Triton, and to test them against.
+"""The Triton kernels in float64 PyTorch: for a server on a CPU, which has no Triton, and to test them against.
 
 A block of whole rows at a time is converted to float64, so that the memory in addition to the logits depends neither on
 their number nor, up to `BLOCK_ENTRIES`, on the vocabulary. All blocks are computed in the same memory: a server on a

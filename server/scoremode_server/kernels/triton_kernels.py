@@ -183,7 +183,7 @@ def _exp(logit, scale, SCALED: tl.constexpr):
 
 @triton.jit
 def _finite(maximum):
-    """What to subtract in exponents: where all is -inf so far, 0, as -inf less -inf is NaN."""
+    """Choose what to subtract in exponents: where all is -inf so far, 0, as -inf less -inf is NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
@@ -348,7 +348,7 @@ def _add_up(
 
 @triton.jit
 def _terms(p_logit, q_logit, p_scale, q_scale, log_sum_ratio, INFINITE: tl.constexpr):
-    """Of the three sums, from logits less their rows' maxima."""
+    """Compute the terms of the three sums, from logits less their rows' maxima."""
     p = tl.exp(p_logit) * p_scale
     q = tl.exp(q_logit) * q_scale
     difference = p - q

@@ -46,7 +46,7 @@ PAIR_TILING = Tiling(lanes=512, width=8, num_warps=8)
 
 @dataclass(frozen=True, slots=True)
 class LogitsShape:
-    """What decides the size of one row of logits."""
+    """The numbers that decide the size of one row of logits."""
 
     vocab_size: int
     """Entries, before padding."""
@@ -95,7 +95,7 @@ def _entry_bytes(shape: LogitsShape, copies: int | None, sharded: bool) -> float
 
 
 def _row_bytes(shape: LogitsShape, entry_bytes: float, num_results: int, num_top: int) -> int:
-    """With the lanes' maxima, and the candidates from the chosen ones."""
+    """Add up the bytes of a row, including the lanes' maxima and the candidates from the chosen ones."""
     entries = TILING.lanes + num_top * TILING.lane_entries(shape.padded) if 1 < num_top <= MAX_TOP else 0
     return math.ceil(shape.padded * entry_bytes) + RESULT_BYTES * num_results + entries * FLOAT32_BYTES
 

@@ -35,8 +35,8 @@ EXPORTED_BYTES = 2 * BYTES_AHEAD
 
 
 def llama_cpp_header(reference: StoredReference) -> bytes:
-    """What llama.cpp's base file begins with: context length, vocabulary, number of windows, and their tokens, which
-    are the text's. llama-perplexity itself puts BOS in the place of a window's first."""
+    """Write the beginning of llama.cpp's base file: context length, vocabulary, number of windows, and their tokens,
+    which are the text's. llama-perplexity itself replaces a window's first by BOS."""
     file, plan, text = base_file_of(reference), reference.manifest.text, reference.text
     if plan.method != "llama.cpp":
         raise RequestError(
@@ -208,7 +208,7 @@ class Comparer:
         await self.references.current(reference)
 
     async def _columns(self, reference: StoredReference, window: MarkedWindow) -> Columns:
-        """What the engine computes for a window. BusyError if the engine compares with another reference, unless a
+        """Have the engine compute a window. BusyError if the engine compares with another reference, unless a
         window of the same request was computed already: then this waits until it does not."""
         while True:
             try:

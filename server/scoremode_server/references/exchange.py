@@ -69,7 +69,7 @@ class UnreadableFileError(Exception):
 
 @dataclass(slots=True)
 class _Engine:
-    """What the workers of one engine are to do, and the reference that it compares with, as far as this API server
+    """Orders for the workers of one engine, and the reference that it compares with, as far as this API server
     knows."""
 
     rank: int
@@ -256,7 +256,7 @@ class WorkerFiles:
                     await self._wake.wait()
 
     async def _answers(self, orders: dict[int, Any]) -> list[list[dict[str, Any]]]:
-        """Of the workers with an LM head, engine by engine."""
+        """Send orders, and collect the answers of the workers with an LM head, engine by engine."""
         call = asyncio.create_task(call_engines(self._client, "scoremode_exchange", orders))
         while not (await asyncio.wait((call,), timeout=ALIVE_SECONDS))[0]:
             if self._client.errored:

@@ -146,7 +146,7 @@ class Recorder:
 
 
 def _plan(texts: TextWindows, labels: list[str] | None) -> tuple[StoredText, TextPlan]:
-    """What a reference stores of the texts and their windows."""
+    """Collect what a reference stores about texts and their windows."""
     places = {label: place for place, label in enumerate(dict.fromkeys(labels or ()))}
     roles = list(dict.fromkeys(role for document in texts.documents for role in document.roles))
     origins = [

@@ -71,7 +71,7 @@ class ReferencesExtension(Extension):
 
 
 def references_of(raw_request: Request) -> ReferenceParts:
-    """What serves the routes of references, if the server has a folder for them."""
+    """Get the parts that serve the routes. NotServedError if the server has no folder for references."""
     references: ReferenceParts | None = raw_request.app.state.scoremode_references
     if references is None:
         raise NotServedError("this server has no folder for references: start it with --reference-dir DIR", None)
@@ -158,12 +158,13 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
     response_class=Response,
     responses={200: {"content": {"application/octet-stream": {}}}},
     summary="A reference as the base file of llama-perplexity",
+    description="What `llama-perplexity --kl-divergence-base FILE --kl-divergence` reads, of a reference that was "
+    "recorded with\nmethod `llama.cpp`. `first` leaves out the header and the windows before it. If the server cannot "
+    "continue, the\nconnection ends.",
 )
 @until_disconnect
 async def export_reference(name: str, raw_request: Request, first: int = 0) -> Response:
-    """What `llama-perplexity --kl-divergence-base FILE --kl-divergence` reads, of a reference that was recorded with
-    method `llama.cpp`. `first` leaves out the header and the windows before it. If the server cannot continue, the
-    connection ends."""
+    """Stream the file, from window `first` on."""
     references = references_of(raw_request)
     async with prepared(raw_request, None) as (core, _, options):
         reference = await references.comparer.open(name)

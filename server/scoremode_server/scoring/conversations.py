@@ -104,7 +104,7 @@ class Conversations:
         return sequences
 
     def _params(self, name: str, tools: Tools | None, chat_template_kwargs: dict[str, Any] | None) -> ChatParams:
-        """What vLLM's `preprocess_chat` makes of a request, without a generation prompt."""
+        """Make the parameters that vLLM's `preprocess_chat` makes from a request, without a generation prompt."""
         variables = dict(chat_template_kwargs or {})
         request = _checked(
             name,

@@ -38,7 +38,7 @@ class Limits:
         return cls(model.max_model_len, vocab_size, min(allowed, vocab_size), max_sequences, max_request_bytes)
 
     def check_num_sequences(self, num_sequences: int, field: str) -> None:
-        """Of prompts, of continuations of all prompts together, or of windows."""
+        """Check the number of prompts, of continuations of all prompts together, or of windows."""
         if num_sequences > self.max_sequences:
             raise RequestError(
                 f"the request has {num_sequences} sequences to score, more than {self.max_sequences} "

@@ -1,4 +1,4 @@
-"""What the files of the served model say about it: a fingerprint of their contents, their size, the number of weights.
+"""Facts about the served model from its files: a fingerprint of their contents, their size, the number of weights.
 Files are sampled, which takes seconds; docs/guide.md lists what samples cannot see. Nothing is downloaded."""
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What conversations are rendered with: threads, and an encoder of texts that begin alike."""
+"""Tools to render conversations: threads, and an encoder of texts that begin alike."""
 
 import asyncio
 import inspect

@@ -65,7 +65,7 @@ class ScoringPass:
         return self.sequence.num_candidates + len(self.columns) - 1
 
     def scored(self) -> ScoredSequence:
-        """What the engine scores, with the tokens of the context joined with the others."""
+        """Join the tokens of the context with the others, for the engine to score."""
         sequence = self.sequence
         token_ids = sequence.context[: sequence.first] + sequence.targets if sequence.first else sequence.targets
         if len(self.columns) == 1:

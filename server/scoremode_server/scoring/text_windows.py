@@ -53,12 +53,12 @@ class TextWindows:
 
     @property
     def num_bytes(self) -> int | None:
-        """Of the UTF-8 of all texts; None where there are only token ids."""
+        """Count the bytes of all texts in UTF-8; None where there are only token ids."""
         return sum(len(document.text.encode()) for document in self.documents if document.text) or None
 
     @property
     def num_words(self) -> int | None:
-        """Of all texts; None where there are only token ids."""
+        """Count the words of all texts; None where there are only token ids."""
         return sum(count_words(document.text) for document in self.documents if document.text) or None
 
 
@@ -73,7 +73,7 @@ class RunningPerplexity:
     _num_scored: int = 0
 
     def add(self, nlls: np.ndarray) -> PerplexityWindow:
-        """What to report of the next window, whose targets have these NLLs [num_scored] in nats."""
+        """Add the next window, whose targets have these NLLs [num_scored] in nats, and report it."""
         nll_sum = fsum(nlls)
         self.nlls.append(nlls)
         self._nll_sum += nll_sum

@@ -1,6 +1,5 @@
-"""What computes a server's numbers, in addition to the weights: asked of the first worker, and read from vLLM's
-configuration. Readers of a run see it, and nothing depends on it.
-"""
+"""The runner, kernels and devices that compute a server's numbers: the first worker tells them, and vLLM's
+configuration. Readers of a run see them, and nothing depends on them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +22,7 @@ _KERNELS = "vllm.model_executor.kernels."
 
 
 async def what_computes(client: EngineClient) -> ComputedBy:
-    """What computes at an engine, in all replicas."""
+    """Describe what computes at an engine, in all replicas."""
     config = client.vllm_config
     parallel, drafts = config.parallel_config, config.speculative_config
     described: dict[str, Any] = {}
@@ -78,7 +77,8 @@ def _kernels(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _parts_of(owner: Any) -> Iterator[Any]:
-    """What a quantization method or scheme computes by: objects of vLLM's kernels, a function, the parts of MoE."""
+    """Find what a quantization method or scheme computes by: objects of vLLM's kernels, a function, the parts of
+    MoE."""
     for name, value in getattr(owner, "__dict__", {}).items():
         if name in ("linear_method", "old_quant_method"):
             yield value

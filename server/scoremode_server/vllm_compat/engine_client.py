@@ -1,6 +1,5 @@
-"""What vLLM's engine client does differently for scoring requests: changes of weights drop cached rows, and bounds of
-queued requests do not count them. vLLM has no event for a change, so the methods that change weights are wrapped.
-"""
+"""Changes to vLLM's engine client for scoring requests: changes of weights drop cached rows, and bounds of queued
+requests do not count them. vLLM has no event for a change, so the methods that change weights are wrapped."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -62,7 +61,7 @@ _exempt = ContextVar("scoremode_exempt", default=False)
 
 @contextmanager
 def exempt_from_queue_bounds() -> Iterator[None]:
-    """What this task sends to the engine inside is not refused by the bounds."""
+    """Exempt from the bounds what this task sends to the engine inside."""
     token = _exempt.set(True)
     try:
         yield
@@ -88,7 +87,7 @@ def bound_generation_alone(engine: Any) -> None:
 
 
 async def call_engines(client: Any, method: str, *args: Any) -> list[list[Any]]:
-    """What a method of the workers returns on each worker, engine by engine."""
+    """Call a method of all workers. Returns their results, engine by engine."""
     # Not by the client's own `collective_rpc`: with several engines it returns what the first one's workers do, and it
     # is wrapped to drop the cached rows, since weights may change by it. They do not change by these methods.
     results = await client.engine_core.call_utility_all_async("collective_rpc", method, None, args, {})
@@ -96,5 +95,5 @@ async def call_engines(client: Any, method: str, *args: Any) -> list[list[Any]]:
 
 
 async def call_workers(client: Any, method: str, *args: Any) -> list[Any]:
-    """What a method of the workers returns on each worker of each engine."""
+    """Call a method of all workers. Returns the results of all engines in one list."""
     return [result for results in await call_engines(client, method, *args) for result in results]

@@ -1,4 +1,4 @@
-"""Which model or LoRA adapter a request names."""
+"""The model or the LoRA adapter that a request names."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace

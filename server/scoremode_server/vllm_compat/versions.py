@@ -1,4 +1,4 @@
-"""Which versions of vLLM Scoremode runs on: those whose private parts have the source text that was looked at.
+"""The versions of vLLM that Scoremode runs on: those whose private parts have the source text that was looked at.
 
 `private.toml` lists all that vLLM does not promise to keep, and `manifest.json` has a hash of each one's source text
 for every supported version, and of every name that Scoremode imports from vLLM. `scripts/check_vllm.py VERSION --write`

@@ -1,4 +1,4 @@
-"""What a model's `compute_logits` does, found out by calling it: how much memory it takes, and what part is local.
+"""Examines a model's `compute_logits` by calling it: how much memory it takes, and what part is local.
 
 Most models hand hidden states to vLLM's `LogitsProcessor` and return its result. Some change that once more: nothing is
 assumed of these, and their logits are gathered from all ranks as in vLLM. Types do not tell the two kinds apart.
@@ -22,7 +22,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass(frozen=True, slots=True)
 class LogitsSource:
-    """What a `LogitsProcessor` was called with when its output was the model's logits."""
+    """The call of a `LogitsProcessor` whose output was the model's logits."""
 
     processor: Any
     lm_head: Any

@@ -24,8 +24,9 @@ Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """What a step computed of a prompt of `num_fed` tokens: `num_tokens` tokens from `position` on, whose hidden states
-    are at `row` and after in the step's. Those after the prompt are placeholders for drafts, which are ignored."""
+    """The part of a prompt of `num_fed` tokens that a step computed: `num_tokens` tokens from `position` on, whose
+    hidden states are at `row` and after in the step's. Those after the prompt are placeholders for drafts, which are
+    ignored."""
 
     request_id: str
     position: int

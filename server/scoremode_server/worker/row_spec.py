@@ -1,4 +1,4 @@
-"""What a scoring request wants of its rows, as it reaches the engine's workers in `SamplingParams.extra_args`, which no
+"""The rows that a scoring request wants, as the engine's workers get them in `SamplingParams.extra_args`, which no
 client can send."""
 
 from copy import copy
@@ -38,7 +38,8 @@ class RowSpec:
 
     @classmethod
     def read(cls, params: Any) -> "RowSpec | None":
-        """What parameters want: a scoring request's, or vLLM's own prompt logprobs; None if they want no rows."""
+        """Read the rows that parameters want, a scoring request's or vLLM's own prompt logprobs; None if they want
+        none."""
         marked = ((params and params.extra_args) or {}).get(ROWS)
         if marked is not None:
             return msgspec.convert(marked, cls)
@@ -61,8 +62,8 @@ class RowSpec:
 
     @property
     def identity(self) -> tuple[Any, ...] | None:
-        """What determines the rows of a sequence, except the number of top tokens, which come last; None for those of
-        prompt logprobs."""
+        """Identify all that determines the rows of a sequence, except the number of top tokens, which come last; None
+        for those of prompt logprobs."""
         if self.temperature == 1.0 and not self.candidates:
             return None
         digest = blake2b(self.candidates, digest_size=16).hexdigest()

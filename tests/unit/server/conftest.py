@@ -5,6 +5,7 @@ not at all: `test_interpreter.py` starts processes that are.
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -12,7 +13,6 @@ import pytest
 import torch
 
 from scoremode_server.kernels import fused_logprobs
-from scoremode_server.references.worker import kl_divergence
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPILED = torch.cuda.is_available() and not INTERPRETED
@@ -24,7 +24,8 @@ collect_ignore = ["kernels/test_interpreter.py"] if INTERPRETED or COMPILED else
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """One implementation, and its device, on which the test makes its tensors."""
     found = fused_logprobs.kernels_for(torch.device("cuda" if request.param == "triton" else "cpu"))
-    for module in (fused_logprobs, kl_divergence):
+    ours = [module for name, module in sys.modules.items() if name.startswith("scoremode_server.")]
+    for module in (each for each in ours if hasattr(each, "kernels_for")):
         monkeypatch.setattr(module, "kernels_for", lambda device: found)
     with torch.device("cuda" if request.param == "triton" and COMPILED else "cpu"):
         yield found

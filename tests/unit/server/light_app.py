@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from copy import copy
 from functools import cache
 from pathlib import Path
@@ -41,7 +41,6 @@ from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES, REFERENC
 from scoremode_server.vllm_compat.served_models import ServedModels
 from tests.unit.server.engine.cache_setup import LARGE
 from tests.unit.server.engine.fake_engine import MAX_TOP, VOCABULARY, FakeEngine, HeldEngine
-from tests.unit.server.references.reference_engine import ReferenceEngine
 
 BLOCK_SIZE = 16
 MODEL = SimpleNamespace(max_model_len=2048)
@@ -80,8 +79,7 @@ def light_app(
 
 def _start_extensions(core: Core, state: State) -> None:
     """As the plugin does, with the engine's folder for references, if it has one."""
-    root = core.client.directory.root if isinstance(core.client, ReferenceEngine) else ""
-    with patch.dict(os.environ, {REFERENCE_VARIABLE: str(root)}):
+    with patch.dict(os.environ, {REFERENCE_VARIABLE: str(core.client.reference_root)}):
         for extension in EXTENSIONS:
             extension.start(core, state)
 
@@ -135,11 +133,6 @@ async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(transport=transport, base_url="http://light", timeout=60) as client:
         yield client
     assert is_idle(app)
-
-
-def client_of_model(root: Path, noise: float = 0.0, **identity: Any) -> AbstractAsyncContextManager[httpx.AsyncClient]:
-    """A client of a server that has just started, with references in a folder; see `ReferenceEngine`."""
-    return client_of(light_app(ReferenceEngine(root, noise, **identity)))
 
 
 async def ask(app: Any, path: str, *, method: str = "GET", root_path: str = "", headers: Any = ()) -> httpx.Response:

@@ -41,7 +41,7 @@ _MOST_NAMED = 20
 
 
 class NoReferenceError(Exception):
-    """There is no reference of that name."""
+    """No reference has that name."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What API servers ask of engine workers by vLLM's `collective_rpc`, and its `--worker-extension-cls`."""
+"""Methods of engine workers that API servers call by vLLM's `collective_rpc`: its `--worker-extension-cls`."""
 
 from typing import Any, cast
 

@@ -1,4 +1,4 @@
-"""What API servers tell engine workers of windows, with their requests and in orders, as msgspec sends it."""
+"""Messages about windows from API servers to engine workers, in requests and in orders, as msgspec sends them."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +14,7 @@ IN_USE = "another reference is in use"
 
 @dataclass(frozen=True, slots=True)
 class WindowMark:
-    """What becomes of the rows of a reference's window."""
+    """A window of a reference, and what engine workers do with its rows."""
 
     action: Literal["record", "compare", "export"]
     """To export is to return the reference's distributions, as llama.cpp keeps them; the rows are not used."""

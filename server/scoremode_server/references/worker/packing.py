@@ -1,4 +1,4 @@
-"""What a comparison finds, as it crosses from a worker to an API server."""
+"""The result of a comparison, as it crosses from a worker to an API server."""
 
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ class ComparedRows:
 
     @staticmethod
     def pack_missing(num_rows: int, num_top: int, device: torch.device) -> PackedRows:
-        """Rows with NaN in the place of each logprob."""
+        """Make rows with NaN instead of each logprob."""
         num_columns = 2 * (1 + max(1, num_top))
         return (
             torch.full((num_rows, num_columns + 1), -1, dtype=torch.int32, device=device),

@@ -1,4 +1,4 @@
-"""What becomes of the rows of references' windows in an engine worker, and the files and the memory for that."""
+"""The sinks of references' windows in an engine worker, and the files and the memory that they need."""
 
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
@@ -93,7 +93,7 @@ class ComparedWindow(RowSink):
 
 
 class ExportedWindow(ComparedWindow):
-    """Replaces a window's rows by the reference's, as llama.cpp keeps them: words in the place of tokens, on the host,
+    """Replaces a window's rows by the reference's, as llama.cpp keeps them: words instead of tokens, on the host,
     and logprobs and ranks of 0. Every rank has whole rows."""
 
     def head(self, *, local: bool) -> ReferenceHead | None:

@@ -10,6 +10,7 @@ import random
 from collections.abc import AsyncGenerator, Sequence
 from functools import cache
 from hashlib import blake2b
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,6 +101,8 @@ class FakeEngine:
         self.aborted: list[list[str]] = []
         """Ids of each call."""
         self.requests: list[tuple[list[int], Any]] = []
+        self.reference_root: Path | str = ""
+        """The folder of references, if there is one."""
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=""))
 
     def _happens(self, what: str) -> bool:

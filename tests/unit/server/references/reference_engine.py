@@ -1,5 +1,6 @@
 """The fake engine with one worker that stores references. Windows are those of a real worker, on a linear model."""
 
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from scoremode_server.settings import WORKER_EXTENSION
 from scoremode_server.worker.row_spec import RowSpec
 from tests.bad_inputs import REFERENCES
 from tests.unit.server.engine.fake_engine import VOCABULARY, HeldEngine
+from tests.unit.server.light_app import client_of, light_app
 from tests.unit.server.references.reference_setup import HEAD, HIDDEN, MODEL
 from tests.unit.server.worker.linear_scorer import LinearWorker, make_scorer
 
@@ -77,7 +79,7 @@ class ReferenceEngine(HeldEngine):
     def __init__(self, root: Path, noise: float = 0.0, **identity: Any) -> None:
         super().__init__(16)
         self.let_go.set()
-        self.directory = ReferenceDirectory(root)
+        self.directory, self.reference_root = ReferenceDirectory(root), root
         self.windows = WorkerWindows(self.directory)
         leased = LeasedHead(0, CPU, HeadInMemory, self.directory, self.windows._threads)  # type: ignore[arg-type]
         self.windows.leased = leased
@@ -114,3 +116,8 @@ class ReferenceEngine(HeldEngine):
         self.computed.append(spec.sink_data["index"])
         completion = CompletionOutput(0, "", [7], None, None, finish_reason="length")
         return RequestOutput(request_id, None, token_ids, logprobs, [completion], True, num_cached_tokens=0)
+
+
+def client_of_model(root: Path, noise: float = 0.0, **identity: Any) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+    """A client of a server that has just started, with references in a folder; see `ReferenceEngine`."""
+    return client_of(light_app(ReferenceEngine(root, noise, **identity)))

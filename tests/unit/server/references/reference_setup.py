@@ -1,6 +1,7 @@
 """A small reference: two documents, windows with and without a head, random hidden states."""
 
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from scoremode.windows import Window
 from scoremode.wire.references import NoiseFloor
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference, StoredText
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, Result, TextPlan, text_fingerprint
+from scoremode_server.references.worker.sinks import WorkerWindows
 from scoremode_server.scoring.model_identity import ModelIdentity
 
 HIDDEN = 8
@@ -88,3 +90,9 @@ def no_file_longer_than(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def let_all_be_written(windows: WorkerWindows) -> None:
+    """Wait until no thread of a worker has anything to do."""
+    while windows._threads._waiting:
+        time.sleep(0.001)

@@ -19,8 +19,15 @@ from scoremode_server.references.comparer import Comparer
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.engine.fake_engine import MAX_TOP
-from tests.unit.server.light_app import client_of, client_of_model, error_of, events, light_app
-from tests.unit.server.references.reference_engine import HEAD_FORMAT, NUM_WINDOWS, TOKENS, ReferenceEngine, record
+from tests.unit.server.light_app import client_of, error_of, events, light_app
+from tests.unit.server.references.reference_engine import (
+    HEAD_FORMAT,
+    NUM_WINDOWS,
+    TOKENS,
+    ReferenceEngine,
+    client_of_model,
+    record,
+)
 from tests.unit.server.references.reference_setup import HEAD, create
 
 BODY = {"reference": "base"}

@@ -21,8 +21,15 @@ from scoremode_server.references.files import tensors
 from scoremode_server.references.files.directory import StoredReference
 from scoremode_server.references.files.manifest import _checksum
 from tests.bad_inputs import KLD, REFERENCES
-from tests.unit.server.light_app import client_of, client_of_model, error_of, events, light_app
-from tests.unit.server.references.reference_engine import BODY, NUM_WINDOWS, TOKENS, ReferenceEngine, record
+from tests.unit.server.light_app import client_of, error_of, events, light_app
+from tests.unit.server.references.reference_engine import (
+    BODY,
+    NUM_WINDOWS,
+    TOKENS,
+    ReferenceEngine,
+    client_of_model,
+    record,
+)
 from tests.unit.server.references.reference_setup import files, full_disk
 
 BASE = f"{REFERENCES}/base"

@@ -20,13 +20,14 @@ from scoremode_server.engine.admission import EngineSize
 from scoremode_server.references import comparer, exchange, recorder, service
 from scoremode_server.references.files.directory import StoredReference
 from tests.bad_inputs import KLD, REFERENCES
-from tests.unit.server.light_app import client_of, client_of_model, error_of, light_app
+from tests.unit.server.light_app import client_of, error_of, light_app
 from tests.unit.server.references.reference_engine import (
     BODY,
     NUM_WINDOWS,
     TOKENS,
     HeadInMemory,
     ReferenceEngine,
+    client_of_model,
     record,
 )
 

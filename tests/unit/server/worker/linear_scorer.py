@@ -1,6 +1,5 @@
 """A worker's `RowScorer` on the CPU, of a model whose logits are linear in its hidden states."""
 
-import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import torch
 
 from scoremode_server.kernels.working_memory import LogitsShape, block_bytes, row_bytes_fused
-from scoremode_server.references.worker.sinks import WorkerWindows
 from scoremode_server.worker.row_scorer import RowScorer, SinkMaker, StepPart
 from scoremode_server.worker.row_spec import RowSpec
 
@@ -25,12 +23,6 @@ def make_scorer(
     """A scorer whose working memory holds so many rows, each with its target."""
     shape = LogitsShape(vocab, 4)
     return RowScorer(block_bytes(shape) + chunk * row_bytes_fused(shape, 0, None), shape, group, sinks)
-
-
-def let_all_be_written(windows: WorkerWindows) -> None:
-    """Wait until no thread of a worker has anything to do."""
-    while windows._threads._waiting:
-        time.sleep(0.001)
 
 
 def check_rows(rows: Any, spec: RowSpec, logits: torch.Tensor, targets: list[int]) -> None:

@@ -1,7 +1,6 @@
 """The patched model runners on made-up steps: V1's next to vLLM's own method, V2's next to float64."""
 
 from collections.abc import Iterable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +14,6 @@ from vllm.v1.worker.gpu.sample import prompt_logprob
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from scoremode_server.references.files.directory import ReferenceDirectory
-from scoremode_server.references.worker.sinks import WorkerWindows
 from scoremode_server.worker import runners
 from scoremode_server.worker.row_scorer import RowScorer
 from scoremode_server.worker.row_spec import RowSpec
@@ -313,7 +310,7 @@ def test_placeholders_for_drafts_have_no_rows(engine: Engine, first_step: dict[s
     assert results.keys() == {"other", "short", "scored"}
 
 
-def test_the_patch_replaces_what_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_patch_replaces_what_is_pinned(monkeypatch: pytest.MonkeyPatch):
     worker_class = prompt_logprob.PromptLogprobsWorker
     for owner, name in (
         (GPUModelRunnerV2, "load_model"),
@@ -328,10 +325,10 @@ def test_the_patch_replaces_what_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(GPUModelRunnerV2, "load_model", lambda self, **options: loaded.append(self))
     monkeypatch.setattr(GPUModelRunnerV2, "_scoremode_sinks", None, raising=False)
     monkeypatch.setattr(runners, "get_tp_group", lambda: ALONE)
-    windows = WorkerWindows(ReferenceDirectory(tmp_path))
-    runners.patch_v2(256 * MEBIBYTE, windows)
-    # `ReferenceWorker` looks for them there.
-    assert GPUModelRunnerV2._scoremode_sinks is windows
+    sinks: dict[str, Any] = {}
+    runners.patch_v2(256 * MEBIBYTE, sinks)
+    # `ReferenceWorker` looks for its own there.
+    assert GPUModelRunnerV2._scoremode_sinks is sinks
     model = SimpleNamespace(get_vocab_size=lambda: 128_256, head_dtype=torch.bfloat16, logprobs_mode="raw_logprobs")
     # The last pipeline rank, and another.
     for worker in (worker_class(1, CPU), None):

@@ -29,8 +29,8 @@ from scoremode_server.worker.lm_head import examine
 from scoremode_server.worker.row_scorer import RowScorer, StepPart
 from scoremode_server.worker.row_spec import RowSpec
 from tests.unit.server.ranks import run_ranks
-from tests.unit.server.references.reference_setup import TEXT, manifest
-from tests.unit.server.worker.linear_scorer import check_rows, let_all_be_written
+from tests.unit.server.references.reference_setup import TEXT, let_all_be_written, manifest
+from tests.unit.server.worker.linear_scorer import check_rows
 
 pytestmark = pytest.mark.processes
 

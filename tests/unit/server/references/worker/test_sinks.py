@@ -27,8 +27,8 @@ from scoremode_server.vllm_compat import install
 from scoremode_server.worker.lm_head import LMHead
 from scoremode_server.worker.row_scorer import RowSink
 from scoremode_server.worker.row_spec import RowSpec
-from tests.unit.server.references.reference_setup import HIDDEN, create, random_shard
-from tests.unit.server.worker.linear_scorer import ALONE, LinearWorker, let_all_be_written, make_scorer
+from tests.unit.server.references.reference_setup import HIDDEN, create, let_all_be_written, random_shard
+from tests.unit.server.worker.linear_scorer import ALONE, LinearWorker, make_scorer
 
 VOCAB = 100
 CPU = torch.device("cpu")
