@@ -64,7 +64,6 @@ async def make_core(client: EngineClient, state: State, settings: Namespace, *, 
     tokenizer = Tokenizer(client.renderer)
     if client.renderer.tokenizer is not None:
         await asyncio.to_thread(tokenizer.strings.fill_vocabulary)
-
     models = ServedModels(state.openai_serving_models, client.model_config)
     identity = await asyncio.to_thread(model_identity, client.vllm_config, client.renderer.tokenizer)
     identity = identity.model_copy(update={"computed_by": await what_computes(client)})

@@ -1,5 +1,5 @@
-"""Every route reads a request's body, ends it when the client leaves, logs how it ended, and answers errors in OpenAI's
-shape by what is here."""
+"""The parts of all routes: they read a request's body, end it when the client leaves, log how it ended, and answer
+errors in OpenAI's shape."""
 
 import asyncio
 import json
