@@ -176,7 +176,7 @@ class WorkerWindows:
 
     root: ReferenceDirectory
     """Where references are."""
-    leased: LeasedHead | None = None
+    leased: LeasedHead = field(init=False)
     """Made while vLLM profiles, or, where it does not (on a CPU), when it is first needed."""
     _pins: bool = False
     """Whether hidden states are read to pinned memory, from which a GPU copies them."""
@@ -193,7 +193,6 @@ class WorkerWindows:
         mark = msgspec.convert(spec.sink_data, WindowMark)
         if mark.action == "record":
             return RecordedWindow(spec, mark=mark, write=self._write_window_later) if writes else RowSink(spec)
-        assert self.leased is not None
         read = self._read.get(mark.ticket)
         recorded = None if read is None or not read.done() or read.exception() else read.result()
         make_sink = ExportedWindow if mark.action == "export" else ComparedWindow
@@ -208,7 +207,7 @@ class WorkerWindows:
 
     def allocate_head(self, config: VllmConfig, device: torch.device) -> None:
         """Make the memory for a reference's head, once: as much as for the served model's, of which most are."""
-        if self.leased is None:
+        if not hasattr(self, "leased"):
             model = config.model_config
             num_bytes = model.get_vocab_size() * (model.get_hidden_size() + 1) * model.dtype.itemsize
             num_bytes //= config.parallel_config.tensor_parallel_size
@@ -223,7 +222,6 @@ class WorkerWindows:
                 then. The outcome of a write is returned once.
             num_refused: how often a reference was refused because another one was held.
         """
-        assert self.leased is not None
         refusals: dict[str, str] = {}
         for order in msgspec.convert(orders, list[Order]):
             match order:
@@ -241,7 +239,6 @@ class WorkerWindows:
         return {"outcomes": outcomes, "num_refused": self.leased.num_refused}
 
     def _outcome(self, ticket: str) -> str | None:
-        assert self.leased is not None
         if (written := self._written.get(ticket)) is not None:
             # Returned once: what is kept must not push out a file that is asked for later, such as the LM head.
             return self._written.pop(ticket).result() if written.done() else None
