@@ -134,6 +134,7 @@ def references(made) -> dict[str, Any]:
         ("SERVER TEXT --calibration same.txt", 0, "same.txt, 8 tokens: 0 of 20 windows share more than 30%", ""),
         ("record SERVER --reference new TEXT --max-tokens 30", 0, "21 scored, 30 in the text", ""),
         ("kld SERVER --reference base", 0, f"Mean    KLD: {MEAN_KLD:10.6f} ±", ""),
+        ("kld SERVER --reference base --most-divergent 0", 0, " % PPL [", ""),
         ("compare near.json far.json", 0, "far is worse than near by mean KL divergence.", ""),
         ("compare near.json far.json --card", 0, "| quant | GiB | bits per weight | PPL ± |", ""),
         ("compare near.json --fail-if differs --max-kld 1 --max-ppl-increase 1000", 0, "no difference shown", ""),
