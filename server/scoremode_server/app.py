@@ -66,7 +66,16 @@ async def make_core(client: EngineClient, state: State, settings: Namespace, *, 
         await asyncio.to_thread(tokenizer.strings.fill_vocabulary)
     models = ServedModels(state.openai_serving_models, client.model_config)
     identity = await asyncio.to_thread(model_identity, client.vllm_config, client.renderer.tokenizer)
-    identity = identity.model_copy(update={"computed_by": await what_computes(client)})
+    model, load = client.model_config, client.vllm_config.load_config
+    stored = getattr(model.hf_text_config, "dtype", None)
+    identity = identity.model_copy(
+        update={
+            "computed_by": await what_computes(client),
+            "stored_dtype": None if stored is None else str(stored).removeprefix("torch."),
+            "weight_bytes": await asyncio.to_thread(weight_bytes, model, load),
+            "num_parameters": await asyncio.to_thread(num_parameters, model.hf_config, model.trust_remote_code),
+        }
+    )
     guard_rows(client)
     return Core(
         client=client,
@@ -101,7 +110,6 @@ def engine_size(config: VllmConfig, settings: Namespace) -> EngineSize:
 async def _server_info(
     client: EngineClient, limits: Limits, tokenizer: Tokenizer, models: ServedModels, identity: ModelIdentity
 ) -> ServerInfo:
-    model = client.model_config
     return ServerInfo(
         model=(await models.resolve(None)).name,
         max_model_len=limits.max_model_len,
@@ -112,8 +120,6 @@ async def _server_info(
         eos_token_id=tokenizer.special_token_id("eos"),
         adds_bos=await tokenizer.adds_bos(),
         **identity.model_dump(exclude={"model", "tokenizer_fingerprint"}),
-        weight_bytes=await asyncio.to_thread(weight_bytes, model, client.vllm_config.load_config),
-        num_parameters=await asyncio.to_thread(num_parameters, model.hf_config, model.trust_remote_code),
     )
 
 

@@ -79,6 +79,10 @@ def parse(command: Any, arguments: list[str]) -> argparse.Namespace:
     namespace.model = namespace.model_tag or namespace.model
     if namespace.model is None:
         subparser.error("no model: name it here or in the file of --config")
+    if namespace.model.startswith(("/", "./", "../", "~")) and not os.path.exists(namespace.model):
+        raise SystemExit(
+            f"scoremode: there is no {namespace.model}: give a checkpoint's folder, or its name on the hub"
+        )
     return namespace
 
 

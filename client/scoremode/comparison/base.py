@@ -17,6 +17,7 @@ _OF_THE_MODEL = {
     "scoremode_version",
     "vllm_version",
     "fingerprint",
+    "stored_dtype",
     "weight_bytes",
     "num_parameters",
 }

@@ -20,7 +20,10 @@ RECORD_VERSION = 1
 
 
 def weights_in_words(model: ServerInfo | Reference) -> str:
-    return f"{model.quantization or 'not quantized'}, {model.dtype}"
+    words = f"{model.quantization or 'not quantized'}, {model.dtype}"
+    if model.stored_dtype in (None, model.dtype):
+        return words
+    return f"{words} (stored in {model.stored_dtype})"
 
 
 def reference_in_words(reference: Reference) -> str:

@@ -97,8 +97,9 @@ class Reference(BaseModel):
     """Of the contents of the model's config and weights, dtype and quantization."""
     computed_by: ComputedBy | None = None
     """What recorded it; None of a reference that an older server began."""
+    stored_dtype: str | None = None
+    """As in `ServerInfo`; this and the next two are None of a reference that an older server began."""
     weight_bytes: NonNegativeInt | None = None
-    """As in `ServerInfo`; this and the next are None of a reference that an older server began."""
     num_parameters: NonNegativeInt | None = None
     text_fingerprint: str
     """Of the token ids, the method and the windows."""

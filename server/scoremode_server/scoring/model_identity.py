@@ -19,6 +19,10 @@ class ModelIdentity(BaseModel):
     fingerprint: str
     tokenizer_fingerprint: str
     computed_by: ComputedBy | None = None
+    stored_dtype: str | None = None
+    """Of the checkpoint; this and the next two are as in `ServerInfo`, and None in references of older servers."""
+    weight_bytes: int | None = None
+    num_parameters: int | None = None
 
     def may_continue(self, recorded: "ModelIdentity") -> bool:
         """Whether fingerprint and commit are those of the model that a reference was recorded of."""

@@ -35,10 +35,11 @@ class ServedModels(BaseServing):
         request = SimpleNamespace(model=name)
         if (failure := await self._check_model(request)) is not None:
             shorten_name(failure, name)
-            # vLLM's message lists the names of the served model, and no adapters.
+            message = failure.error.message.replace("Valid aliases:", "The served model is called:")
+            # vLLM's message lists no adapters.
             adapters = f" Adapters: {', '.join(self.models.lora_requests)}." if self.models.lora_requests else ""
             kind = NotServedError if failure.error.code == 404 else RequestError
-            raise kind(f"{failure.error.message}{adapters}", "model")
+            raise kind(f"{message}{adapters}", "model")
         lora = self._maybe_get_adapters(request)
         return ServedModel(self.models.model_name(lora), lora)
 

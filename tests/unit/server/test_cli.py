@@ -52,3 +52,9 @@ def test_without_a_model_the_usage_is_shown(tmp_path, arguments, monkeypatch, ca
         parse(ServeSubcommand(), given) if given else main()
     assert ended.value.code == 2
     assert "usage: scoremode serve MODEL [any option of vllm serve]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./folder"])
+def test_a_folder_that_is_not_there_is_one_line(model):
+    with pytest.raises(SystemExit, match=f"^scoremode: there is no {model}: give a checkpoint's folder"):
+        parse(ServeSubcommand(), [model])

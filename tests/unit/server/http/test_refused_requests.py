@@ -139,7 +139,7 @@ async def test_an_unknown_model_is_answered_with_the_served_ones_and_adapters():
     app.state.scoremode.models.models.lora_requests = {"an-adapter": None}
     async with client_of(app) as client:
         response = await client.post("/v1/score", json={"model": "foo", "prompt": [5, 6]})
-    message = "The model `foo` does not exist. Valid aliases: m. Adapters: an-adapter."
+    message = "The model `foo` does not exist. The served model is called: m. Adapters: an-adapter."
     assert error_of(response) == (404, "model", message)
 
 

@@ -166,17 +166,18 @@ async def test_a_disk_that_is_full_ends_the_recording(engine, client, monkeypatc
 
 
 CORPUS = {"name": "wikitext", "config": "raw", "split": "test", "num_rows": 4358, "sha256": "ab" * 32, "preset": "hf"}
+KEPT = {**CORPUS, "max_windows": None, "by": None}
 
 
 async def test_a_reference_keeps_what_was_said_first_and_one_of_before_is_read(engine, client):
-    assert (await record(client, corpus=CORPUS))["corpus"] == CORPUS
-    assert (await record(client, corpus={**CORPUS, "name": "other"}))["corpus"] == CORPUS
+    assert (await record(client, corpus=CORPUS))["corpus"] == KEPT
+    assert (await record(client, corpus={**CORPUS, "name": "other"}))["corpus"] == KEPT
     path = engine.directory.open("base").path / "manifest.json"
     fields = json.loads(path.read_text())
     del fields["corpus"], fields["checksum"]
     path.write_text(json.dumps({**fields, "checksum": _checksum(fields)}))
     assert (await client.get(f"{REFERENCES}/base")).json()["corpus"] is None
-    assert (await record(client, corpus=CORPUS))["corpus"] == CORPUS, "once it was given"
+    assert (await record(client, corpus=CORPUS))["corpus"] == KEPT, "once it was given"
     unhashed = await client.post(REFERENCES, json={**BODY, "corpus": {"name": "wikitext"}})
     assert error_of(unhashed) == (400, "corpus", "corpus.sha256 is required")
 
@@ -211,8 +212,11 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 async def test_a_reference_says_what_recorded_it_and_other_gpus_are_logged(tmp_path: Path, warnings: list[str]):
     first, second = (ComputedBy(device=device, kernels=["UnquantizedLinearMethod"]) for device in ("A100", "H200"))
-    async with client_of_model(tmp_path, computed_by=first) as client:
-        assert (await record(client))["computed_by"] == first.model_dump()
+    sizes = {"stored_dtype": "bfloat16", "weight_bytes": 270, "num_parameters": 135}
+    async with client_of_model(tmp_path, computed_by=first, **sizes) as client:
+        recorded = await record(client)
+        assert recorded["computed_by"] == first.model_dump()
+        assert {name: recorded[name] for name in sizes} == sizes
         assert not warnings
     async with client_of_model(tmp_path, computed_by=second) as client:
         assert (await record(client))["computed_by"] == first.model_dump(), "it is that of most of its windows"
