@@ -90,39 +90,46 @@ def test_the_api_key_is_the_argument_or_else_the_environments(call, monkeypatch)
     assert keys == [None, "Bearer from-environment", "Bearer given"]
 
 
-def test_each_status_has_its_error(call):
-    kinds = {400: "BadRequest", 401: "Authentication", 404: "NotFound", 429: "RateLimit", 503: "Server"}
-    for status, kind in kinds.items():
-        server = Outcomes(error(status, "it went wrong", param="prompt", type="SomeError"))
-        with pytest.raises(scoremode.APIStatusError, match="it went wrong") as caught:
-            call(server, "tokenize", "x", client={"max_retries": 0})
-        assert type(caught.value).__name__ == f"{kind}Error"
-        assert (caught.value.status_code, caught.value.param, caught.value.type) == (status, "prompt", "SomeError")
-
-
-VALIDATION = {"detail": [{"loc": ["body", "stride"], "msg": "must be positive"}]}
-
-
 @pytest.mark.parametrize(
-    ("response", "message", "param"),
+    ("response", "kind", "message", "param"),
     [
-        (httpx.Response(422, json=VALIDATION), "must be positive", "stride"),
-        (httpx.Response(401, json={"error": "Unauthorized"}), "Unauthorized", None),
-        (httpx.Response(500, text="<html>proxy says no</html>"), "proxy says no", None),
+        *(
+            (
+                error(status, "it went wrong", param="prompt", type="SomeError"),
+                f"{kind}Error",
+                "it went wrong",
+                "prompt",
+            )
+            for status, kind in ((400, "BadRequest"), (401, "Authentication"), (404, "NotFound"), (429, "RateLimit"))
+        ),
+        (httpx.Response(401, json={"error": "Unauthorized"}), "AuthenticationError", "Unauthorized", None),
+        (
+            httpx.Response(422, json={"detail": [{"loc": ["body", "stride"], "msg": "must be positive"}]}),
+            *("BadRequestError", "must be positive", "stride"),
+        ),
+        (httpx.Response(500, text="<html>proxy says no</html>"), "ServerError", "proxy says no", None),
+        (error(503, "it went wrong", type="SomeError"), "ServerError", "it went wrong", None),
     ],
 )
-def test_errors_of_other_shapes_are_read_too(call, response, message, param):
+def test_each_error_has_its_kind_message_and_field(call, response, kind, message, param):
     with pytest.raises(scoremode.APIStatusError, match=message) as caught:
-        call(Outcomes(response), "tokenize", "x")
-    assert caught.value.param == param
+        call(Outcomes(response), "tokenize", "x", client={"max_retries": 0})
+    found = caught.value
+    assert (type(found).__name__, found.status_code, found.param) == (kind, response.status_code, param)
+    assert (found.type == "SomeError") == (message == "it went wrong")
 
 
 @pytest.mark.parametrize("method", ["score", "kld"])
-def test_only_a_server_without_the_route_is_called_no_scoremode(call, method):
-    with pytest.raises(scoremode.NotFoundError, match=r"probably not Scoremode.*scoremode serve"):
-        call(Outcomes(httpx.Response(404, json={"detail": "Not Found"})), method, "x")
-    with pytest.raises(scoremode.NotFoundError, match=r"^the model `x` does not exist \(HTTP 404\)$"):
-        call(Outcomes(error(404, "the model `x` does not exist")), method, "x")
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (httpx.Response(404, json={"detail": "Not Found"}), "probably not Scoremode.*scoremode serve"),
+        (error(404, "the model `x` does not exist"), r"^the model `x` does not exist \(HTTP 404\)$"),
+    ],
+)
+def test_only_a_server_without_the_route_is_called_no_scoremode(call, method, response, message):
+    with pytest.raises(scoremode.NotFoundError, match=message):
+        call(Outcomes(response), method, "x")
 
 
 def test_perplexity_reports_windows_and_returns_the_result(call):

@@ -143,18 +143,14 @@ async def test_rows_that_have_nothing_to_score_are_a_warning(tmp_path, caplog):
     assert [(each[:11], each[-len(merged[1]) :]) for each in caplog.messages if "whole" in each] == [merged]
 
 
-def test_rows_with_a_label_are_documents(tmp_path):
-    path = written(tmp_path / "texts.jsonl", [{"text": "a", "kind": "code"}, {"text": "b", "kind": "prose"}])
+def test_rows_with_a_label_are_documents_and_no_group_is_called_none(tmp_path):
+    labels = {"a": "code", "b": None, "c": "", "d": 0, "e": False}
+    path = written(tmp_path / "texts.jsonl", [{"text": text, "kind": label} for text, label in labels.items()])
     corpus = load_corpus(path, by="kind")
-    assert (corpus.documents, corpus.labels) == (("a", "b"), ("code", "prose"))
+    assert corpus.documents == tuple(labels)
+    assert corpus.labels == ("code", "(no label)", "(no label)", "0", "False")
     with pytest.raises(CorpusError, match="no column 'language'"):
         load_corpus(path, by="language")
-
-
-def test_a_row_without_a_label_is_not_in_a_group_called_none(tmp_path):
-    labels = ["de", None, "", 0, False]
-    path = written(tmp_path / "texts.jsonl", [{"text": "a", "kind": label} for label in labels])
-    assert load_corpus(path, by="kind").labels == ("de", "(no label)", "(no label)", "0", "False")
 
 
 TURNS = {

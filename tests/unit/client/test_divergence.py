@@ -91,9 +91,8 @@ async def test_servers_with_different_references_do_not_share_a_run(server):
     assert "num_windows is 10 instead of 5" in str(caught.value)
 
 
-def replaced_from_now_on():
-    created = iter([1, 2])
-    return lambda answer: answer.update(created=next(created))
+REPLACED = iter([1, 2])
+"""When the reference was created, by two answers."""
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,10 @@ def replaced_from_now_on():
         ("/v1/kld", lambda answer: answer["data"][0].update(index=3), ResponseError, "did not compare the window"),
         ("/v1/kld", lambda answer: answer.update(fingerprint="x"), ServersDifferError, "its fingerprint is 'x'"),
         ("/v1/references/base", lambda answer: answer.update(num_scored=36), ResponseError, "35 positions for the 36"),
-        ("/v1/references/base", replaced_from_now_on(), ResponseError, "replaced while it was compared.*: created is"),
+        (
+            *("/v1/references/base", lambda answer: answer.update(created=next(REPLACED))),
+            *(ResponseError, "replaced while it was compared.*: created is"),
+        ),
     ],
 )
 async def test_answers_that_do_not_fit_the_windows_end_the_run(server, path, change, kind, message):
@@ -111,11 +113,10 @@ async def test_answers_that_do_not_fit_the_windows_end_the_run(server, path, cha
 
 
 async def measure_with_journal(server, path, **settings):
-    def start(plan):
-        return journals.enter_context(closing(open_journal(path, plan)))
-
     with ExitStack() as journals:
-        return await measure(server, start_journal=start, **settings)
+        return await measure(
+            server, start_journal=lambda plan: journals.enter_context(closing(open_journal(path, plan))), **settings
+        )
 
 
 async def test_a_resumed_run_compares_missing_windows_and_has_all_top_tokens(references, server, tmp_path, monkeypatch):
@@ -145,18 +146,16 @@ async def test_a_resumed_run_compares_missing_windows_and_has_all_top_tokens(ref
     assert set(ids.ravel().tolist()) <= measurement.token_texts.keys()
 
 
-async def test_the_text_before_a_token_crosses_windows_of_consecutive_targets():
-    measurement = await measure(FakeServer(await recorded(method="sliding"), noise=NOISE))
-    for token in measurement.most_divergent:
-        assert token.text_before == TEXT[max(0, token.index - 16) : token.index]
-
-
-async def test_the_text_before_a_token_is_of_its_own_document(monkeypatch):
+@pytest.mark.parametrize("num_before", [0, 2])
+async def test_the_text_before_a_token_crosses_windows_and_not_documents(monkeypatch, num_before):
+    """So many windows are of another document than the rest."""
     reference = (await recorded(method="sliding"))["base"]
-    documents = [int(index > 1) for index in range(len(reference.windows))]
-    origins = {**reference.origins(), "documents": documents}
+    origins = {
+        **reference.origins(),
+        "documents": [int(index >= num_before) for index in range(len(reference.windows))],
+    }
     monkeypatch.setattr(reference, "origins", lambda: origins)
-    start = sum(len(tokens) - first for tokens, first in reference.windows[:2])
+    start = sum(len(tokens) - first for tokens, first in reference.windows[:num_before])
     measurement = await measure(FakeServer({"base": reference}, noise=NOISE))
     for token in measurement.most_divergent:
         begin = start if token.index >= start else 0

@@ -6,7 +6,7 @@ from collections import Counter
 
 import httpx
 import pytest
-from fake_server import FakeServer, Outcomes, client_of, copy_of, error, ok, score_response
+from fake_server import FakeServer, Outcomes, client_of, error, ok, score_response
 
 from scoremode import BadRequestError, ResponseError, ServerError, ServersDifferError, TransportError
 from scoremode.runs.corpora import Corpus
@@ -50,25 +50,28 @@ async def expected():
 )
 async def test_the_windows_of_a_failed_server_go_to_the_other(expected, caplog, failure):
     dying, other = Server("dying", failure, lambda num_scored: num_scored >= 3), Server("other")
-    evaluation = await run(dying, other, concurrency=2)
-    assert evaluation.windows == expected
+    assert (await run(dying, other, concurrency=2)).windows == expected
     assert (dying.num_scored, other.num_scored) == (3, len(expected) - 3)
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line.startswith("http://dying is dropped")
 
 
-async def test_a_request_at_fault_or_wrong_scores_end_the_run_on_every_server():
-    with pytest.raises(BadRequestError, match="no such token"):
-        await run(Server("a", error(400, "no such token"), lambda num_scored: True), Server("b"))
-    with pytest.raises(ResponseError, match="did not score"):
-        await run(Server("a", ok(score_response([])), lambda num_scored: True), Server("b"))
+@pytest.mark.parametrize(
+    ("answer", "kind", "message"),
+    [
+        (error(400, "no such token"), BadRequestError, "no such token"),
+        (ok(score_response([])), ResponseError, "did not score"),
+    ],
+)
+async def test_a_request_at_fault_or_wrong_scores_end_the_run_on_every_server(answer, kind, message):
+    with pytest.raises(kind, match=message):
+        await run(Server("a", answer, lambda num_scored: True), Server("b"))
 
 
 async def test_a_lost_server_has_a_grace_and_the_last_one_all_the_time(waits, clock, expected):
     dying = Server("dying", fails=lambda num_scored: True)
     last = Server("last", fails=lambda num_scored: num_scored == 5 and sum(waits) < 300)
-    evaluation = await run(dying, last, retries={"retry_for": 600}, concurrency=1)
-    assert evaluation.windows == expected
+    assert (await run(dying, last, retries={"retry_for": 600}, concurrency=1)).windows == expected
     assert sum(waits) > 300 > GRACE
     waits.clear()
     await run(dying, Server("other"), retries={"retry_for": 600}, concurrency=1)
@@ -77,8 +80,7 @@ async def test_a_lost_server_has_a_grace_and_the_last_one_all_the_time(waits, cl
 
 async def test_a_busy_server_is_not_dropped_after_the_grace(waits, clock, expected, caplog):
     busy = Server("busy", error(429, "busy"), lambda num_scored: num_scored == 5 and sum(waits) < 300)
-    evaluation = await run(busy, Server("other"), retries={"retry_for": 600}, concurrency=1)
-    assert evaluation.windows == expected
+    assert (await run(busy, Server("other"), retries={"retry_for": 600}, concurrency=1)).windows == expected
     assert "dropped" not in caplog.text
 
 
@@ -127,10 +129,6 @@ async def test_single_requests_respect_each_servers_limit_and_survive_its_loss()
     assert [client.address for client in pool.clients] == ["http://b"]
 
 
-TIMED_OUT = error(504, "the request was not scored within 5 s (--request-timeout)", type="GatewayTimeoutError")
-WHAT_TO_CHANGE = r"--request-timeout.*make the windows smaller \(--context-length\)"
-
-
 class Overloaded(Server):
     """Answers all requests that are in flight together with 504, if there are more than it scores in time."""
 
@@ -153,7 +151,7 @@ class Overloaded(Server):
         self.in_flight.remove(request)
         if request in self.late:
             self.num_timeouts += 1
-            return copy_of(TIMED_OUT)
+            return error(504, "the request was not scored within 5 s (--request-timeout)", type="GatewayTimeoutError")
         self.most_in_time = max(self.most_in_time, num_together)
         return self.fake(request)
 
@@ -171,6 +169,6 @@ async def test_half_as_many_are_sent_until_they_are_answered_in_time(
 
 async def test_one_that_is_alone_and_late_three_times_ends_the_run(waits, clock):
     server = Overloaded(0)
-    with pytest.raises(ServerError, match=WHAT_TO_CHANGE):
+    with pytest.raises(ServerError, match=r"--request-timeout.*make the windows smaller \(--context-length\)"):
         await run(server, retries={"retry_for": 600}, concurrency=32)
     assert (server.num_timeouts, len(waits)) == (32 + 16 + 8 + 4 + 2 + 3, 2)

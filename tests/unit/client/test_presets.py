@@ -84,8 +84,7 @@ def test_the_first_windows_of_a_preset_are_those_that_all_have(preset):
         cut_windows(each["max_tokens"] or 500, each["method"], 16, each["stride"]) for each in (whole, some)
     )
     assert (len(first), first) == (3, windows[:3])
-    corpus = load_corpus(text="a text", preset=preset, max_windows=3).info
-    words = presets.comparable_with(corpus, 16)
+    words = presets.comparable_with(load_corpus(text="a text", preset=preset, max_windows=3).info, 16)
     assert words.startswith("first 3 windows of ")
     assert words.endswith(": not comparable with published figures")
     with pytest.raises(WindowError, match="whose windows are articles"):

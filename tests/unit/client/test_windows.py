@@ -98,16 +98,15 @@ def test_impossible_windows_name_the_field_at_fault(method, context_length, stri
 
 
 def test_the_default_length_and_stride_fit_the_model_and_the_method():
-    assert resolve_context_length("sliding", None, 4096) == 2048
-    assert resolve_context_length("sliding", None, 1024) == 1024
-    assert resolve_context_length("rolling", None, 1024) == 1023, "rolling feeds one token more than it predicts"
+    # Rolling feeds one token more than it predicts.
+    cases = (("sliding", 4096), ("sliding", 1024), ("rolling", 1024))
+    assert [resolve_context_length(method, None, longest) for method, longest in cases] == [2048, 1024, 1023]
     with pytest.raises(WindowError, match=r"1025.*1024") as caught:
         resolve_context_length("rolling", 1024, 1024)
     assert caught.value.field == "context_length"
     # A quarter of it, where windows overlap.
-    assert resolve_stride("sliding", 2048, None) == 512
-    assert resolve_stride("overlapping", 3, None) == 1
-    assert resolve_stride("disjoint", 2048, None) == 2048
+    cases = (("sliding", 2048), ("overlapping", 3), ("disjoint", 2048))
+    assert [resolve_stride(method, length, None) for method, length in cases] == [512, 1, 2048]
 
 
 def test_perplexity_and_its_error_by_hand():

@@ -59,13 +59,13 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "vllm-wheels"
 
 
-CHANGED = {"vllm.engine:Engine": "changed", "vllm.engine:Engine.run": "changed"}
-
-
 @pytest.mark.parametrize(
     ("files", "differ"),
     [
-        ({"engine": ENGINE.replace("x + 1", "x + 2")}, CHANGED),
+        (
+            {"engine": ENGINE.replace("x + 1", "x + 2")},
+            {"vllm.engine:Engine": "changed", "vllm.engine:Engine.run": "changed"},
+        ),
         ({"engine": ENGINE.replace("LIMIT = 3", "LIMIT = 4")}, {"vllm.engine:LIMIT": "changed"}),
         ({"engine": ENGINE.replace("return x + 1", "# One more.\n        return (x+1)")}, {}),
         # A definition that was moved, and is imported where it was.

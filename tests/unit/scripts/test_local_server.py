@@ -37,7 +37,6 @@ def test_a_server_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(scripts)},
         stdout=subprocess.PIPE,
     )
-    assert starter.stdout is not None
     url = starter.stdout.readline().decode().strip()
     assert httpx.get(url).status_code == 200
     starter.kill()

@@ -39,8 +39,7 @@ def test_one_core_in_four_encodes_texts(monkeypatch, cores, threads):
 @pytest.mark.parametrize(("arguments", "config", "model"), [("m --port 1", "", "m"), ("", "model: n", "n")])
 def test_a_model_is_named_by_arguments_or_a_config(tmp_path, arguments, config, model):
     (tmp_path / "config.yaml").write_text(f"port: 2\n{config}")
-    given = [*arguments.split(), "--config", str(tmp_path / "config.yaml")]
-    assert parse(ServeSubcommand(), given).model == model
+    assert parse(ServeSubcommand(), [*arguments.split(), "--config", str(tmp_path / "config.yaml")]).model == model
 
 
 @pytest.mark.parametrize("arguments", ["", "--port 1", "--config CONFIG", "--config=CONFIG", "--config missing.yaml"])

@@ -36,7 +36,6 @@ NOISE = 0.5
 POSITIONS = KldPositions.concatenate([compare(window, 1, NOISE) for window in WINDOWS])
 MEAN_KLD = POSITIONS.kld.astype(np.float64).mean()
 DOCUMENTS = [f"document {index}" for index in range(4)]
-CHECKSUM = hashlib.sha256(b"one\n\ntwo").hexdigest()[:12]
 
 
 class Server(FakeServer):
@@ -194,10 +193,13 @@ def test_the_output_has_the_settings_and_the_values_of_every_token(folder):
     assert (record["urls"], record["server"]["vllm_version"]) == ([url], "0.32.0"), "without the password"
     settings = {"method": "disjoint", "context_length": 8, "stride": 8, "max_tokens": None, "concurrency": 8}
     assert record["settings"] == {**settings, "add_special_tokens": True, "server_side": False}
-    checksum = hashlib.sha256(TEXT.encode()).hexdigest()
-    source = f"the text {TEXT!r}"
-    unknown = dict.fromkeys(("config", "split", "preset", "max_windows", "by"))
-    assert record["corpus"] == {"name": "text", "source": source, "sha256": checksum, "num_rows": 1, **unknown}
+    assert record["corpus"] == {
+        "name": "text",
+        "source": f"the text {TEXT!r}",
+        "sha256": hashlib.sha256(TEXT.encode()).hexdigest(),
+        "num_rows": 1,
+        **dict.fromkeys(("config", "split", "preset", "max_windows", "by")),
+    }
     assert [record[f"num_{name}"] for name in ("tokens", "scored", "bytes", "words")] == [165, 140, 164, 31]
     assert record["nll_sum"] == pytest.approx(-sum(LOGPROBS))
     assert record["perplexity"] == pytest.approx(PERPLEXITY)

@@ -50,8 +50,7 @@ def test_answers_are_compared_question_by_question(tmp_path):
             write(tmp_path / name, task, [line(at, right) for at, right in enumerate(answers)])
     # An earlier run of the same task, of which nothing is used.
     write(tmp_path / "base", "arc", [line(0, 0)], "2026-11-23T10-00-00.000001")
-    models = {name: load_tasks(tmp_path / name, ["exact_match", "acc"]) for name in ("base", "int4")}
-    comparison = compare_tasks(models)
+    comparison = compare_tasks({name: load_tasks(tmp_path / name, ["exact_match", "acc"]) for name in ("base", "int4")})
     [model] = comparison.models
     assert (comparison.base, model.label, comparison.warnings) == ("base", "int4", [])
     flips = model.rows[0].figures.flips

@@ -36,8 +36,7 @@ def test_units_are_windows_which_are_cut_if_few_and_joined_if_many():
 
 
 def test_resamples_are_archs():
-    rng = np.random.default_rng(RNG_SEED)
-    series = rng.normal(size=(60 * 50, 2))
+    series = np.random.default_rng(RNG_SEED).normal(size=(60 * 50, 2))
     [found] = resample(series, series, sizes(*[50] * 60), num_resamples=30, seed=5)
     windows = series.reshape(60, 50, 2)
     length = block_length(cut_units(sizes(*[50] * 60)), series)

@@ -36,8 +36,7 @@ SIZE = {"weight_bytes": 3 * 2**29, "num_parameters": 3 * 2**30, "computed_by": {
 
 def read(markdown):
     """The cells of the table by rows, and the paragraph after it, as they are shown."""
-    text = markdown.split("\n---\n")[1]
-    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    tokens = MarkdownIt("commonmark").enable("table").parse(markdown.split("\n---\n")[1])
     *cells, line = ["".join(part.content for part in each.children) for each in tokens if each.type == "inline"]
     return [cells[start : start + len(HEADER)] for start in range(0, len(cells), len(HEADER))], line
 
@@ -86,8 +85,7 @@ def test_without_a_run_of_the_base_it_is_the_reference(made):
     _, int4, int3 = made
     comparison = compare([int4, int3], num_resamples=100)
     (_, of_base, *rows), line = read(card(comparison))
-    nll = comparison.base.nlls.mean()
-    perplexity = f"{math.exp(nll):.1f} ± {comparison.runs[0].perplexity.stderr:.1f}"
+    perplexity = f"{math.exp(comparison.base.nlls.mean()):.1f} ± {comparison.runs[0].perplexity.stderr:.1f}"
     assert of_base == ["base", "", "", perplexity, "", *"0000", "0.00", "100.00", "", ""]
     changes = [100 * math.expm1((run.nlls - run.reference_nlls).mean()) for run in (int4, int3)]
     assert [float(row[4].split(" ± ")[0]) for row in rows] == pytest.approx(changes, rel=0.02)

@@ -14,8 +14,13 @@ from scoremode.wire.protocol import ComputedBy
 from scoremode.wire.references import NoiseFloor
 
 SIZE = {"weight_bytes": 1_500_000_000, "num_parameters": 3_000_000_000, "quantization": "awq"}
-KERNELS = {"kernels": ["Linear: gemm"], "attention_backends": ["FLASH_ATTN 2"]}
-A100 = ComputedBy(device="NVIDIA A100", num_devices=1, model_runner="v2", **KERNELS)
+A100 = ComputedBy(
+    device="NVIDIA A100",
+    num_devices=1,
+    model_runner="v2",
+    kernels=["Linear: gemm"],
+    attention_backends=["FLASH_ATTN 2"],
+)
 H200 = A100.model_copy(update={"device": "NVIDIA H200", "attention_backends": ["FLASH_ATTN 3"], "num_devices": 8})
 NOT_ALIKE = "Not all was computed alike"
 

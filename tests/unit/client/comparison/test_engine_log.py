@@ -17,15 +17,14 @@ from scoremode.comparison.tables import as_csv, as_markdown
 from scoremode.errors import RunError
 
 DATA = Path(__file__).parents[3] / "data"
-KLD, PERPLEXITY = DATA / "llama_perplexity_kld.txt", DATA / "llama_perplexity.txt"
+KLD = DATA / "llama_perplexity_kld.txt"
 SIZES = [255] * 8
 NLLS = made_up_nlls(1, SIZES)
 
 
 @pytest.fixture
 def comparison(tmp_path: Path):
-    changes = {"method": "llama.cpp", "context_length": 512, "perplexity": 24.530176}
-    reference = made_up_reference(SIZES, **changes)
+    reference = made_up_reference(SIZES, method="llama.cpp", context_length=512, perplexity=24.530176)
     run = kld_run(tmp_path, "int8", NLLS, made_up_kld(1, 0.1, SIZES), window_sizes=SIZES, reference=reference)
     return compare([run], num_resamples=100)
 
@@ -91,7 +90,10 @@ LOG = KLD.read_text()
         ("   1.297598", "1.2.3", "Maximum KLD: '1.2.3'"),
         (" 85.735 ", "857.35", "Same top p: '857.35"),
         ("over 8 chunks", f"over {'8' * 5000} chunks", "it lacks the number of chunks"),
-        ("  24.530176 ", "nan", "another base than the reference base: its perplexity is nan"),
+        *(
+            ("  24.530176 ", value, f"another base than the reference base: its perplexity is {value}")
+            for value in ("nan", "25.530176")
+        ),
     ],
     ids=lambda value: value[:20],
 )
@@ -130,12 +132,13 @@ def test_a_reference_without_a_perplexity_does_not_pass_for_the_base(comparison)
         with_logs(replace(comparison, runs=[replace(comparison.runs[0], run=unknown)]), [("q4_k_m", str(KLD))])
 
 
-def test_another_text_another_base_and_what_is_no_log_are_refused(comparison, tmp_path: Path):
-    with pytest.raises(RunError, match=r"41 chunks of 512 tokens, and .* 8 windows of 512"):
-        with_logs(comparison, [("other", str(PERPLEXITY))])
-    other_base = tmp_path / "other.txt"
-    other_base.write_text(KLD.read_text().replace("24.530176", "25.530176"))
-    with pytest.raises(RunError, match=r"another base than the reference base: its perplexity is 25\.530176"):
-        with_logs(comparison, [("other", str(other_base))])
-    with pytest.raises(RunError, match="is not what llama-perplexity prints"):
-        load_log(DATA / "wikitext.txt", "text")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("llama_perplexity.txt", r"41 chunks of 512 tokens, and .* 8 windows of 512"),
+        ("wikitext.txt", "is not what llama-perplexity prints"),
+    ],
+)
+def test_a_log_of_another_text_and_what_is_not_a_log_are_refused(comparison, name, message):
+    with pytest.raises(RunError, match=message):
+        with_logs(comparison, [("other", str(DATA / name))])

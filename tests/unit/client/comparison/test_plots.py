@@ -35,8 +35,7 @@ def changed(comparison, change):
 
 def without(comparison, *names):
     """A comparison of runs whose servers did not tell these facts."""
-    unknown = dict.fromkeys(names)
-    return changed(comparison, lambda run: replace(run, server=run.server.model_copy(update=unknown)))
+    return changed(comparison, lambda run: replace(run, server=run.server.model_copy(update=dict.fromkeys(names))))
 
 
 def drawn(comparison, name, theme=LIGHT):

@@ -77,15 +77,12 @@ def changed(path, **fields):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def with_content(path, content):
-    """The same record with these bytes, which it names as its arrays."""
+def with_arrays(path, **arrays):
+    """The same record with other arrays, which it names with their checksum."""
+    kept = {**load_file(path.with_suffix(".safetensors")), **arrays}
+    content = save({name: array for name, array in kept.items() if array is not None})
     path.with_suffix(".safetensors").write_bytes(content)
     changed(path, arrays={"file": "run.safetensors", "sha256": hashlib.sha256(content).hexdigest()})
-
-
-def with_arrays(path, **arrays):
-    kept = {**load_file(path.with_suffix(".safetensors")), **arrays}
-    with_content(path, save({name: array for name, array in kept.items() if array is not None}))
 
 
 def with_tops(path, **changes):
@@ -107,10 +104,8 @@ def spoiled(name, value):
 
 
 def of_reference(**changes):
-    def spoil(path):
-        changed(write_kld_run(path, NLLS, KLD), reference={**made_up_reference().model_dump(mode="json"), **changes})
-
-    return spoil
+    fields = {**made_up_reference().model_dump(mode="json"), **changes}
+    return lambda path: changed(write_kld_run(path, NLLS, KLD), reference=fields)
 
 
 IMPOSSIBLE = [
@@ -119,8 +114,7 @@ IMPOSSIBLE = [
     *(("reference_confidence", 1.5, "1.5"), ("kld", -0.5, "-0.5"), ("token_ids", -1, "-1")),
 ]
 FLOOR = {"mean": 0.1, "p99": 0.2, "max": 0.3, "num_scored": 3000, "created": 1}
-NO_NUMBERS = dict.fromkeys(("window_sizes", "window_contexts", "token_ids"), np.array([], np.int32))
-EMPTY = {"logprobs": np.array([], np.float32), **NO_NUMBERS}
+EMPTY = dict.fromkeys(("window_sizes", "window_contexts", "token_ids"), np.array([], np.int32))
 WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.float32)
 
 
@@ -135,7 +129,7 @@ WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.
         (lambda path: with_arrays(write_kld_run(path, NLLS, KLD), kld=None, ranks=None), "its arrays lack kld, ranks"),
         (lambda path: with_arrays(path, window_sizes=WRONG_SIZES), "logprobs is of shape (3000,) instead of (3,)"),
         (lambda path: with_arrays(path, logprobs=NOT_NUMBERS), "{path}: logprobs has NaN"),
-        (lambda path: with_arrays(path, **EMPTY), "{path} has no scored token"),
+        (lambda path: with_arrays(path, logprobs=np.array([], np.float32), **EMPTY), "{path} has no scored token"),
         (
             lambda path: with_parts(path, window_contexts=WRONG_SIZES),
             "window_contexts is of shape (2,) instead of (30,)",

@@ -97,8 +97,7 @@ async def test_other_columns_keep_their_types(tmp_path, output):
     )
     pq.write_table(table, tmp_path / "rows.parquet")
     await run([tmp_path / "rows.parquet"], output)
-    written = pq.read_table(output / "rows.parquet")
-    assert written.select(table.column_names).equals(table)
+    assert pq.read_table(output / "rows.parquet").select(table.column_names).equals(table)
 
 
 async def test_an_empty_object_is_null_in_parquet(tmp_path, output):

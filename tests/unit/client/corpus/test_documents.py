@@ -41,21 +41,21 @@ async def test_figures_are_those_worked_out_by_hand():
     assert (scored.num_bytes, scored.num_tokens) == (2, 2), "bytes are those of UTF-8"
 
 
-async def test_documents_that_fit_are_one_request_and_keep_their_order():
+@pytest.mark.parametrize(
+    ("request_bytes", "texts", "requests"),
+    [
+        (documents._REQUEST_BYTES, ["one", "three", "x" * CONTEXT], [["one", "three", "x" * CONTEXT]]),
+        (4, ["one", "three", "x" * 4 * CONTEXT, "two", "six"], [["one", "three"], ["two", "six"]]),
+    ],
+)
+async def test_documents_that_fit_share_requests_and_keep_their_order(monkeypatch, request_bytes, texts, requests):
+    monkeypatch.setattr(documents, "_REQUEST_BYTES", request_bytes)
     server = FakeServer()
-    texts = ["one", "three", "two", "x" * CONTEXT]
     assert figures(await score(server, *texts)) == [sum(nlls(text)) for text in texts]
-    [body] = server.score_requests
-    assert (body["prompt"], body["continuations"], body["encoding_format"]) == ([[BOS]], texts, "base64")
-
-
-async def test_many_documents_are_several_requests(monkeypatch):
-    monkeypatch.setattr(documents, "_REQUEST_BYTES", 4)
-    server = FakeServer()
-    texts = ["one", "three", "x" * 4 * CONTEXT, "two", "six"]
-    assert figures(await score(server, *texts)) == [sum(nlls(text)) for text in texts]
-    asked = [body["continuations"] for body in server.score_requests if "continuations" in body]
-    assert asked == [["one", "three"], ["two", "six"]]
+    asked = [body for body in server.score_requests if "continuations" in body]
+    assert [(body["prompt"], body["continuations"], body["encoding_format"]) for body in asked] == [
+        ([[BOS]], each, "base64") for each in requests
+    ]
 
 
 @pytest.mark.parametrize("length", [50, CONTEXT + 1, 3 * CONTEXT, 3 * CONTEXT + 1, 10 * CONTEXT + 5])
@@ -99,9 +99,15 @@ async def test_answers_that_do_not_fit_are_refused():
             await score(changed(FakeServer(), "/v1/score", change), "text", per_token=True)
 
 
-def test_requests_are_cut_by_bytes_and_by_documents():
-    long, short = document("x" * 20_000), document("y")
-    assert list(cut_into_requests([])) == []
-    assert list(cut_into_requests([long] * 5)) == [(0, 2), (2, 4), (4, 5)]
-    assert list(cut_into_requests([short] * 300)) == [(0, 256), (256, 300)]
-    assert list(cut_into_requests([UnscoredDocument("none"), short])) == [(0, 2)]
+@pytest.mark.parametrize(
+    ("cut", "requests"),
+    [
+        ([], []),
+        ([document("x" * 20_000)] * 5, [(0, 2), (2, 4), (4, 5)]),
+        ([document("y")] * 300, [(0, 256), (256, 300)]),
+        ([UnscoredDocument("none"), document("y")], [(0, 2)]),
+    ],
+    ids=len,
+)
+def test_requests_are_cut_by_bytes_and_by_documents(cut, requests):
+    assert list(cut_into_requests(cut)) == requests

@@ -52,8 +52,7 @@ def kept_run(folder, marks):
     ids=str,
 )
 def test_a_change_that_decides_figures_is_found(folder, changed, found):
-    run = kept_run(folder, marks_of(folder))
-    assert changes(run, marks_of(folder, **changed)) == found
+    assert changes(kept_run(folder, marks_of(folder)), marks_of(folder, **changed)) == found
 
 
 def test_a_replaced_file_is_found(folder):

@@ -26,7 +26,6 @@ from scoremode.wire.references import Reference
 
 pytestmark = pytest.mark.processes
 
-STAND_IN = [sys.executable, fake_server.__file__]
 TEXT = "The quick brown fox jumps over the lazy dog. Sphinx of black quartz, judge my vow!"
 WINDOWS = {"method": "disjoint", "context_length": 8}
 NUM_WINDOWS = 10
@@ -35,7 +34,12 @@ BASE, NEAR, FAR = (
 )
 
 
-PLAN = {"output": "runs", "text": {"text": TEXT}, "windows": WINDOWS, "command": STAND_IN}
+PLAN = {
+    "output": "runs",
+    "text": {"text": TEXT},
+    "windows": WINDOWS,
+    "command": [sys.executable, fake_server.__file__],
+}
 
 
 async def sweep(folder: Path, *models: dict[str, Any], **changes: Any) -> SweepResult:
@@ -91,8 +95,7 @@ async def test_measured_runs_are_kept_until_the_first_model_is_another(swept: Pa
     result = await sweep(swept, BASE, NEAR, FAR)
     assert (result.measured, list(result.runs)) == (["far"], ["base", "near", "far"])
     assert {path: path.stat().st_mtime_ns for path in files} == files
-    another = {**BASE, "serve": ["--flag", "1"]}
-    assert (await sweep(swept, another, NEAR)).measured == ["base", "near"]
+    assert (await sweep(swept, {**BASE, "serve": ["--flag", "1"]}, NEAR)).measured == ["base", "near"]
 
 
 async def test_an_incomplete_reference_is_recorded(swept: Path):
@@ -128,8 +131,7 @@ async def test_the_next_sweep_resumes_the_same_model_after_a_death(tmp_path: Pat
     allowed = tmp_path / "allowed"
     allowed.write_text("4")
     near = {**NEAR, "env": {ALLOWED: str(allowed)}}
-    result = await sweep(tmp_path, BASE, near)
-    assert "the server ended with status 7" in result.failures["near"]
+    assert "the server ended with status 7" in (await sweep(tmp_path, BASE, near)).failures["near"]
     num_done = len((tmp_path / "runs" / "near.json.journal").read_text().splitlines()) - 1
     assert 0 < num_done <= 4
     allowed.unlink()
@@ -146,8 +148,7 @@ async def test_both_lanes_of_each_model_are_measured_and_kept(tmp_path: Path):
     labels = ["base", "base (decode)", "near", "near (decode)"]
     assert (result.failures, list(result.runs)) == ({}, labels)
     assert kinds(tmp_path) == {"base": "perplexity", "base-decode": "kld", "near": "kld", "near-decode": "kld"}
-    lanes = [record(tmp_path, name)["settings"].get("lane") for name in ("near", "near-decode")]
-    assert lanes == [None, "decode"]
+    assert [record(tmp_path, name)["settings"].get("lane") for name in ("near", "near-decode")] == [None, "decode"]
     again = await sweep(tmp_path, BASE, NEAR, lane="both", floor=True)
     assert (again.measured, list(again.runs)) == ([], labels)
     result = await sweep(tmp_path, BASE, FAR, lane="decode")
@@ -215,8 +216,7 @@ TRACEBACK = (
 
 
 def write_plan(folder: Path, *models: dict[str, Any], **changes: Any) -> str:
-    windows = {"method": "disjoint", "context_length": 8}
-    plan = {"output": "runs", "text": {"text": "The quick brown fox. " * 8}, "windows": windows, "models": models}
+    plan = {"output": "runs", "text": {"text": "The quick brown fox. " * 8}, "windows": WINDOWS, "models": models}
     (folder / "plan.yaml").write_text(json.dumps({**plan, **changes}))
     return str(folder / "plan.yaml")
 

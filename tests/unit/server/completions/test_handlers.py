@@ -42,6 +42,7 @@ async def test_the_generate_route_refuses_with_the_name_of_the_field(random_mode
             ({"cache_salt": "a" * 2**24}, (413, None)),
             # vLLM's own errors of these name no field.
             ({"features": {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {}}}, (400, "features")),
+            ({"features": {"mm_hashes": {}, "mm_placeholders": {"image": []}}}, (400, "features")),
             ({"features": {"mm_hashes": {}, "mm_placeholders": {}, "mm_metadata": {"image": []}}}, (400, "features")),
         ):
             *found, message = error_of(await client.post(GENERATE, json=PRIME_RL | change))

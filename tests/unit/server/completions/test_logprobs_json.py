@@ -5,7 +5,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import orjson
@@ -69,58 +68,11 @@ def test_pieces_add_up_to_the_json_that_is_written_at_once(strings, monkeypatch,
         prompt = [0, *start[1 : rng.randint(1, len(start))], *[rng.randrange(1024) for _ in range(rng.randint(2, 20))]]
         prompts.append(prompt)
         width, style = rng.choice([1, 2, 4]), rng.choice(STYLES)
-        num_blocks = rng.randint(0, (len(prompt) - 1) // SIZE)
-        answer = written(writer, prompt, width, style, num_blocks)
+        answer = written(writer, prompt, width, style, rng.randint(0, (len(prompt) - 1) // SIZE))
         assert answer == written(LogprobsWriter(strings, SIZE), prompt, width, style, 0)
         assert len(json.loads(answer[0])) == len(prompt)
         assert sum(kept.num_bytes for kept in writer._stored.values()) <= kept_bytes
     assert writer._stored
-
-
-LETTERS = SimpleNamespace(
-    texts_of=lambda token_ids: [chr(97 + token_id % 10) for token_id in token_ids],
-    first_of_a_prompt=lambda token_id: chr(97 + token_id % 10),
-    texts_within=lambda prompt, start, ids, places: [(place, "h") for place in places],
-)
-"""Tokens 7, 17 and 27 have the text h."""
-
-
-def test_two_rows_are_written_as_vllm_writes_them():
-    """The second's actual token is also the top one, whose rank it gets; OpenAI's `top_logprobs` has one more."""
-    ids = np.array([[7, 9, 8], [6, 6, 5]])
-    of_two = Rows.from_arrays(ids, np.array([[-1.5, -0.5, -2], [-0.25, -0.25, -3]], np.float32), np.array([40, 7]))
-    pieces = list(LogprobsWriter(LETTERS, SIZE).prompt(result_of([5, 7, 6], of_two), STYLES[0]))
-    assert b"".join(prompt_logprobs(pieces)).decode() == (
-        '[null,{"7":{"logprob":-1.5,"rank":40,"decoded_token":"h"},"9":{"logprob":-0.5,"rank":1,"decoded_token":"j"},'
-        '"8":{"logprob":-2.0,"rank":2,"decoded_token":"i"}},{"6":{"logprob":-0.25,"rank":1,"decoded_token":"g"},'
-        '"5":{"logprob":-3.0,"rank":2,"decoded_token":"f"}}]'
-    )
-    assert b"".join(openai_logprobs(pieces)).decode() == (
-        '{"text_offset":[0,1,2],"token_logprobs":[null,-1.5,-0.25],"tokens":["f","h","g"],'
-        '"top_logprobs":[null,{"h":-1.5,"j":-0.5},{"g":-0.25,"f":-3.0}]}'
-    )
-
-
-@pytest.mark.parametrize(
-    ("ids", "logprobs", "num_top", "top"),
-    [
-        ([7, 17, 8], [-3, -1, -2], 2, '{"h":-1.0,"i":-2.0}'),
-        ([7, 8, 17], [-3, -1, -2], 2, '{"h":-2.0,"i":-1.0}'),
-        # The last is not shown.
-        ([7, 8, 17], [-3, -1, -2], 1, '{"h":-3.0,"i":-1.0}'),
-        # The actual token is one of the top tokens.
-        ([7, 17, 7], [-2, -1, -2], 2, '{"h":-1.0}'),
-        ([7, 7, 17], [-1, -1, -2], 2, '{"h":-1.0}'),
-        ([6, 8, 17, 9, 18, 27], [-9, -1, -2, -3, -4, -5], 5, '{"g":-9.0,"i":-1.0,"h":-2.0,"j":-3.0}'),
-        # The text of 5 is that of 7 after the tokens before it.
-        ([5, 8, 7, 17], [-4, -1, -2, -3], 3, '{"h":-2.0,"i":-1.0}'),
-    ],
-)
-def test_a_name_is_written_once_with_the_most_likely_tokens_logprob(monkeypatch, ids, logprobs, num_top, top):
-    monkeypatch.setattr(logprobs_json, "INCOMPLETE", "f")
-    rows = Rows.from_arrays(np.array([ids, ids]), np.array([logprobs, logprobs], np.float32), np.array([9, 9]))
-    pieces = list(LogprobsWriter(LETTERS, SIZE).prompt(result_of([0, *ids[:1] * 2], rows), Style(num_top, False)))
-    assert b"".join(openai_logprobs(pieces)).decode().endswith(f'"top_logprobs":[null,{top},{top}]}}')
 
 
 TEXTS = ["a", "b", "a", "b", "", '"\\', "a", "é", "日本", "�", "x�", "<s>"]
@@ -128,17 +80,12 @@ TEXTS = ["a", "b", "a", "b", "", '"\\', "a", "é", "日本", "�", "x�", "<s>
 COMPLETED = {9: "ü", 10: ""}
 
 
-class TextTable:
-    """Stands in for `TokenStrings`."""
-
-    def texts_of(self, token_ids: Sequence[int]) -> list[str]:
-        return [TEXTS[token_id] for token_id in token_ids]
-
-    def first_of_a_prompt(self, token_id: int) -> str:
-        return f"first {token_id}"
-
-    def texts_within(self, prompt: Any, start: int, ids: np.ndarray, places: Sequence[int]) -> list[tuple[int, str]]:
-        return [(place, COMPLETED[ids.ravel()[place]]) for place in places]
+TEXT_TABLE = SimpleNamespace(
+    texts_of=lambda token_ids: [TEXTS[token_id] for token_id in token_ids],
+    first_of_a_prompt=lambda token_id: f"first {token_id}",
+    texts_within=lambda prompt, start, ids, places: [(place, COMPLETED[ids.ravel()[place]]) for place in places],
+)
+"""Stands in for `TokenStrings`."""
 
 
 def plain(prompt: list[int], rows: Rows, style: Style) -> tuple[bytes, bytes | None]:
@@ -179,8 +126,7 @@ def prompts_with_rows(draw: st.DrawFn) -> tuple[list[int], Rows]:
     ids, logprobs, ranks = [], [], []
     for actual in prompt[1:]:
         of_tokens = draw(st.lists(values, min_size=len(TEXTS), max_size=len(TEXTS), unique=True))
-        top = draw(st.permutations(range(len(TEXTS))))[:num_top]
-        ids.append([actual, *top])
+        ids.append([actual, *draw(st.permutations(range(len(TEXTS))))[:num_top]])
         logprobs.append([of_tokens[token_id] for token_id in ids[-1]])
         ranks.append(draw(st.integers(1, 200_000)))
     return prompt, Rows.from_arrays(np.array(ids, np.int32), np.array(logprobs, np.float32), np.array(ranks, np.int32))
@@ -190,7 +136,7 @@ def prompts_with_rows(draw: st.DrawFn) -> tuple[list[int], Rows]:
 def test_json_is_that_of_vllms_models(given_rows, num_top, as_token_ids):
     prompt, rows = given_rows
     style = Style(num_top, as_token_ids)
-    pieces = list(LogprobsWriter(TextTable(), SIZE).prompt(result_of(prompt, rows), style))
+    pieces = list(LogprobsWriter(TEXT_TABLE, SIZE).prompt(result_of(prompt, rows), style))
     full, openai = plain(prompt, rows, style)
     assert b"".join(prompt_logprobs(pieces)) == full
     if openai is not None:

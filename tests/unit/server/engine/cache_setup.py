@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -77,13 +78,8 @@ class Ask:
         return replace(request, first=self.first, use_cache=self.cached)
 
 
-class Names:
-    """Stands in for `TokenStrings`: a token's text is its number."""
-
-    first_of_a_prompt = staticmethod(str)
-
-    def texts_of(self, token_ids: Sequence[int]) -> list[str]:
-        return list(map(str, token_ids))
+NAMES = SimpleNamespace(first_of_a_prompt=str, texts_of=lambda token_ids: list(map(str, token_ids)))
+"""Stands in for `TokenStrings`: a token's text is its number."""
 
 
 @dataclass
@@ -100,7 +96,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         self.scoring = ScoringEngine(self.engine, self.store, Metrics(1 << 28, self.registry), self.size)
-        self.writer = LogprobsWriter(Names(), self.store.block_size)
+        self.writer = LogprobsWriter(NAMES, self.store.block_size)
 
     async def ask(self, ask: Ask) -> EngineResult:
         """Ask, and compare every row of the answer with what it has to be."""
@@ -122,10 +118,8 @@ class Setup:
 
     def written(self, ask: Ask, answer: EngineResult) -> list[float]:
         """The logprobs of the prompt's tokens but the first, as JSON says them."""
-        style = Style(ask.top, as_token_ids=False)
-        pieces = self.writer.prompt(answer, style)
-        logprobs: list[float] = orjson.loads(b"".join(openai_logprobs(pieces)))["token_logprobs"]
-        return logprobs[1:]
+        pieces = self.writer.prompt(answer, Style(ask.top, as_token_ids=False))
+        return orjson.loads(b"".join(openai_logprobs(pieces)))["token_logprobs"][1:]
 
     def counted(self, name: str) -> int:
         """What the cache's metric of that name has counted."""

@@ -193,7 +193,6 @@ class FakeEngine:
         self, token_ids: list[int], params: Any, request_id: str, states: list[bytes], reported: int, start: int
     ) -> RequestOutput:
         spec = RowSpec.read(params)
-        assert spec is not None
         targets = [*token_ids[1:], *([] if spec.last_token is None else [spec.last_token])]
         first = max(start, spec.first - 1)
         rows = rows_after(states[first : len(targets)], targets[first:], spec.num_columns)

@@ -155,8 +155,7 @@ async def test_a_sequence_that_is_cancelled_at_its_turn_gives_it_back():
     await settle()
     waiting = await engine.begin(["b"])
     (line,) = engine.admission._waiting.values()
-    admitted = line[0].admitted
-    admitted.add_done_callback(lambda _: waiting.cancel())
+    line[0].admitted.add_done_callback(lambda _: waiting.cancel())
     while engine.inside:
         await engine.step()
     await asyncio.gather(*inside, waiting, return_exceptions=True)

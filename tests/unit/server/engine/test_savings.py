@@ -54,8 +54,9 @@ async def test_the_queue_counts_only_what_is_new():
     await made.ask(Ask(list(range(41))))
     engine.let_go.clear()
     async with made.scoring.admission.request(1, 44) as queue:
-        request = replace(Ask([*range(41), 7, 8, 9]).request("new"), queue=queue)
-        scoring = asyncio.create_task(made.scoring.rows(request))
+        scoring = asyncio.create_task(
+            made.scoring.rows(replace(Ask([*range(41), 7, 8, 9]).request("new"), queue=queue))
+        )
         while not queue.running:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert made.scoring.admission._num_computing == 43 - 40

@@ -101,5 +101,4 @@ def test_every_token_up_to_the_end_of_a_block_matters():
 
 
 def test_another_process_has_other_hashes():
-    of_another_process = BlockHasher(4).hashes(np.arange(9, dtype=np.int32), "m")
-    assert not set(of_another_process) & set(hashes(*range(9)))
+    assert not set(BlockHasher(4).hashes(np.arange(9, dtype=np.int32), "m")) & set(hashes(*range(9)))

@@ -22,12 +22,6 @@ def test_fields_are_what_json_says(body):
     assert read_fields(json.dumps(body, indent=1).encode()) == body
 
 
-def test_no_field_is_given_twice():
-    with pytest.raises(RequestError, match="echo is given more than once") as failure:
-        read_fields(b'{"echo": false, "echo": true}')
-    assert failure.value.param == "echo"
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -14,31 +14,45 @@ LANES = (1024 + 20 * 128) * 4
 """1,024 lanes with 16 tiles of 8 entries: their maxima, and 20 lanes' entries, in float32."""
 
 
-def test_bytes_of_a_row_that_is_read_once():
-    # 28 bytes of results for the actual token; 50,257 entries are padded to 50,304.
-    assert row_bytes_fused(LogitsShape(50_257, 2), 0, 1) == 50_304 * 2 + 28
-    # More top tokens than Triton finds need no lanes.
-    assert row_bytes_fused(BFLOAT16, 300, 1) == 128_256 * 2 + 28 * 301
-    assert row_bytes_fused(BFLOAT16, 0, 1) == 128_256 * 2 + 28
-    assert row_bytes_fused(BFLOAT16, 1, 1) == 128_256 * 2 + 56
-    assert row_bytes_fused(BFLOAT16, 20, 1) == 128_256 * 2 + 588 + LANES
-    assert row_bytes_fused(BFLOAT16, 0, 2) == row_bytes_fused(BFLOAT16, 0, None) == 128_256 * 4 + 28
-    # Gathered as in vLLM, or half a row each.
-    assert row_bytes_fused(TWO_RANKS, 0, 1) == 128_256 * 5 + 28
-    assert row_bytes_fused(TWO_RANKS, 0, 1, sharded=True) == 128_256 + 28
-    assert row_bytes_fused(LogitsShape(128_256, 4, 4), 0, 2, sharded=True) == 128_256 * 2 + 28
+@pytest.mark.parametrize(
+    ("shape", "num_top", "temperature", "sharded", "expected"),
+    [
+        # 28 bytes of results for the actual token; 50,257 entries are padded to 50,304.
+        (LogitsShape(50_257, 2), 0, 1, False, 50_304 * 2 + 28),
+        # More top tokens than Triton finds need no lanes.
+        (BFLOAT16, 300, 1, False, 128_256 * 2 + 28 * 301),
+        (BFLOAT16, 0, 1, False, 128_256 * 2 + 28),
+        (BFLOAT16, 1, 1, False, 128_256 * 2 + 56),
+        (BFLOAT16, 20, 1, False, 128_256 * 2 + 588 + LANES),
+        (BFLOAT16, 0, 2, False, 128_256 * 4 + 28),
+        (BFLOAT16, 0, None, False, 128_256 * 4 + 28),
+        # Gathered as in vLLM, or half a row each.
+        (TWO_RANKS, 0, 1, False, 128_256 * 5 + 28),
+        (TWO_RANKS, 0, 1, True, 128_256 + 28),
+        (LogitsShape(128_256, 4, 4), 0, 2, True, 128_256 * 2 + 28),
+    ],
+)
+def test_bytes_of_a_row_that_is_read_once(shape, num_top, temperature, sharded, expected):
+    assert row_bytes_fused(shape, num_top, temperature, sharded=sharded) == expected
 
 
-def test_bytes_of_a_row_of_both_sides():
-    # Two sides take what capping takes of one; 28 bytes for each of two tokens of both.
-    assert row_bytes_compared(BFLOAT16, 2, 0, 1) == row_bytes_compared(BFLOAT16, 2, 1, 2) == 128_256 * 4 + 112
-    assert row_bytes_compared(BFLOAT16, 4, 1, None) == 128_256 * 6 + 112
-    # Lanes of one side after the other; 21 tokens of both.
-    assert row_bytes_compared(BFLOAT16, 2, 20, 1) == 128_256 * 4 + 28 * 42 + LANES
-    # Gathering the served side takes more than both in order; or half a row of each.
-    assert row_bytes_compared(TWO_RANKS, 2, 0, 1) == 128_256 * 5 + 112
-    assert row_bytes_compared(TWO_RANKS, 4, 0, 1, sharded=True) == 128_256 * 3 + 112
-    assert row_bytes_compared(LogitsShape(50_257, 4), 4, 0, 1) == 50_304 * 8 + 112
+@pytest.mark.parametrize(
+    ("shape", "reference_bytes", "num_top", "temperature", "sharded", "expected"),
+    [
+        # Two sides take what capping takes of one; 28 bytes for each of two tokens of both.
+        (BFLOAT16, 2, 0, 1, False, 128_256 * 4 + 112),
+        (BFLOAT16, 2, 1, 2, False, 128_256 * 4 + 112),
+        (BFLOAT16, 4, 1, None, False, 128_256 * 6 + 112),
+        # Lanes of one side after the other; 21 tokens of both.
+        (BFLOAT16, 2, 20, 1, False, 128_256 * 4 + 28 * 42 + LANES),
+        # Gathering the served side takes more than both in order; or half a row of each.
+        (TWO_RANKS, 2, 0, 1, False, 128_256 * 5 + 112),
+        (TWO_RANKS, 4, 0, 1, True, 128_256 * 3 + 112),
+        (LogitsShape(50_257, 4), 4, 0, 1, False, 50_304 * 8 + 112),
+    ],
+)
+def test_bytes_of_a_row_of_both_sides(shape, reference_bytes, num_top, temperature, sharded, expected):
+    assert row_bytes_compared(shape, reference_bytes, num_top, temperature, sharded=sharded) == expected
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,7 @@ class ReferenceEngine(HeldEngine):
         self.let_go.set()
         self.directory, self.reference_root = ReferenceDirectory(root), root
         self.windows = WorkerWindows(self.directory)
-        leased = LeasedHead(0, CPU, HeadInMemory, self.directory, self.windows._threads)  # type: ignore[arg-type]
-        self.windows.leased = leased
+        self.windows.leased = LeasedHead(0, CPU, HeadInMemory, self.directory, self.windows._threads)
         self.vllm_config.parallel_config = SimpleNamespace(
             data_parallel_size=1, local_engines_only=False, data_parallel_index=0, worker_extension_cls=WORKER_EXTENSION
         )

@@ -71,8 +71,8 @@ async def loaded(files: WorkerFiles, stack: AsyncExitStack, window: WindowMark, 
     return await stack.enter_async_context(files.loaded(window, HEAD, 8, rank))
 
 
-async def load(files: WorkerFiles, window: WindowMark) -> None:
-    async with files.loaded(window, HEAD, 8):
+async def load(files: WorkerFiles, window: WindowMark, num_bytes: int = 8) -> None:
+    async with files.loaded(window, HEAD, num_bytes):
         pass
 
 
@@ -133,11 +133,7 @@ async def test_workers_keep_a_bounded_part_of_a_reference(admission: Admission):
     def num_read() -> int:
         return [kind for _, kind, _ in workers.ordered].count("ReadWindow")
 
-    async def needed(index: int) -> None:
-        async with files.loaded(mark("base", index), HEAD, 100):
-            pass
-
-    waiting = [asyncio.create_task(needed(index)) for index in range(5)]
+    waiting = [asyncio.create_task(load(files, mark("base", index), 100)) for index in range(5)]
     await until(lambda: workers.num_calls > 5)
     assert num_read() == 3
     # One that is read and one that waits for that are given up.
@@ -149,23 +145,17 @@ async def test_workers_keep_a_bounded_part_of_a_reference(admission: Admission):
     assert num_read() == 4
 
 
-class Clock:
-    """Seconds that the test says have passed."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Seconds that the test says have passed."""
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(exchange, "time", clock)
     return clock
 
 
-async def test_a_reference_is_held_for_ten_seconds_after_another_was_refused(admission: Admission, clock: Clock):
+async def test_a_reference_is_held_for_ten_seconds_after_another_was_refused(
+    admission: Admission, clock: SimpleNamespace
+):
     files = WorkerFiles(Workers(), admission)
     async with AsyncExitStack() as last:
         async with AsyncExitStack() as stack:
@@ -199,7 +189,7 @@ async def test_a_reference_is_held_for_ten_seconds_after_another_was_refused(adm
     await load(files, mark("other"))
 
 
-async def test_another_api_server_may_hold_another_reference(admission: Admission, clock: Clock):
+async def test_another_api_server_may_hold_another_reference(admission: Admission, clock: SimpleNamespace):
     """Workers refuse it then, and the server that holds one learns of that."""
     workers, num_refused = Workers(), 0
 

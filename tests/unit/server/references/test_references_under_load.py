@@ -176,8 +176,7 @@ async def test_a_manifest_that_does_not_answer_holds_up_its_reference_alone(
             waiting = [asyncio.create_task(kld(client, "base")) for _ in range(64)]
             await asyncio.sleep(0)
             assert (await kld(client, "other")).status_code == 200
-            listed = (await client.get(REFERENCES)).json()["data"]
-            assert [reference["name"] for reference in listed] == ["other"]
+            assert [reference["name"] for reference in (await client.get(REFERENCES)).json()["data"]] == ["other"]
             for answer in await asyncio.gather(*waiting):
                 assert error_of(answer)[0] == 503
 
@@ -253,8 +252,7 @@ async def test_nothing_is_kept_of_what_was_read(root: Path, forget: Callable[[Pa
         await asyncio.gather(*(kld(client, name, index) for index in range(4) for name in ("base", "other")))
         forget(root)
         await kld(client, "base", 5)
-        files = app.state.scoremode_references.comparer.files
-        await files._task
+        await app.state.scoremode_references.comparer.files._task
     assert not engine.windows._read
     assert not engine.windows._threads._waiting
     assert not engine.windows.leased._holders

@@ -19,8 +19,11 @@ COLOUR = {"role": "user", "content": "And what colour is grass? "}
 GREEN = {"role": "assistant", "content": "It is green."}
 WEATHER = {"name": "weather", "description": "Now.", "parameters": {"type": "object", "properties": {"city": {}}}}
 TOOLS = [{"type": "function", "function": WEATHER}]
-CALL = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+CALLING = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}],
+}
 SUNNY = {"role": "tool", "tool_call_id": "a", "content": "Sunny."}
 THINKING = [
     COUNT,
@@ -136,13 +139,11 @@ SAYS_OK = [
     {"role": "user", "content": "hi there"},
     {"role": "assistant", "content": "ok"},
 ]
-TWO_ANSWERS = [COUNT, ELEVEN, GREEN]
 PARTS = "{% generation %}<think>{{ message['reasoning'] }}</think>{% endgeneration %}"
 MARKED = MARKED_TEMPLATE.replace("%}{% generation %}", "%}PARTS{% generation %}")
 ALL_MARKED = "{% for message in messages %}{% generation %}{{ message['content'] }}{% endgeneration %}{% endfor %}"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 REWRITES = "{{ messages[-1]['content'] }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-BY_TEMPLATE = {"chat_template_kwargs": {"chat_template": "{{ messages }}"}}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ BY_TEMPLATE = {"chat_template_kwargs": {"chat_template": "{{ messages }}"}}
             )
             for part, part_type in (
                 *((IMAGE, "image_url"), ({"type": "text", "text": "a", "image_url": "b"}, "text")),
-                *((None, None), ([None], None), ({"text": "a"}, None)),
+                *((None, None), (1, None), ([None], None), ({"text": "a"}, None), ({"type": "video"}, "video")),
             )
         ),
         ("chatml", {"messages": [{"content": "Hello"}]}, "messages[0][0] must have a role"),
@@ -167,7 +168,11 @@ BY_TEMPLATE = {"chat_template_kwargs": {"chat_template": "{{ messages }}"}}
         ("chatml", {"messages": [ELEVEN]}, "messages has no turn of assistant to score"),
         ("chatml", {"messages": PLAIN, "tools": [TOOLS] * 3}, "tools has lists for 3 conversations"),
         ("chatml", {"messages": PLAIN, "tools": {}}, "tools: must be a list of objects, or such a list"),
-        ("chatml", {"messages": PLAIN} | BY_TEMPLATE, "Chat template is passed with request, but"),
+        (
+            "chatml",
+            {"messages": PLAIN, "chat_template_kwargs": {"chat_template": "{{ messages }}"}},
+            "Chat template is passed with request, but",
+        ),
         ("mistral", {"messages": [COUNT, COUNT]}, "messages[0]: its first 2 messages cannot be rendered: Roles must"),
         (
             "deepseek_r1",
@@ -191,7 +196,7 @@ async def test_what_cannot_be_scored_is_refused(served: Served, family: str, bod
         # The first span ends within the first token, for which transformers marks all others.
         (SAYS_OK, MARKED_TEMPLATE, ["ok</s>"]),
         # Spans that touch are two turns if they are of two messages, and one if they are of one.
-        (TWO_ANSWERS, MARKED_TEMPLATE, ["Eleven, and a bit.</s>", "It is green.</s>"]),
+        ([COUNT, ELEVEN, GREEN], MARKED_TEMPLATE, ["Eleven, and a bit.</s>", "It is green.</s>"]),
         ([COUNT, GREEN | {"reasoning": "So."}], MARKED.replace("PARTS", PARTS), ["<think>So.</think>It is green.</s>"]),
     ],
     ids=["the first token", "two messages", "parts of a message"],

@@ -104,8 +104,7 @@ def test_all_parts_of_a_gguf_file_count(tmp_path: Path):
 def test_of_more_tensors_than_are_sampled_every_second_is_seen(tmp_path: Path):
     """Each has the size of a block, and the three that change lie between the blocks at even distances."""
     places = range(0, 2 * MAX_TENSORS * BLOCK_BYTES, BLOCK_BYTES)
-    tensors = {str(place): {"data_offsets": [place, place + BLOCK_BYTES]} for place in places}
-    header = json.dumps(tensors).encode()
+    header = json.dumps({str(place): {"data_offsets": [place, place + BLOCK_BYTES]} for place in places}).encode()
     path, found = tmp_path / "model.safetensors", set()
     for place, value in ((1000, 0), (1000, 1), (1002, 1), (1004, 1)):
         with path.open("wb") as file:
@@ -206,8 +205,7 @@ def sized(tmp_path: Path) -> Path:
 
 
 def size_of(folder: Path, load_format: str = "auto") -> int | None:
-    config = SimpleNamespace(model=str(folder), revision=None)
-    return weight_bytes(config, LoadConfig(load_format=load_format))
+    return weight_bytes(SimpleNamespace(model=str(folder), revision=None), LoadConfig(load_format=load_format))
 
 
 def test_code_of_a_repository_is_not_run_unless_it_is_trusted(tmp_path: Path):

@@ -22,11 +22,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
     scored = ScoringPass.scored
 
-    def noted(self: ScoringPass) -> Any:
-        lengths.append(self.sequence.num_tokens)
-        return scored(self)
-
-    monkeypatch.setattr(ScoringPass, "scored", noted)
+    monkeypatch.setattr(ScoringPass, "scored", lambda self: lengths.append(self.sequence.num_tokens) or scored(self))
     return lengths
 
 
@@ -62,8 +58,8 @@ async def test_a_context_is_copied_for_what_was_admitted_alone(joined):
     pairs = [[5, 5 + index % 60, 5] for index in range(3000)]
     app = light_app(size=replace(LARGE, max_scoring_tokens=60_000))
     async with client_of(app) as client:
-        alike = await client.post(SCORE, json={"prompt": CONTEXT, "continuations": pairs})
-        assert len(alike.json()["data"]) == 3000
+        answer = await client.post(SCORE, json={"prompt": CONTEXT, "continuations": pairs})
+        assert len(answer.json()["data"]) == 3000
         assert joined == [903] * 60
 
 

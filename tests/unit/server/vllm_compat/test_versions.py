@@ -24,7 +24,6 @@ from vllm_sources import segment
 
 INSTALLED = Path(vllm.__file__).parents[1]
 VERSION = vllm.__version__.partition("+")[0]
-PYPROJECT = Path(__file__).parents[4] / "pyproject.toml"
 CHUNK_SIZE = "vllm.v1.worker.gpu.sample.prompt_logprob:CHUNK_SIZE"
 METHODS = "vllm.v1.engine.async_llm:AsyncLLM.*"
 ABORT = "    async def abort("
@@ -87,7 +86,7 @@ def test_a_release_that_mixes_two_known_ones_is_refused(package: Path, monkeypat
 
 
 def test_the_range_is_that_of_the_extra_and_holds_the_known_versions():
-    assert f'"vllm{SUPPORTED}"' in PYPROJECT.read_text()
+    assert f'"vllm{SUPPORTED}"' in (Path(__file__).parents[4] / "pyproject.toml").read_text()
     newest = max(int(series.split(".")[1]) for series in SUPPORTED_SERIES)
     assert f">={SUPPORTED_SERIES[0][:-1]},<0.{newest + 1}" == SUPPORTED
     assert [f"{version.rpartition('.')[0]}." for version in recorded_hashes()] == [*SUPPORTED_SERIES]

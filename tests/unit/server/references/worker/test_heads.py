@@ -109,7 +109,6 @@ def taken_from(model: Model, root: Path, name: str) -> StoredReference:
     """The reference of a model; the first rank writes it."""
     group = get_tp_group()
     source = examine(model.compute_logits, HIDDEN, model.dtype, group).source
-    assert source is not None
     head = describe_head(source, HIDDEN, model.dtype)
     parts = [part.data for part in (source.lm_head.weight, source.bias) if part is not None]
     weights = [gather_weight(part, head.vocab_size, group) for part in parts]
@@ -128,15 +127,10 @@ def room_for(root: Path, num_bytes: int, config: VllmConfig) -> LeasedHead:
 def load(room: LeasedHead, reference: StoredReference, *, local: bool = False) -> ReferenceHead:
     """What an API server orders, and then a step finds."""
     key, identity, head = reference.name, reference.manifest.identity, reference.manifest.head
-    assert head is not None
     assert room.hold(WindowMark("compare", key, identity, 0, 1, head=key), "test", head)
-    loading = room.progress(key)
-    assert loading is not None
-    loading.result()
+    room.progress(key).result()
     room.release(key, "test")
-    found = room.find(key, local=local)
-    assert found is not None
-    return found
+    return room.find(key, local=local)
 
 
 def logits_are_those_of_the_model(room: LeasedHead, reference: StoredReference, model: Model) -> None:
@@ -178,7 +172,6 @@ def models_that_cannot_be_references(root: Path, config: VllmConfig) -> None:
         (Model(100), torch.bfloat16, "is .* torch.float32, not"),
     ):
         source = examine(model.compute_logits, HIDDEN, model.dtype, group).source
-        assert source is not None
         with pytest.raises(ValueError, match=reason):
             describe_head(source, HIDDEN, dtype)
 

@@ -55,8 +55,7 @@ def threads() -> Threads:
 
 @pytest.fixture
 def leased(threads: Threads) -> LeasedHead:
-    root = SimpleNamespace(open_same=lambda name, identity: name)
-    return LeasedHead(1, torch.device("cpu"), Layer, root, threads)  # type: ignore[arg-type]
+    return LeasedHead(1, torch.device("cpu"), Layer, SimpleNamespace(open_same=lambda name, identity: name), threads)
 
 
 def hold(leased: LeasedHead, key: str, holder: str = "one") -> bool:

@@ -22,12 +22,12 @@ from scoremode_server.references.files.directory import ReferenceDirectory, Stor
 from scoremode_server.references.worker import kl_divergence, sinks
 from scoremode_server.references.worker.heads import ReferenceHead
 from scoremode_server.references.worker.orders import SINK, ForgetWindow, Order, ReadWindow, WindowMark
-from scoremode_server.references.worker.sinks import RecordedWindow, WorkerWindows
+from scoremode_server.references.worker.sinks import WorkerWindows
 from scoremode_server.vllm_compat import install
 from scoremode_server.worker.lm_head import LMHead
 from scoremode_server.worker.row_scorer import RowSink
 from scoremode_server.worker.row_spec import RowSpec
-from tests.unit.server.references.reference_setup import HIDDEN, create, let_all_be_written, random_shard
+from tests.unit.server.references.reference_setup import HIDDEN, create, full_disk, let_all_be_written, random_shard
 from tests.unit.server.worker.linear_scorer import ALONE, LinearWorker, make_scorer
 
 VOCAB = 100
@@ -45,16 +45,9 @@ SPLITS = [(first, second) for first in range(NUM_FED) for second in range(first,
 """Where a prompt's first and second step of three end; fewer steps among them."""
 
 
-class Room:
-    """A head that is there at once."""
-
-    num_refused = 0
-
-    def progress(self, key: str) -> None:
-        return None
-
-    def find(self, key: str, *, local: bool) -> ReferenceHead:
-        return ReferenceHead(lambda hidden_states: hidden_states @ REFERENCE_WEIGHT, 4)
+HEAD = ReferenceHead(lambda hidden_states: hidden_states @ REFERENCE_WEIGHT, 4)
+ROOM = SimpleNamespace(num_refused=0, progress=lambda key: None, find=lambda key, local: HEAD)
+"""A head that is there at once."""
 
 
 def spec(action: Any, first: int, index: int = 0, num_top: int = 0, identity: str = "one") -> RowSpec:
@@ -71,8 +64,7 @@ def project(hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def order(windows: WorkerWindows, *orders: Order, tickets: tuple[str, ...] = ()) -> dict[str, str | None]:
-    outcomes: dict[str, str | None] = windows.exchange(msgspec.to_builtins(orders), list(tickets))["outcomes"]
-    return outcomes
+    return windows.exchange(msgspec.to_builtins(orders), list(tickets))["outcomes"]
 
 
 def read(windows: WorkerWindows, *specs: RowSpec) -> None:
@@ -107,7 +99,7 @@ def steps(worker: LinearWorker, *ends: int, states: torch.Tensor = STATES) -> Lo
 def windows_in(root: Path) -> Iterator[WorkerWindows]:
     """Windows of a worker. At the end all files are written, as they are when a worker ends."""
     windows = WorkerWindows(ReferenceDirectory(root))
-    windows.leased = Room()  # type: ignore[assignment]
+    windows.leased = ROOM
     yield windows
     let_all_be_written(windows)
 
@@ -133,7 +125,6 @@ def test_a_recorded_window_is_the_same_however_its_prompt_is_split(tmp_path: Pat
     with windows_in(tmp_path) as windows:
         for index, split in enumerate(SPLITS):
             rows = steps(add(windows, spec("record", first, index)), *split, NUM_FED)
-            assert rows is not None
             for actual, expected in zip(rows, whole_rows(first), strict=False):
                 assert torch.allclose(actual, expected)
     assert reference.recorded() == set(range(len(SPLITS)))
@@ -160,9 +151,8 @@ def test_a_compared_window_is_the_same_however_its_prompt_is_split(
     width = 1 + max(1, num_top)
     with windows_in(reference.path.parent) as windows:
         for split in SPLITS:
-            rows = steps(add(windows, spec("compare", first, FIRSTS.index(first), num_top)), *split, NUM_FED)
-            assert rows is not None
-            tokens, logprobs, ranks, *_ = rows
+            wanted = spec("compare", first, FIRSTS.index(first), num_top)
+            tokens, logprobs, ranks, *_ = steps(add(windows, wanted), *split, NUM_FED)
             assert torch.equal(tokens[:, :width], expected.served.tokens)
             assert torch.equal(tokens[:, width:-1], expected.reference.tokens)
             assert torch.equal(tokens[:, -1], expected.reference.ranks)
@@ -192,7 +182,6 @@ def test_nan_is_returned_and_not_written(tmp_path: Path):
         states = STATES.clone()
         states[4] = math.nan
         rows = steps(window, NUM_FED, states=states)
-        assert rows is not None
         assert rows.logprobs.isnan()[:, 0].tolist() == [row == 4 for row in range(NUM_FED)]
     assert reference.recorded() == set()
     assert windows._outcome("one 0") == "the model computed NaN"
@@ -228,7 +217,6 @@ def test_windows_of_one_reference_are_compared_together(reference: StoredReferen
         found = worker.together(specs, STATES, TOKENS[:-1])
     assert worker.num_projected == [7 + 6 + 4 + 2 + 1]
     for rows, expected in zip(found.values(), alone, strict=True):
-        assert expected is not None
         for one, other in zip(rows[:3], expected[:3], strict=True):
             assert torch.allclose(one, other, atol=1e-6)
 
@@ -241,7 +229,7 @@ WINDOW_BYTES = 5 * HIDDEN * 4
 @pytest.fixture
 def windows(tmp_path: Path) -> WorkerWindows:
     windows = WorkerWindows(ReferenceDirectory(tmp_path))
-    windows.leased = Room()  # type: ignore[assignment]
+    windows.leased = ROOM
     return windows
 
 
@@ -252,7 +240,6 @@ def mark(action: Any, index: int) -> WindowMark:
 def finish(windows: WorkerWindows, index: int) -> None:
     """What a step does with the last rows of a window that is recorded."""
     window = windows.begin(with_mark(mark("record", index)), writes=True)
-    assert isinstance(window, RecordedWindow)
     window.hidden_states, window.logprobs = [torch.zeros(5, HIDDEN)], [torch.zeros(5)]
     window.finish()
 
@@ -280,11 +267,8 @@ def test_a_step_does_not_wait_for_the_disk(windows: WorkerWindows, monkeypatch: 
 
 
 def test_of_files_that_nobody_asks_for_the_last_are_known(windows: WorkerWindows, monkeypatch: pytest.MonkeyPatch):
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
     create(windows.root.root)
-    monkeypatch.setattr(tensors, "save_file", full)
+    monkeypatch.setattr(tensors, "save_file", full_disk)
     windows._written = FIFOCache(10)
     for index in range(30):
         finish(windows, index)
