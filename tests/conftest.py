@@ -137,7 +137,6 @@ def browser() -> Iterator["Browser"]:
 
     executable = installed_chromium()
     if executable is None:
-        left_out = f"needs a browser, and none of {', '.join(EXECUTABLES)} is installed: apt-get install chromium"
-        pytest.skip(left_out)
+        pytest.skip(f"needs a browser, and none of {', '.join(EXECUTABLES)} is installed: apt-get install chromium")
     with running_browser(executable) as browser:
         yield browser

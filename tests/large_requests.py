@@ -9,8 +9,7 @@ TURNS = "/v1/turns"
 
 def chat(*contents: Any) -> dict[str, Any]:
     """A conversation with these contents, by turns."""
-    messages = [{"role": ("user", "assistant")[at % 2], "content": each} for at, each in enumerate(contents)]
-    return {"messages": messages}
+    return {"messages": [{"role": ("user", "assistant")[at % 2], "content": each} for at, each in enumerate(contents)]}
 
 
 LINE = '{"a": [1, {"b": "\\"}"}]}\n'
@@ -44,7 +43,7 @@ PRODUCTS = {
     ),
     "a text of no more than the bound": (
         *(SCORE, {"prompt": "x" * 10_000, "continuations": list("abcd")}),
-        *((400, "prompt", TOO_MANY_TOKENS), (0, 10_000)),
+        *((400, "prompt", TOO_MANY_TOKENS), (0, 60_000)),
     ),
     "a long text": (
         *(SCORE, {"prompt": "word " * 3000, "continuations": [" a", " b"]}),

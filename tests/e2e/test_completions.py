@@ -175,8 +175,7 @@ def assert_same(ours: Any, stock: Any, tolerance: float = 1e-6, path: str = "") 
 
 @pytest.fixture(params=["plugin_server", "server"], ids=["SentencePiece's kind of tokenizer", "byte-level tokenizer"])
 def url(request: pytest.FixtureRequest) -> str:
-    address: str = request.getfixturevalue(request.param)
-    return address
+    return request.getfixturevalue(request.param)
 
 
 def test_every_scoring_request_gets_vllms_response(url):

@@ -46,9 +46,7 @@ def http(smollm2_server: str) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def sequences(http: httpx.Client) -> list[dict[str, Any]]:
     """The conversations as the server renders them."""
-    answer = http.post("/v1/turns", json={"messages": CONVERSATIONS}).raise_for_status()
-    data: list[dict[str, Any]] = answer.json()["data"]
-    return data
+    return http.post("/v1/turns", json={"messages": CONVERSATIONS}).raise_for_status().json()["data"]
 
 
 @pytest.fixture(scope="module")

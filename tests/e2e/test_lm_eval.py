@@ -72,7 +72,7 @@ def evaluate(tasks: Path, model: Any, arguments: dict[str, Any]) -> dict[str, An
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    results: dict[str, Any] = lm_eval.simple_evaluate(
+    return lm_eval.simple_evaluate(
         model=model,
         model_args=arguments,
         tasks=[TASK, ROLLING],
@@ -81,7 +81,6 @@ def evaluate(tasks: Path, model: Any, arguments: dict[str, Any]) -> dict[str, An
         bootstrap_iters=0,
         random_seed=None,
     )
-    return results
 
 
 @pytest.fixture(scope="module")

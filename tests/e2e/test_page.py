@@ -108,9 +108,7 @@ def tokens(page: Page) -> Locator:
 def asked(server: str, text: str) -> dict[str, Any]:
     """What the server itself returns for a text."""
     body = {"prompt": text, "return_tokens": True, "return_ranks": True, "top_logprobs": 5}
-    response = httpx.post(f"{server}/v1/score", json=body, timeout=120).raise_for_status()
-    result: dict[str, Any] = response.json()["data"][0]
-    return result
+    return httpx.post(f"{server}/v1/score", json=body, timeout=120).raise_for_status().json()["data"][0]
 
 
 def backgrounds(page: Page) -> list[tuple[float, ...]]:

@@ -49,8 +49,7 @@ def assert_scored_alike(url: str, path: str, body: dict[str, Any]) -> httpx.Resp
 @of_trl
 def test_trls_client(server):
     """Sequences of several lengths, of which the completions are scored; with the prompts shared by two of them."""
-    trl = pytest.importorskip("trl.generation.vllm_client")
-    client = trl.VLLMClient(server)
+    client = pytest.importorskip("trl.generation.vllm_client").VLLMClient(server)
     prompt = token_ids(70, "TRL")
     sequences = [prompt + token_ids(30, "TRL"), prompt + token_ids(9, "TRL"), token_ids(2, "TRL")]
     asked = {"sequences": sequences, "prompt_lengths": [70, 70, 1], "top_logprobs": 100}
@@ -70,8 +69,7 @@ def test_trls_client(server):
 @of_trl
 def test_trls_teachers_have_the_temperature_that_it_asks_for(llama_2_server, llama_2_model):
     """TRL starts them with processed logprobs. Each answer comes twice, the second time from the cache."""
-    trl = pytest.importorskip("trl.generation.vllm_client")
-    client = trl.VLLMClient(llama_2_server)
+    client = pytest.importorskip("trl.generation.vllm_client").VLLMClient(llama_2_server)
     sequence = token_ids(100, "a teacher")
     logits = oracle.logits(llama_2_model, sequence)[69:]
     for temperature in (0.7, 1.0) * 2:
@@ -113,8 +111,7 @@ def test_no_default_of_the_models_applies_to_processed_logprobs(llama_2_server, 
     ids=["completions", "echo", "generate"],
 )
 def test_a_large_response_is_streamed_and_vllms(server, path, body):
-    ours = assert_scored_alike(server, path, body)
-    assert "content-length" not in ours.headers
+    assert "content-length" not in assert_scored_alike(server, path, body).headers
 
 
 @pytest.mark.parametrize(

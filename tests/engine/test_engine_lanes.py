@@ -55,8 +55,7 @@ def test_a_full_cache_of_keys_begins_sequences_again_in_their_lane(random_model:
         enforce_eager=True,
     )
     engine.collective_rpc(note_steps)
-    random = np.random.default_rng(29)
-    texts = random.integers(3, 900, (3, LENGTH)).tolist()
+    texts = np.random.default_rng(29).integers(3, 900, (3, LENGTH)).tolist()
     found = lane_logprobs(engine, texts, 1)
     (steps,) = engine.collective_rpc(lambda worker: [step for step in worker.steps if step])
     engine.llm_engine.engine_core.shutdown()

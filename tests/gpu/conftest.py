@@ -67,8 +67,7 @@ def run_module(*command: str, **environment: str) -> dict[str, Any]:
     )
     # vLLM writes to standard output too, even while the process ends.
     if lines := [line for line in done.stdout.splitlines() if line.startswith('{"')]:
-        result: dict[str, Any] = json.loads(lines[0])
-        return result
+        return json.loads(lines[0])
     errors = [line for line in done.stderr.splitlines() if "Error" in line]
     return {"refused": (errors or done.stderr.splitlines() or ["no output"])[-1][:200], "log": done.stderr[-6000:]}
 
@@ -147,8 +146,7 @@ def servers(
 
     (folder / "references").mkdir()
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        models = {"v2": smollm2, "v1": rounded_smollm2}
-        yield {runner: pool.submit(start, runner, model) for runner, model in models.items()}
+        yield {"v2": pool.submit(start, "v2", smollm2), "v1": pool.submit(start, "v1", rounded_smollm2)}
 
 
 @pytest.fixture(scope="session", params=RUNNERS)

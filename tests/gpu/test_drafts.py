@@ -43,9 +43,6 @@ class Drafts:
         return f"{self.method} | {self.runner} | {self.mode}"
 
 
-COMBINATIONS = [Drafts(*each) for each in itertools.product(METHODS, RUNNERS, MODES)]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.random_llama(tmp_path_factory.mktemp("target"), num_layers=4)
@@ -158,12 +155,9 @@ async def generation(url: str) -> AsyncIterator[None]:
 async def ways_to_score(url: str, sequences: list[list[int]]) -> AsyncIterator[list[Any]]:
     """The logprobs of the sequences' tokens but the first, by each of a server's ways."""
     async with AsyncScoreClient(url, timeout=300) as client, httpx.AsyncClient(base_url=url, timeout=300) as http:
-        yield [score.logprobs[1:] for score in await client.score(sequences, use_cache=False)]
         yield [(await client.score(tokens, use_cache=False))[0].logprobs[1:] for tokens in sequences]
-        for _ in range(2):
-            yield [score.logprobs[1:] for score in await client.score(sequences)]
-        chosen = await client.score(sequences, candidate_token_ids=[7], use_cache=False)
-        yield [score.logprobs[1:] for score in chosen]
+        for options in ({"use_cache": False}, {}, {}, {"candidate_token_ids": [7], "use_cache": False}):
+            yield [score.logprobs[1:] for score in await client.score(sequences, **options)]
         echo = {"prompt": sequences, "echo": True, "logprobs": 0, "max_tokens": 0}
         choices = (await http.post("/v1/completions", json=echo)).json()["choices"]
         yield [choice["logprobs"]["token_logprobs"][1:] for choice in choices]
@@ -180,7 +174,7 @@ async def ways_to_score(url: str, sequences: list[list[int]]) -> AsyncIterator[l
         assert np.abs(itself.logprobs - itself.reference_logprobs).max() < 1e-3 * SCALE
 
 
-@pytest.mark.parametrize("drafts", COMBINATIONS, ids=str)
+@pytest.mark.parametrize("drafts", [Drafts(*each) for each in itertools.product(METHODS, RUNNERS, MODES)], ids=str)
 def test_scores_next_to_drafts_equal_transformers(errors: dict[Drafts, "Future[list[np.ndarray]]"], drafts: Drafts):
     of_sequences = errors[drafts].result()
     every = np.abs(np.concatenate(of_sequences))

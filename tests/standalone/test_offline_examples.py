@@ -18,7 +18,6 @@ THE_END = "if __name__ == '__main__': print('the end of an example', flush=True)
 
 def test_examples_without_a_server(random_model: Path, tmp_path: Path):
     code = ONE_ENGINE + "".join(code + THE_END for _, code in EXAMPLES.values())
-    output = run("python", code.replace('"MODEL"', f'"{random_model}"'), tmp_path)
-    *printed, _ = output.split("the end of an example\n")
+    *printed, _ = run("python", code.replace('"MODEL"', f'"{random_model}"'), tmp_path).split("the end of an example\n")
     assert len(printed) == len(EXAMPLES)
     assert all(text.strip() for text in printed)

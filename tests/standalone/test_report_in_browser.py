@@ -65,11 +65,6 @@ def token_at(page, position):
     return page.locator(f'[data-position="{position}"]')
 
 
-def window_of(heading):
-    """The number in `window 3 · 8 % ...`, from 0."""
-    return int(heading.split(" ")[1]) - 1
-
-
 def choose(page, measure, *labels):
     """Color the tokens by a measure of one run or two."""
     page.select_option("#measure", measure)
@@ -216,7 +211,9 @@ def test_filters_leave_tokens_and_passages(page, runs):
     page.locator("#above").blur()
     ends = np.cumsum(worst.window_sizes)
     windows = sorted(set(np.searchsorted(ends, np.flatnonzero(worst.kld > level), side="right").tolist()))
-    assert [window_of(text) for text in page.locator(".passage > .place").all_inner_texts()] == windows
+    # `window 3 · 8 % ...`
+    headings = page.locator(".passage > .place").all_inner_texts()
+    assert [heading.split(" ")[1] for heading in headings] == [str(window + 1) for window in windows]
     assert (sum(legend(page)[1]), page.locator("#top li").count()) == (3, 3)
 
 

@@ -132,7 +132,8 @@ async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://light", timeout=60) as client:
         yield client
-    assert is_idle(app)
+    admission = app.state.scoremode.admission
+    assert (admission.num_sequences, admission.num_tokens, admission.num_running) == (0, 0, 0)
 
 
 async def ask(app: Any, path: str, *, method: str = "GET", root_path: str = "", headers: Any = ()) -> httpx.Response:
@@ -142,11 +143,6 @@ async def ask(app: Any, path: str, *, method: str = "GET", root_path: str = "", 
         return await client.request(
             method, httpx.URL("http://light").copy_with(raw_path=path.encode()), headers=headers
         )
-
-
-def is_idle(app: FastAPI) -> bool:
-    admission = app.state.scoremode.admission
-    return (admission.num_sequences, admission.num_tokens, admission.num_running) == (0, 0, 0)
 
 
 def error_of(answer: httpx.Response) -> tuple[int, str | None, str]:
