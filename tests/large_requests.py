@@ -24,10 +24,6 @@ PRODUCTS = {
     "600 messages": (SCORE, chat(*["Yes."] * 600), (400, "messages", TOO_MANY_TOKENS), (1, 40_000)),
     "1,025 messages": (TURNS, chat(*["Yes."] * 1025), TOO_MANY_MESSAGES, NOTHING),
     "20,000 messages": (PERPLEXITY, chat(*["Yes."] * 20_000), TOO_MANY_MESSAGES, NOTHING),
-    "70,000 conversations": (
-        *(TURNS, {"messages": [chat("Why?")["messages"]] * 70_000}),
-        *((400, "messages", "has 140001 lists and objects"), NOTHING),
-    ),
     "66,560 messages of all": (
         *(TURNS, {"messages": [chat(*["Why?"] * 1024)["messages"]] * 65}),
         *((400, "messages", "has 66560 sequences to score"), NOTHING),

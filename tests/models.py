@@ -149,8 +149,7 @@ def _random_weights(config: PretrainedConfig, path: Path, seed: int = 0) -> Path
 def _changed(source: Path, path: Path, change: Callable[[dict[str, torch.Tensor]], None], **config: object) -> Path:
     """Writes a model with changes of its weights and of its configuration."""
     copy_all_but_weights(source, path)
-    fields = json.loads((source / "config.json").read_text()) | config
-    (path / "config.json").write_text(json.dumps(fields, indent=2))
+    (path / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | config, indent=2))
     tensors = load_file(source / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})

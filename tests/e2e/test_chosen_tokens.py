@@ -61,9 +61,7 @@ def test_top_tokens_candidates_and_ranks_at_a_temperature(client, tokens, random
 def test_positions_from_one_on(client, tokens, first, cached):
     (whole,) = client.score(tokens, top_logprobs=3, return_ranks=True)
     (part,) = client.score(tokens, top_logprobs=3, return_ranks=True, logprobs_from=first, use_cache=cached)
-    assert part.token_ids == tokens[first:]
-    assert part.num_scored == LENGTH - first
-    assert part.ranks == whole.ranks[first:]
+    assert (part.token_ids, part.num_scored, part.ranks) == (tokens[first:], LENGTH - first, whole.ranks[first:])
     oracle.assert_close(part.logprobs, np.array(whole.logprobs[first:]))
     assert np.array_equal(part.top_logprobs.token_ids, whole.top_logprobs.token_ids[first:])
 
@@ -104,8 +102,9 @@ def test_texts_share_passes_where_their_tokens_allow_it(smollm2_client, smollm2_
     prompts = ["Open the page at http:", "The capital of France is "]
     # "://" is one token.
     options = [[" A", " B", "//www"], ["Paris", "Lyon"]]
-    body = {"prompt": prompts, "continuations": options}
-    answer = httpx.post(f"{smollm2_server}/v1/score", json=body, timeout=60).raise_for_status().json()
+    answer = httpx.post(
+        f"{smollm2_server}/v1/score", json={"prompt": prompts, "continuations": options}, timeout=60
+    ).json()
     wholes = [prompt + option for prompt, own in zip(prompts, options, strict=True) for option in own]
     sequences = [smollm2_client.tokenize(whole) for whole in wholes]
     assert len({tuple(sequence[:-1]) for sequence in sequences}) == 3

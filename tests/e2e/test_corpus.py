@@ -65,10 +65,9 @@ def test_a_dataset_is_scored_by_the_example(server, client, wikitext, tmp_path):
     assert done.returncode == 0, done.stderr
     rows = sorted(pq.read_table(tmp_path / "scored").to_pylist(), key=lambda row: row["place"])
     assert [row["text"] for row in rows] == texts
-    prefix = client.info().prefix_token_id
     for row in rows[:20]:
         tokens = client.tokenize(row["text"], add_special_tokens=False)
-        [score] = client.score([[prefix, *tokens]])
+        [score] = client.score([[client.info().prefix_token_id, *tokens]])
         assert row["num_tokens"] == len(tokens)
         assert row["nll"] / len(tokens) == pytest.approx(-score.sum_logprob / len(tokens), abs=1e-5)
     assert [row["nll"] for row in rows[20:]] == [None, None]

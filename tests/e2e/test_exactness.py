@@ -1,30 +1,20 @@
 """`/v1/score` against transformers in float64 on the same weights."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from scoremode import ScoreClient, perplexity
+from scoremode import perplexity
 from tests import oracle
 
 NUM_TOKENS = 768
 """The working memory of the logprobs holds 682 rows."""
 
 
-@pytest.fixture(scope="module")
-def tokens(smollm2_client: ScoreClient, wikitext: str) -> list[int]:
-    return smollm2_client.tokenize(wikitext[:6000])[:NUM_TOKENS]
-
-
-@pytest.fixture(scope="module")
-def expected(smollm2: Path, tokens: list[int]) -> np.ndarray:
-    """Logprobs of transformers: of the first tokens, too, for none sees those after it."""
-    return oracle.logprobs(smollm2, [tokens])[0]
-
-
-def test_every_logprob_of_a_text_equals_transformers(smollm2_client, tokens, expected):
+def test_every_logprob_of_a_text_equals_transformers(smollm2_client, smollm2, wikitext):
+    tokens = smollm2_client.tokenize(wikitext[:6000])[:NUM_TOKENS]
+    (expected,) = oracle.logprobs(smollm2, [tokens])
     (score,) = smollm2_client.score(tokens)
     assert score.logprobs[0] is None
     oracle.assert_close(score.logprobs[1:], expected)

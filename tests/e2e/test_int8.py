@@ -12,13 +12,7 @@ import torch
 from quantized_oracle import oracle_model
 from transformers import PreTrainedModel
 
-from scoremode import ScoreClient
 from tests import oracle
-
-
-@pytest.fixture(scope="module")
-def tokens(int8_client: ScoreClient, wikitext: str) -> list[int]:
-    return int8_client.tokenize(wikitext[:3000])[:512]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +31,9 @@ def test_the_server_runs_quantized_kernels_and_says_so(int8_client):
 
 
 def test_logprobs_equal_int8_arithmetic_and_not_decompressed_weights(
-    int8_client, int8_random_model, quantized_model, tokens
+    int8_client, int8_random_model, quantized_model, wikitext
 ):
+    tokens = int8_client.tokenize(wikitext[:3000])[:512]
     (score,) = int8_client.score(tokens)
     ours = np.array(score.logprobs[1:])
     (quantized,) = oracle.logprobs(quantized_model, [tokens])

@@ -14,14 +14,6 @@ from tests.gpu.lanes import by_transformers, lane_logprobs
 TOKENS = 90
 
 
-@pytest.fixture(scope="module")
-def texts() -> list[list[int]]:
-    """Two pairs that begin alike, longer than several blocks of keys and values."""
-    random = np.random.default_rng(23)
-    first, second, *ends = (random.integers(3, 900, TOKENS).tolist() for _ in range(4))
-    return [first, first[:40] + ends[0][40:], second, second[:64] + ends[1][64:]]
-
-
 def note_steps(worker) -> None:
     """Let a worker note the tokens of each request in each step."""
     runner, steps = worker.model_runner, []
@@ -35,7 +27,10 @@ def note_steps(worker) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_decode_is_as_step_by_step_decoding(llm: LLM, random_model: Path, texts, dtype):
+def test_decode_is_as_step_by_step_decoding(llm: LLM, random_model: Path, dtype):
+    """Of two pairs of texts that begin alike, longer than several blocks of keys and values."""
+    first, second, *ends = np.random.default_rng(23).integers(3, 900, (4, TOKENS)).tolist()
+    texts = [first, first[:40] + ends[0][40:], second, second[:64] + ends[1][64:]]
     exact = by_transformers(random_model, texts, dtype)
     for lane in (lane_logprobs(llm, texts, chunk) for chunk in (1, 0, 3)):
         for found, expected in zip(lane, exact, strict=True):

@@ -61,8 +61,8 @@ def test_a_prefix_that_is_cached_changes_no_logprob(served: Served, tokens: list
         for score, whole in zip(scores, exact, strict=True):
             oracle.assert_close(score.logprobs, whole[-2:], scale=SCALE)
     another = {"prompt": prompt, "continuations": [[7000, 8000]]}
-    usage = httpx.post(f"{served.url}/v1/score", json=another, timeout=300).json()["usage"]
-    assert usage["cached_tokens"] >= 512
+    answer = httpx.post(f"{served.url}/v1/score", json=another, timeout=300).json()
+    assert answer["usage"]["cached_tokens"] >= 512
 
 
 async def test_scores_next_to_generation_and_clients_that_leave(served: Served, tokens: list[int]):

@@ -247,8 +247,8 @@ def test_the_figures_of_a_token_and_the_list_follow_the_colors(page, runs):
     token_at(page, 30).hover()
     choose(page, "nll_difference", worst.label, base.label)
     difference = worst.nlls - base.nlls
-    text = f"difference of NLL: {worst.label} less {base.label} {difference[30]:+.3f}"
-    assert text in page.locator("#token").inner_text()
+    words = f"difference of NLL: {worst.label} less {base.label} {difference[30]:+.3f}"
+    assert words in page.locator("#token").inner_text()
     amounts = [float(text) for text in page.locator("#top .amount").all_inner_texts()[:5]]
     assert amounts == pytest.approx(difference[np.argsort(-np.abs(difference))[:5]].tolist(), abs=2e-3)
     # What each would have said instead: of a difference first the reference, then both runs.

@@ -24,18 +24,16 @@ def write_parquet(path: Path, rows: list[str], column: str = "text") -> None:
     pyarrow.parquet.write_table(pyarrow.table({column: rows, "label": list(range(len(rows)))}), path)
 
 
-@pytest.fixture
-def wikitext_like(tmp_path):
-    """A folder laid out as the hub lays out WikiText-2, its test split in two files."""
-    folder = tmp_path / "wikitext"
-    config = folder / "wikitext-2-raw-v1"
-    write_parquet(config / "test-00000-of-00002.parquet", ROWS[:3])
-    write_parquet(config / "test-00001-of-00002.parquet", ROWS[3:])
-    write_parquet(config / "train-00000-of-00001.parquet", ["training text"])
-    return folder
-
-
-def test_a_folder_is_read_as_the_hub_lays_it_out(wikitext_like):
+def test_a_folder_is_read_as_the_hub_lays_it_out(tmp_path):
+    """As WikiText-2, its test split in two files."""
+    wikitext_like = tmp_path / "wikitext"
+    splits = {
+        "test-00000-of-00002": ROWS[:3],
+        "test-00001-of-00002": ROWS[3:],
+        "train-00000-of-00001": ["training text"],
+    }
+    for name, rows in splits.items():
+        write_parquet(wikitext_like / "wikitext-2-raw-v1" / f"{name}.parquet", rows)
     corpus = load_corpus(str(wikitext_like))
     assert (corpus.name, corpus.fingerprint, corpus.num_rows) == ("wikitext", ROWS_SHA256, len(ROWS))
     assert load_corpus(str(wikitext_like), split="train").text == "training text"

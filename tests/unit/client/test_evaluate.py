@@ -42,8 +42,7 @@ async def test_every_method_gives_the_figures_of_its_definition(method):
     mean = sum(flat) / len(flat)
     assert [step.windows_done for step in steps] == list(range(1, len(expected) + 1))
     figures = (len(flat), pytest.approx(math.exp(mean), rel=1e-12))
-    for result in (evaluation.result, steps[-1]):
-        assert (result.num_scored, result.perplexity) == figures
+    assert [(each.num_scored, each.perplexity) for each in (evaluation.result, steps[-1])] == [figures, figures]
     text_nll = sum(flat) if method in ("sliding", "rolling") else mean * len(tokens)
     assert evaluation.text_metrics == TextMetrics(
         pytest.approx(text_nll / math.log(2) / len(TEXT)), pytest.approx(math.exp(text_nll / 13))

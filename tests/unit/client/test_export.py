@@ -47,10 +47,8 @@ async def test_a_lost_connection_is_resumed_after_the_last_whole_window(server: 
     async with client_of(server) as client:
         size = await export_llama_cpp(client, "base", path, on_bytes=lambda *sizes: seen.append(sizes))
     assert path.read_bytes() == HEADER + b"".join(WINDOWS)
-    assert server.firsts == [0, 1, 2]
-    assert size == path.stat().st_size
-    assert seen[-1] == (size, size)
-    assert os.listdir(tmp_path) == [path.name]
+    assert (server.firsts, os.listdir(tmp_path)) == ([0, 1, 2], [path.name])
+    assert (size, seen[-1]) == (path.stat().st_size, (size, size))
 
 
 async def test_what_is_unfinished_is_kept_and_resumed(server: Server, tmp_path: Path) -> None:

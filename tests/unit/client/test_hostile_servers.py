@@ -169,13 +169,6 @@ def test_a_window_that_cannot_be_right_is_refused(call, change):
         call(Outcomes(httpx.Response(200, content=stream)), "perplexity", "text", on_window=print)
 
 
-@pytest.fixture
-def compared(call):
-    recording = FakeServer()
-    call(recording, "record_reference", "base", "Hello, world", method="disjoint", context_length=4)
-    return FakeServer(recording.references, noise=0.5)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -194,7 +187,10 @@ def compared(call):
     ],
 )
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_comparison_that_cannot_be_right_is_refused(call, compared, change, message, streamed):
+def test_a_comparison_that_cannot_be_right_is_refused(call, change, message, streamed):
+    compared = FakeServer(noise=0.5)
+    call(compared, "record_reference", "base", "Hello, world", method="disjoint", context_length=4)
+
     def server(request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
         content = json.loads(compared(httpx.Request("POST", request.url, json={**body, "stream": False})).content)

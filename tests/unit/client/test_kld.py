@@ -100,10 +100,9 @@ def test_errors_are_clustered_by_window(made_up):
     assert statistics(positions(4, kld=[0, 1, 2, 5]), [2, 0, 2])["kld"]["stderr_clustered"] == pytest.approx(1.5)
     # Windows of one position have the usual error.
     figures = statistics(made_up, [1] * len(made_up))
-    for name in ("kld", "delta_p"):
-        assert figures[name]["stderr_clustered"] == pytest.approx(figures[name]["stderr"], rel=1e-12)
-    for name in ("ln_ppl_ratio_stderr", "same_top_p_stderr"):
-        assert figures[f"{name}_clustered"] == pytest.approx(figures[name], rel=1e-12)
+    of_figures = (figures, "ln_ppl_ratio_stderr"), (figures, "same_top_p_stderr")
+    for group, name in ((figures["kld"], "stderr"), (figures["delta_p"], "stderr"), *of_figures):
+        assert group[f"{name}_clustered"] == pytest.approx(group[name], rel=1e-12)
 
 
 def test_errors_are_exact_next_to_large_means():
@@ -169,8 +168,10 @@ def test_the_twenty_most_divergent_positions_are_in_order(made_up, figures):
     ]
 
 
-def test_what_does_not_fit_and_nan_are_refused():
-    with pytest.raises(ValueError, match="5 positions in windows of 4"):
-        statistics(positions(5), [2, 2])
-    with pytest.raises(ValueError, match="NaN"):
-        statistics(positions(2, kld=[0, math.nan]), [2])
+@pytest.mark.parametrize(
+    ("refused", "sizes", "message"),
+    [(positions(5), [2, 2], "5 positions in windows of 4"), (positions(2, kld=[0, math.nan]), [2], "NaN")],
+)
+def test_what_does_not_fit_and_nan_are_refused(refused, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        statistics(refused, sizes)

@@ -12,10 +12,6 @@ from scoremode.wire.retries import LONGEST_BACKOFF, RETRIES_OF_INTERNAL_ERRORS
 
 OK = httpx.Response(200, json=INFO)
 DOWN = httpx.ConnectError("refused")
-PASSING = [
-    *(error(status, "busy or down") for status in (429, 502, 503, 504)),
-    *(DOWN, httpx.ConnectTimeout("no route"), httpx.ReadError("reset"), httpx.RemoteProtocolError("disconnected")),
-]
 PATIENT = {"retry_for": 100}
 
 
@@ -23,7 +19,14 @@ def asks_to_wait(value: str, status: int = 429) -> httpx.Response:
     return httpx.Response(status, headers={"Retry-After": value})
 
 
-@pytest.mark.parametrize("failure", PASSING, ids=repr)
+@pytest.mark.parametrize(
+    "failure",
+    [
+        *(error(status, "busy or down") for status in (429, 502, 503, 504)),
+        *(DOWN, httpx.ConnectTimeout("no route"), httpx.ReadError("reset"), httpx.RemoteProtocolError("disconnected")),
+    ],
+    ids=repr,
+)
 def test_passing_failures_are_retried(call, waits, clock, failure):
     server = Outcomes(failure, failure, OK)
     assert call(server, "info").model == "bytes"

@@ -4,7 +4,6 @@ import inspect
 import pydoc
 import subprocess
 import sys
-from unittest.mock import create_autospec
 
 import pytest
 
@@ -34,14 +33,6 @@ def test_help_and_signatures_are_those_of_the_methods():
         assert synchronous.__doc__ == method.__doc__
     assert inspect.signature(ScoreClient.info).return_annotation is ServerInfo
     assert inspect.iscoroutinefunction(AsyncScoreClient.info)
-
-
-async def test_a_mock_made_of_the_asynchronous_client_can_be_awaited():
-    mock = create_autospec(AsyncScoreClient, instance=True)
-    mock.info.return_value = "the info"
-    assert await mock.info() == "the info"
-    with pytest.raises(TypeError):
-        mock.info("an argument too many")
 
 
 @pytest.mark.processes

@@ -78,10 +78,9 @@ def test_llama_cpp_scores_the_second_half_of_whole_chunks():
     # Of 8 positions, 5, 6 and 7 count; two tokens are left over.
     assert cut_windows(18, "llama.cpp", 8) == [Window(0, 8, 5), Window(8, 16, 13)]
     # BOS replaces the first token of each.
-    first, second = cut_windows(16, "llama.cpp", 8, bos_token_id=BOS)
-    assert first.token_ids(range(16)) == [BOS, 1, 2, 3, 4, 5, 6, 7]
-    assert second.token_ids(range(16)) == [BOS, 9, 10, 11, 12, 13, 14, 15]
-    assert (second.first_scored, second.num_scored) == (5, 3)
+    windows = cut_windows(16, "llama.cpp", 8, bos_token_id=BOS)
+    assert [each.token_ids(range(16)) for each in windows] == [[BOS, *range(1, 8)], [BOS, *range(9, 16)]]
+    assert (windows[1].first_scored, windows[1].num_scored) == (5, 3)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +112,8 @@ def test_perplexity_and_its_error_by_hand():
     # NLLs 1, 2, 3: mean 2, sample deviation 1, standard error 1/sqrt(3); the perplexity's is e^2 times that.
     result = perplexity([1.0, 2.0, 3.0])
     assert (result.num_scored, result.nll_sum, result.nll_mean) == (3, 6.0, 2.0)
-    assert result.nll_stderr == pytest.approx(0.5773502691896258)
-    assert result.perplexity == pytest.approx(7.38905609893065)
-    assert result.perplexity_stderr == pytest.approx(4.2660735237846)
+    figures = (result.nll_stderr, result.perplexity, result.perplexity_stderr)
+    assert figures == pytest.approx((0.5773502691896258, 7.38905609893065, 4.2660735237846))
     assert perplexity([1e16, 1.0, 1.0]).nll_sum == 1e16 + 2, "no small NLL is lost"
     fair_die = perplexity([math.log(6)] * 4)
     assert (fair_die.perplexity, fair_die.nll_stderr) == (pytest.approx(6, rel=1e-15), pytest.approx(0, abs=1e-12))

@@ -57,5 +57,4 @@ def test_an_output_that_is_not_the_score_is_an_error_and_never_a_number(output: 
 
 
 def test_json_has_the_float32_value_exactly_and_no_infinity():
-    values = np.array([-0.1, -np.inf], np.float32)
-    assert json_logprobs(values).tolist() == [float(np.float32(-0.1)), -9999.0]
+    assert json_logprobs(np.array([-0.1, -np.inf], np.float32)).tolist() == [float(np.float32(-0.1)), -9999.0]

@@ -95,11 +95,16 @@ def compare_changed(folder: Path, **changes: object) -> list[str]:
     return compare_tasks({name: load_tasks(folder / name, ["acc"]) for name in ("base", "q")}).warnings
 
 
-def test_other_questions_are_refused_and_other_prompts_are_a_warning(tmp_path):
-    with pytest.raises(RunError, match=r"has 2 questions, .* has 2, 1 of them the same: use one --limit"):
-        compare_changed(tmp_path, doc_id=2)
-    with pytest.raises(RunError, match="has 1 questions or targets that differ"):
-        compare_changed(tmp_path, target_hash="1")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"doc_id": 2}, r"has 2 questions, .* has 2, 1 of them the same: use one --limit"),
+        ({"target_hash": "1"}, "has 1 questions or targets that differ"),
+    ],
+)
+def test_other_questions_are_refused_and_other_prompts_are_a_warning(tmp_path, change, message):
+    with pytest.raises(RunError, match=message):
+        compare_changed(tmp_path, **change)
     assert compare_changed(tmp_path, prompt_hash="other") == [
         "Left out, as q or base does not have it: another.",
         "t: 1 prompt differs between q and the base (examples, chat template?).",

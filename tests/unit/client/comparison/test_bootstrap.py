@@ -75,8 +75,7 @@ def test_whole_documents_are_drawn_and_groups_are_ratios_over_them():
     tokens = [np.flatnonzero(of_token == document) for document in range(40) if document != 7]
     drawings = StationaryBootstrap(1, np.arange(39), seed=np.random.default_rng(3)).bootstrap(400)
     drawn = [np.concatenate([tokens[place] for place in places]) for (places,), _ in drawings]
-    expected = [values[at[groups[0][at]], 0].mean() for at in drawn]
-    np.testing.assert_allclose(found[1].means[:, 0], expected, rtol=1e-12)
+    np.testing.assert_allclose(found[1].means[:, 0], [values[at[groups[0][at]], 0].mean() for at in drawn], rtol=1e-12)
     # By linearization, the cluster-robust error of a ratio.
     inside = groups[0]
     mean, total = values[inside, 0].mean(), inside.sum()

@@ -38,9 +38,9 @@ def test_errors_that_take_tokens_as_independent_are_scipys(tmp_path):
     nlls, kld = (NLLS, made_up_nlls(2, shift=0.2)), (KLD, made_up_kld(2, 0.11))
     runs = [kld_run(tmp_path, str(n), nlls[n], kld[n], server=server) for n, server in enumerate((OWN, None))]
     comparison = compare(runs, num_resamples=100)
-    assert comparison.runs[0].nll.stderr == pytest.approx(stats.sem(nlls[0]), rel=1e-12)
-    assert comparison.runs[0].kld.stderr == pytest.approx(stats.sem(kld[0]), rel=1e-12)
-    assert comparison.runs[0].same_top_p.stderr == pytest.approx(stats.sem(kld[0] < 0.1), rel=1e-12)
+    first = comparison.runs[0]
+    expected = [stats.sem(values) for values in (nlls[0], kld[0], kld[0] < 0.1)]
+    assert [each.stderr for each in (first.nll, first.kld, first.same_top_p)] == pytest.approx(expected, rel=1e-12)
     [pair] = comparison.pairs
     for figure, values in ((pair.ln_ppl_ratio, nlls), (pair.kld_difference, kld)):
         assert figure.value == pytest.approx(values[1].mean() - values[0].mean(), rel=1e-9)

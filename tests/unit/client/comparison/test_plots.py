@@ -116,8 +116,7 @@ def test_labels_cover_neither_each_other_nor_a_point(comparison, name):
     boxes = [text.get_window_extent() for text in axes.texts]
     assert [text.get_text() for text in axes.texts] == [model.name for model in MODELS]
     assert [(one, other) for one, other in combinations(boxes, 2) if one.overlaps(other)] == []
-    pixels = axes.transData.transform(markers(axes))
-    assert [point for point in pixels for box in boxes if box.contains(*point)] == []
+    assert not any(box.contains(*point) for point in axes.transData.transform(markers(axes)) for box in boxes)
 
 
 def test_the_distribution_is_the_share_of_tokens_with_more(comparison):
@@ -187,8 +186,7 @@ def test_what_has_no_place_on_a_log_axis_is_in_the_caption(comparison, place, fa
     found = {plot.name: plot.caption for plot in plots(odd)}
     for text in (f"{NO_PLACE}BF16.", f"{NO_PLACE}RTN-3bit.", BEYOND):
         assert {name for name in ALL if text in found[name]} == {name for name in captions if text in captions[name]}
-    for name in (KLD, DISTRIBUTION, BY_CONFIDENCE):
-        assert drawn(odd, name)[1].get_yscale() == "log"
+    assert {drawn(odd, name)[1].get_yscale() for name in (KLD, DISTRIBUTION, BY_CONFIDENCE)} == {"log"}
     assert len(markers(drawn(odd, KLD)[1])) == 5
 
 

@@ -79,11 +79,10 @@ async def test_each_row_has_its_figures_and_the_order_is_kept(parquet, output, m
 
 async def test_documents_without_text_have_no_figures_and_are_counted(tmp_path, output):
     write_parquet(tmp_path / "in" / "a.parquet", ["good", None, "", "fine"])
-    broken = pa.array([b"good", b"\xff\xfe", None, b"fine"]).view(pa.string())
-    write_parquet(tmp_path / "in" / "b.parquet", broken)
+    write_parquet(tmp_path / "in" / "b.parquet", pa.array([b"good", b"\xff\xfe", None, b"fine"]).view(pa.string()))
     done = await run([tmp_path / "in"], output)
-    for name in ("a", "b"):
-        assert column(output / f"{name}.parquet") == [sum(nlls("good")), None, None, sum(nlls("fine"))]
+    expected = [sum(nlls("good")), None, None, sum(nlls("fine"))]
+    assert [column(output / f"{name}.parquet") for name in "ab"] == [expected, expected]
     assert (done.num_unscored, done.first_error) == (4, "the text is null")
 
 
@@ -187,12 +186,13 @@ async def test_a_journal_with_a_torn_end_is_resumed_before_it(parquet, output, t
 async def test_files_of_other_runs_are_neither_resumed_nor_overwritten(parquet, output, finished):
     await (run([parquet], output) if finished else interrupted([parquet], output))
     before = contents(output)
-    with pytest.raises(OutputError, match="per_token is False instead of True"):
-        await run([parquet], output, resume=True, per_token=True)
-    with pytest.raises(OutputError, match=r"server\.fingerprint is 'fingerprint of bytes' instead of 'other'"):
-        await run([parquet], output, FakeServer(info={"fingerprint": "other"}), resume=True)
-    with pytest.raises(OutputError, match="--resume"):
-        await run([parquet], output)
+    for fingerprint, settings, message in (
+        ("fingerprint of bytes", {"resume": True, "per_token": True}, "per_token is False instead of True"),
+        ("other", {"resume": True}, r"server\.fingerprint is 'fingerprint of bytes' instead of 'other'"),
+        ("fingerprint of bytes", {}, "--resume"),
+    ):
+        with pytest.raises(OutputError, match=message):
+            await run([parquet], output, FakeServer(info={"fingerprint": fingerprint}), **settings)
     assert contents(output) == before
     if finished:
         return

@@ -33,10 +33,9 @@ async def test_figures_are_those_worked_out_by_hand():
     # "a" (97) after BOS (256), at 1: (3 * 97 + 5 * 256 + 1) % 29 = 6.
     # "b" (98) after it, at 2: (3 * 98 + 5 * 97 + 2) % 29 = 27.
     [scored] = await score(FakeServer(), "ab")
-    assert scored.num_tokens == 2
-    assert scored.nll == (1 + 6) / 8 + (1 + 27) / 8 == 4.375
-    assert scored.perplexity == pytest.approx(math.exp(4.375 / 2))
-    assert scored.bits_per_byte == pytest.approx(4.375 / math.log(2) / 2)
+    assert (scored.num_tokens, scored.nll) == (2, (1 + 6) / 8 + (1 + 27) / 8) == (2, 4.375)
+    expected = (math.exp(4.375 / 2), 4.375 / math.log(2) / 2)
+    assert (scored.perplexity, scored.bits_per_byte) == pytest.approx(expected)
     [scored] = await score(FakeServer(), "é")
     assert (scored.num_bytes, scored.num_tokens) == (2, 2), "bytes are those of UTF-8"
 
@@ -86,11 +85,16 @@ async def test_a_document_with_nan_does_not_cost_its_neighbors(waits):
     assert figures(results) == [sum(nlls("a")), nan, sum(nlls("b")), nan]
 
 
-async def test_an_error_that_is_not_the_documents_own_is_raised():
-    with pytest.raises(ServerError):
-        await score(lambda request: error(500, "dead") if request.method == "POST" else answer(request), "a")
-    with pytest.raises(WindowError, match="neither a BOS nor an EOS token"):
-        await score(FakeServer(info={"bos_token_id": None}), "a")
+@pytest.mark.parametrize(
+    ("server", "kind", "message"),
+    [
+        (lambda request: error(500, "dead") if request.method == "POST" else answer(request), ServerError, "dead"),
+        (FakeServer(info={"bos_token_id": None}), WindowError, "neither a BOS nor an EOS token"),
+    ],
+)
+async def test_an_error_that_is_not_the_documents_own_is_raised(server, kind, message):
+    with pytest.raises(kind, match=message):
+        await score(server, "a")
 
 
 async def test_answers_that_do_not_fit_are_refused():

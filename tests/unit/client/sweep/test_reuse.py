@@ -74,8 +74,8 @@ def test_a_file_that_is_not_a_run_of_a_sweep_is_not_kept(folder):
 def test_a_running_server_is_known_by_what_decides_its_figures(folder):
     run = kept_run(folder, running_marks(SERVER, ENTRY))
     assert changes(run, running_marks(SERVER.model_copy(update={"max_num_seqs": 4}), ENTRY)) == ""
-    for changed in ({"fingerprint": "int4"}, {"vllm_version": "9.9.9"}, {"dtype": "float16"}):
-        assert changes(run, running_marks(SERVER.model_copy(update=changed), ENTRY)) == "model"
+    others = ({"fingerprint": "int4"}, {"vllm_version": "9.9.9"}, {"dtype": "float16"})
+    assert {changes(run, running_marks(SERVER.model_copy(update=other), ENTRY)) for other in others} == {"model"}
     assert changes(run, running_marks(SERVER, ENTRY.model_copy(update={"model": "adapter"}))) == "model"
     without_fingerprint = running_marks(SERVER.model_copy(update={"fingerprint": None}), ENTRY)
     assert changes(kept_run(folder, without_fingerprint), without_fingerprint) == "model", "measured every time"

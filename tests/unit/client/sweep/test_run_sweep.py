@@ -82,8 +82,7 @@ async def test_each_later_model_gets_its_divergence_from_the_first(tmp_path: Pat
     assert result.measured == list(result.runs) == ["base", "near", "far"]
     assert kinds(tmp_path) == {"base": "perplexity", "near": "kld", "far": "kld"}
     base, near, far = (record(tmp_path, name) for name in result.runs)
-    tokens = [BOS, *TEXT.encode()]
-    windows = [tokens[start : start + 8] for start in range(0, 80, 8)]
+    windows = [[BOS, *TEXT.encode()][start : start + 8] for start in range(0, 80, 8)]
     nlls = [-logprob(window, position) for window in windows for position in range(1, 8)]
     assert base["statistics"]["nll_q"] == pytest.approx(sum(nlls) / len(nlls))
     assert 0 < near["statistics"]["kld"]["mean"] < far["statistics"]["kld"]["mean"]
@@ -137,8 +136,7 @@ async def test_the_next_sweep_resumes_the_same_model_after_a_death(tmp_path: Pat
     allowed.unlink()
     assert (await sweep(tmp_path, BASE, near)).measured == ["near"]
     # A server writes the requests that it gets to its log.
-    log = (tmp_path / "runs" / "logs" / "near.log").read_text()
-    assert log.count("POST /v1/kld") == NUM_WINDOWS - num_done
+    assert (tmp_path / "runs" / "logs" / "near.log").read_text().count("POST /v1/kld") == NUM_WINDOWS - num_done
     assert record(tmp_path, "near")["statistics"]["num_windows"] == NUM_WINDOWS
     assert not list((tmp_path / "runs").glob("*.begun")), "nor a journal"
 

@@ -13,8 +13,7 @@ SIZE = 4
 
 def block_hashes(token_ids: list[int]) -> list[bytes]:
     """A hash of every whole block of a prompt, and of all that is before it."""
-    ends = range(SIZE, len(token_ids) + 1, SIZE)
-    return [blake2b(repr(token_ids[:end]).encode()).digest() for end in ends]
+    return [blake2b(repr(token_ids[:end]).encode()).digest() for end in range(SIZE, len(token_ids) + 1, SIZE)]
 
 
 @pytest.mark.parametrize("model", ["random_model", "byte_fallback_model"])

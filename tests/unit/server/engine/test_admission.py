@@ -35,8 +35,7 @@ class Engine:
 
     async def request(self, names: list[str], num_tokens: int = 10) -> list[str]:
         async with self.admission.request(len(names), len(names) * num_tokens) as queue:
-            scores = (self.score(queue, name, num_tokens) for name in names)
-            return [name async for name in queue.in_order(scores)]
+            return [name async for name in queue.in_order(self.score(queue, each, num_tokens) for each in names)]
 
     async def begin(self, names: list[str], num_tokens: int = 10) -> "asyncio.Task[list[str]]":
         task = asyncio.create_task(self.request(names, num_tokens))

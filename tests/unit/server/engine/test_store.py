@@ -1,7 +1,6 @@
 """The store as a data structure, and block hashes: the same for the same tokens, and for nothing else."""
 
 import numpy as np
-import pytest
 
 from scoremode_server.engine.store import ENTRY_BYTES, BlockHasher, RowStore
 from scoremode_server.rows import Rows
@@ -78,26 +77,6 @@ def test_a_sequence_that_is_larger_than_the_budget_leaves_its_first_blocks():
 
 def hashes(*token_ids: int, identity: str = "m") -> list[bytes]:
     return HASHER.hashes(np.array(token_ids, np.int32), identity)
-
-
-@pytest.mark.parametrize(("length", "num_blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (4001, 1000)])
-def test_a_hash_for_each_whole_block_after_the_first_token(length: int, num_blocks: int):
-    assert len(set(hashes(*range(length)))) == num_blocks
-
-
-def test_every_token_up_to_the_end_of_a_block_matters():
-    """The first token too, which has no row."""
-    unchanged = hashes(*range(13))
-    seen = {tuple(unchanged)}
-    for position in range(13):
-        changed = list(range(13))
-        changed[position] += 1
-        others = hashes(*changed)
-        first = max(0, (position - 1) // 4)
-        assert others[:first] == unchanged[:first]
-        assert not set(others[first:]) & set(unchanged)
-        seen.add(tuple(others))
-    assert len(seen) == 14
 
 
 def test_another_process_has_other_hashes():

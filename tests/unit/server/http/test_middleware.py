@@ -38,8 +38,7 @@ def guarded_app(**options: Any) -> Authentication:
 
 async def ask_with(*keys: str) -> httpx.Response:
     """The answer to a request with each key in a header of its own."""
-    headers = [("Authorization", key.encode("latin-1")) for key in keys]
-    return await ask(guarded_app(), "/v1/score", headers=headers)
+    return await ask(guarded_app(), "/v1/score", headers=[("Authorization", key.encode("latin-1")) for key in keys])
 
 
 def assert_refused(response: httpx.Response) -> None:

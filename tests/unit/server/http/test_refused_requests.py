@@ -130,8 +130,7 @@ async def test_an_answer_of_another_lane_says_so(lane: str):
         score = (await client.post("/v1/score", json={"prompt": [5, 6, 7], "lane": lane})).json()
         perplexity = (await client.post("/v1/perplexity", json={"prompt": [5, 6, 7], "lane": lane})).json()
     assert score.get("lane", "prefill") == perplexity["lane"] == lane
-    for answer in (score, perplexity):
-        assert (answer.get("mean_batch") is None) == (lane == "prefill")
+    assert [answer.get("mean_batch") is None for answer in (score, perplexity)] == [lane == "prefill"] * 2
 
 
 async def test_an_unknown_model_is_answered_with_the_served_ones_and_adapters():

@@ -202,14 +202,9 @@ async def test_a_folder_that_cannot_be_written_to_is_told_without_its_path():
         assert (await client.get(REFERENCES)).json()["data"] == []
 
 
-@pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    monkeypatch.setattr(recorder.logger, "warning", lambda text, *values: lines.append(text % values))
-    return lines
-
-
-async def test_a_reference_says_what_recorded_it_and_other_gpus_are_logged(tmp_path: Path, warnings: list[str]):
+async def test_a_reference_says_what_recorded_it_and_other_gpus_are_logged(tmp_path: Path, monkeypatch):
+    warnings: list[str] = []
+    monkeypatch.setattr(recorder.logger, "warning", lambda text, *values: warnings.append(text % values))
     first, second = (ComputedBy(device=device, kernels=["UnquantizedLinearMethod"]) for device in ("A100", "H200"))
     sizes = {"stored_dtype": "bfloat16", "weight_bytes": 270, "num_parameters": 135}
     async with client_of_model(tmp_path, computed_by=first, **sizes) as client:

@@ -12,7 +12,6 @@ from tests.models import MARKED_TEMPLATE
 from tests.unit.server.light_app import app_with_completions, client_of, error_of
 from tests.unit.server.scoring.chat_templates import TEMPLATES, Served, described
 
-SYSTEM = {"role": "system", "content": "Be brief."}
 COUNT = {"role": "user", "content": "How many are there?"}
 ELEVEN = {"role": "assistant", "content": "Eleven, and a bit."}
 COLOUR = {"role": "user", "content": "And what colour is grass? "}
@@ -32,7 +31,7 @@ THINKING = [
     GREEN | {"content": "<think>\nGrass, then.\n</think>\n\nIt is green."},
 ]
 CONVERSATIONS = {
-    "plain": [SYSTEM, COUNT, ELEVEN, COLOUR, GREEN],
+    "plain": [{"role": "system", "content": "Be brief."}, COUNT, ELEVEN, COLOUR, GREEN],
     "without_system": [COUNT, ELEVEN, COLOUR, GREEN],
     "tools": [COUNT, CALLING, SUNNY, GREEN],
     "thinking": THINKING,
@@ -111,8 +110,9 @@ async def test_conversations_have_tools_of_their_own_or_all_the_same(served: Ser
     for tools, of_each in ((TOOLS, (TOOLS, TOOLS)), ([None, other], (None, other))):
         found = await turns_of(model, {"messages": [conversation, conversation], "tools": tools})
         assert [each["conversation"] for each in found] == [0, 1]
-        for sequence, own in zip(found, of_each, strict=True):
-            assert sequence["token_ids"] == rendered(tokenizer, conversation, tools=own)["input_ids"]
+        assert [each["token_ids"] for each in found] == [
+            rendered(tokenizer, conversation, tools=own)["input_ids"] for own in of_each
+        ]
 
 
 async def test_turns_that_are_sequences_of_their_own_are_scored_alike_by_all_routes(served: Served):
@@ -142,7 +142,6 @@ SAYS_OK = [
 PARTS = "{% generation %}<think>{{ message['reasoning'] }}</think>{% endgeneration %}"
 MARKED = MARKED_TEMPLATE.replace("%}{% generation %}", "%}PARTS{% generation %}")
 ALL_MARKED = "{% for message in messages %}{% generation %}{{ message['content'] }}{% endgeneration %}{% endfor %}"
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 REWRITES = "{{ messages[-1]['content'] }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -158,7 +157,8 @@ REWRITES = "{{ messages[-1]['content'] }}{% for message in messages %}{{ message
                 f"messages[0][0] has a part of type '{part_type}' that is not a text, content[1]",
             )
             for part, part_type in (
-                *((IMAGE, "image_url"), ({"type": "text", "text": "a", "image_url": "b"}, "text")),
+                ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "image_url"),
+                ({"type": "text", "text": "a", "image_url": "b"}, "text"),
                 *((None, None), (1, None), ([None], None), ({"text": "a"}, None), ({"type": "video"}, "video")),
             )
         ),
@@ -244,8 +244,7 @@ async def test_a_trusted_template_of_a_request_is_the_one_that_renders(served: S
 async def test_a_first_token_that_began_in_the_prompt_is_told(served: Served, body, header, content, is_merged):
     """Its tokenizer joins a space with the word after it, and line breaks."""
     prompt = f"{{% if add_generation_prompt %}}assistant{header}{{% endif %}}"
-    template = f"{{% for message in messages %}}{{{{ message['role'] }}}}{header}{body}</s>{{% endfor %}}{prompt}"
-    model = served(template)
+    model = served(f"{{% for message in messages %}}{{{{ message['role'] }}}}{header}{body}</s>{{% endfor %}}{prompt}")
     (sequence,) = await turns_of(model, {"messages": [COUNT, ELEVEN | {"content": content}]})
     turn = sequence["turns"][-1]
     begins = AutoTokenizer.from_pretrained(model).decode(sequence["token_ids"][turn["first"] :])

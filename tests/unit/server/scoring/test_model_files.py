@@ -30,7 +30,6 @@ from scoremode_server.scoring.model_identity import ModelIdentity
 from tests.models import int8_model, random_llama, random_model_of
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-TENSOR_BYTES = 300_000
 
 
 def identity(path: Path | str, load: LoadConfig | None = None, **changes: Any) -> ModelIdentity:
@@ -47,7 +46,7 @@ def fingerprint(path: Path | str, load: LoadConfig | None = None, **changes: Any
 def random_tensors(seed: int, num_tensors: int = 12) -> dict[str, np.ndarray]:
     """12 of 300 kB, so that most blocks at even distances are in none of a given one's."""
     random = np.random.default_rng(seed)
-    return {f"layers.{number}": random.integers(0, 256, TENSOR_BYTES, np.uint8) for number in range(num_tensors)}
+    return {f"layers.{number}": random.integers(0, 256, 300_000, np.uint8) for number in range(num_tensors)}
 
 
 @pytest.fixture
@@ -225,8 +224,8 @@ def test_only_files_that_are_loaded_count(sized: Path):
     (sized / "original" / "model.safetensors").write_bytes(bytes(7))
     assert size_of(sized) == 30
     (sized / "consolidated.safetensors").write_bytes(bytes(99))
-    assert size_of(sized, "auto") == size_of(sized, "mistral") == 99
-    assert size_of(sized, "hf") == size_of(sized, "safetensors") == 30
+    formats = ("auto", "mistral", "hf", "safetensors")
+    assert [size_of(sized, load_format) for load_format in formats] == [99, 99, 30, 30]
 
 
 def test_other_formats_have_sizes_too_and_dummy_weights_none(sized: Path):
@@ -242,6 +241,6 @@ def test_a_name_on_the_hub_has_the_size_of_its_cached_files(sized: Path, tmp_pat
     repository, revision = cache / "models--an--example", "a" * 40
     shutil.copytree(sized, repository / "snapshots" / revision)
     load = LoadConfig(download_dir=str(cache))
-    assert weight_bytes(SimpleNamespace(model="an/example", revision=revision), load) == 30
-    assert weight_bytes(SimpleNamespace(model="an/example", revision="b" * 40), load) is None
-    assert weight_bytes(SimpleNamespace(model="s3://bucket/model", revision=None), load) is None
+    names = (("an/example", revision), ("an/example", "b" * 40), ("s3://bucket/model", None))
+    models = [SimpleNamespace(model=model, revision=commit) for model, commit in names]
+    assert [weight_bytes(model, load) for model in models] == [30, None, None]

@@ -58,8 +58,8 @@ async def test_a_context_is_copied_for_what_was_admitted_alone(joined):
     pairs = [[5, 5 + index % 60, 5] for index in range(3000)]
     app = light_app(size=replace(LARGE, max_scoring_tokens=60_000))
     async with client_of(app) as client:
-        answer = await client.post(SCORE, json={"prompt": CONTEXT, "continuations": pairs})
-        assert len(answer.json()["data"]) == 3000
+        answer = (await client.post(SCORE, json={"prompt": CONTEXT, "continuations": pairs})).json()
+        assert len(answer["data"]) == 3000
         assert joined == [903] * 60
 
 

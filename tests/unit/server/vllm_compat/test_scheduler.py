@@ -29,8 +29,7 @@ from scoremode_server.worker.row_spec import RowSpec
 )
 def test_a_step_gets_the_context_and_then_a_chunk(spec: RowSpec | None, num_computed: int, num_new: int, given: int):
     params = SamplingParams(extra_args=None if spec is None else spec.as_extra_args())
-    request = SimpleNamespace(sampling_params=params, num_prompt_tokens=100)
-    assert within_lane(request, num_computed, num_new) == given
+    assert within_lane(SimpleNamespace(sampling_params=params, num_prompt_tokens=100), num_computed, num_new) == given
 
 
 @pytest.mark.parametrize(

@@ -64,10 +64,12 @@ def test_the_identity_has_all_that_decides_rows_but_not_num_top():
 @pytest.mark.parametrize("forged", [{ROWS: {}, "other": 1}, {ROWS: None}])
 async def test_forged_specs_are_refused(forged: dict[str, Any]):
     engine, params = guarded_engine(), SamplingParams(extra_args=forged)
-    with pytest.raises(ValueError, match=f"{ROWS} cannot be set"):
-        await engine.add_request("id", "prompt", params)
-    with pytest.raises(ValueError, match=f"{ROWS} cannot be set"):
-        await engine.add_request(request_id="id", prompt="prompt", params=params)
+    for positional, named in (
+        (("id", "prompt", params), {}),
+        ((), {"request_id": "id", "prompt": "", "params": params}),
+    ):
+        with pytest.raises(ValueError, match=f"{ROWS} cannot be set"):
+            await engine.add_request(*positional, **named)
     with pytest.raises(ValueError, match=f"{ROWS} cannot be set"):
         ScoringParams.of(params, RowSpec())
     for others in (SamplingParams(), SamplingParams(extra_args={"other": 1}), PoolingParams()):

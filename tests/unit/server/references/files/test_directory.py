@@ -31,8 +31,9 @@ from tests.unit.server.references.reference_setup import (
 
 def test_the_tokens_of_windows_are_those_of_their_documents():
     windows = [(tokens, window) for tokens, windows in DOCUMENTS for window in windows]
-    for index, (tokens, window) in enumerate(windows):
-        assert TEXT.window(index) == (window.token_ids(tokens), window.first_scored)
+    assert [TEXT.window(index) for index in range(len(windows))] == [
+        (window.token_ids(tokens), window.first_scored) for tokens, window in windows
+    ]
     assert TEXT.num_tokens.tolist() == [len(window.token_ids(tokens)) for tokens, window in windows]
     # A head is not part of the text, and the first target can be the first token after it.
     assert TEXT.window(0) == ([99, *range(10, 18)], 1)

@@ -292,8 +292,7 @@ def test_a_call_does_not_wait_for_a_file(windows: WorkerWindows):
     reference = create(windows.root.root)
     os.mkfifo(reference.shard(0))
     reference.write_shard(1, *random_shard(5))
-    orders = [ReadWindow(mark("compare", index)) for index in (0, 1)]
-    assert order(windows, *orders, tickets=("0",)) == {"0": None}
+    assert order(windows, *(ReadWindow(mark("compare", index)) for index in (0, 1)), tickets=("0",)) == {"0": None}
     while told(windows, "1") == [None]:
         pass
     assert told(windows, "0", "1") == [None, ""]
