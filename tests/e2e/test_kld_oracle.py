@@ -62,7 +62,7 @@ def test_a_reference_has_the_perplexity_of_its_model(smollm2_client, reference, 
     assert (recorded.num_scored, recorded.num_windows) == (expected.num_scored, expected.num_windows)
     assert (recorded.num_bytes, recorded.num_words) == (expected.num_bytes, expected.num_words)
     assert recorded.fingerprint == smollm2_client.info().fingerprint
-    # 576 hidden states in float32, a head of 49,152 rows, and little else.
+    # Hidden states of 576 float32, a head of 49,152 rows, and little else.
     assert 1 <= recorded.disk_bytes / (576 * 4 * (recorded.num_scored + 49_152)) < 1.02
 
 

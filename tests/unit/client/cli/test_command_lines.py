@@ -229,9 +229,8 @@ def test_an_unfinished_comparison_is_resumed_by_its_own_command_alone(folder, re
     assert sorted(first.compared + last.compared) == list(range(20)), "each once"
     arrays, record = arrays_of(folder / "run.json"), json.loads((folder / "run.json").read_text())
     assert np.shape(arrays["top_tokens.token_ids"][1]) == (140, 2, 5)
-    assert {name: arrays[name] for name in POSITION_DTYPES} == {
-        name: (np.dtype(dtype).name, getattr(POSITIONS, name).tolist()) for name, dtype in POSITION_DTYPES.items()
-    }
+    for name, dtype in POSITION_DTYPES.items():
+        assert arrays[name] == (np.dtype(dtype).name, getattr(POSITIONS, name).tolist())
     assert (record["kind"], record["server"]["fingerprint"]) == ("kld", "noise 0.5")
     assert record["statistics"]["kld"]["mean"] == pytest.approx(MEAN_KLD, rel=1e-12)
 
