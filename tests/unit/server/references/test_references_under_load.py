@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -16,13 +17,15 @@ import httpx
 import pytest
 
 from scoremode_server.engine.admission import EngineSize
-from scoremode_server.references import exchange, recorder, service
+from scoremode_server.references import comparer, exchange, recorder, service
 from scoremode_server.references.files.directory import StoredReference
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.light_app import client_of, error_of, light_app
 from tests.unit.server.references.reference_engine import (
     BODY,
+    NUM_WINDOWS,
     TOKENS,
+    HeadInMemory,
     ReferenceEngine,
     client_of_model,
     record,
@@ -42,6 +45,15 @@ async def root(tmp_path: Path) -> Path:
         async with client_of_model(tmp_path, noise) as client:
             await record(client, name=name)
     return tmp_path
+
+
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> list[HeadInMemory]:
+    """Heads that were copied to the device, in order."""
+    heads: list[HeadInMemory] = []
+    place = HeadInMemory.place
+    monkeypatch.setattr(HeadInMemory, "place", lambda head, memory: (heads.append(head), place(head, memory)))
+    return heads
 
 
 @asynccontextmanager
@@ -78,6 +90,45 @@ def hanging(path: Path) -> Iterator[None]:
         path.write_bytes(content)
 
 
+async def in_turn(client: httpx.AsyncClient, name: str, is_over: asyncio.Event, computed: list[str]) -> None:
+    """Compare with a reference, window by window, as a client that comes back when it is told to."""
+    index = 0
+    while not is_over.is_set():
+        answer = await kld(client, name, index % NUM_WINDOWS)
+        if answer.status_code == 429:
+            assert (answer.headers["Retry-After"], error_of(answer)[1]) == ("1", "reference")
+            # The test's seconds are shorter.
+            await asyncio.sleep(0.05)
+        else:
+            assert answer.status_code == 200
+            computed.append(name)
+            index += 1
+
+
+@pytest.fixture
+def shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "LEASE_SECONDS", 0.25)
+    monkeypatch.setattr(exchange, "REMEMBERED_SECONDS", 0.1)
+    monkeypatch.setattr(comparer, "RETRY_AFTER_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("shorter_seconds")
+async def test_two_references_are_compared_one_after_the_other(root: Path, placed: list[Any]):
+    """Also if neither of them ever pauses: four requests at a time compare with each."""
+    is_over, computed = asyncio.Event(), list[str]()
+    async with serving(root) as client:
+        runs = [asyncio.create_task(in_turn(client, name, is_over, computed)) for name in ("base", "other") * 4]
+        while len(placed) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        is_over.set()
+        await asyncio.gather(*runs)
+        num_changes = sum(one != other for one, other in pairwise(computed))
+        # A change for every head that was placed, though both references have always something to compare.
+        assert num_changes <= len(placed)
+        assert {"base", "other"} == set(computed)
+
+
+@pytest.mark.usefixtures("shorter_seconds")
 async def test_a_request_that_has_begun_is_finished(root: Path, monkeypatch: pytest.MonkeyPatch):
     """Its last windows wait, since another reference is let in before them."""
     monkeypatch.setattr(exchange, "LEASE_SECONDS", 0)
@@ -104,8 +155,7 @@ async def test_a_file_that_does_not_answer_holds_up_comparisons_alone(
             await asyncio.sleep(0)
             await scores(client)
             # Others are told to come back.
-            answer = await kld(client, "other")
-            assert (answer.headers["Retry-After"], *error_of(answer)[:2]) == ("1", 429, "reference")
+            assert error_of(await kld(client, "other"))[:2] == (429, "reference")
             assert not any(each.done() for each in waiting)
             for answer in await asyncio.gather(*waiting):
                 status, param, message = error_of(answer)
@@ -126,8 +176,10 @@ async def test_a_manifest_that_does_not_answer_holds_up_its_reference_alone(
             waiting = [asyncio.create_task(kld(client, "base")) for _ in range(64)]
             await asyncio.sleep(0)
             assert (await kld(client, "other")).status_code == 200
-            assert [reference["name"] for reference in (await client.get(REFERENCES)).json()["data"]] == ["other"]
-            assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {503}
+            listed = (await client.get(REFERENCES)).json()["data"]
+            assert [reference["name"] for reference in listed] == ["other"]
+            for answer in await asyncio.gather(*waiting):
+                assert error_of(answer)[0] == 503
 
 
 async def test_a_disk_that_does_not_answer_holds_up_its_reference_alone(root: Path, monkeypatch: pytest.MonkeyPatch):
@@ -201,7 +253,8 @@ async def test_nothing_is_kept_of_what_was_read(root: Path, forget: Callable[[Pa
         await asyncio.gather(*(kld(client, name, index) for index in range(4) for name in ("base", "other")))
         forget(root)
         await kld(client, "base", 5)
-        await app.state.scoremode_references.comparer.files._task
+        files = app.state.scoremode_references.comparer.files
+        await files._task
     assert not engine.windows._read
     assert not engine.windows._threads._waiting
     assert not engine.windows.leased._holders
