@@ -91,7 +91,8 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Measur
     text = as_text(measurement, overlap, options.most_divergent)
     write_and_print(measurement, overlap, options.urls, output, text)
     if not options.floor:
-        print(*_verdict(measurement), sep="\n")
+        for line in _verdict(measurement):
+            print(f"\n{line}")
     positions = measurement.positions
     # By rounding a model diverges from itself more in the other lane.
     nats = -positions.logprobs if measurement.reference.is_of(measurement.server) else positions.kld
