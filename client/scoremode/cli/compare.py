@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from scoremode._texts import printable
-from scoremode.cli.options import MORE_THAN_0, Command, Group, Option, UsageError, at_least, value
+from scoremode.cli.options import MORE_THAN_0, Command, Group, Option, UsageError, at_least, check_report, value
 from scoremode.errors import RunError, extra
 
 MIN_RESAMPLES = 100
@@ -45,18 +45,11 @@ def check(options: argparse.Namespace) -> None:
             f"--tasks has {len(tasks)} folders for {len(runs)} runs: give names to them (NAME=DIR)",
         ),
         *((not runs, f"--{name.replace('_', '-')} needs runs") for name in _OF_RUNS if getattr(options, name)),
-        (
-            options.write_card is not None and options.write_card.suffix != ".md",
-            f"--write-card: {options.write_card} must end in .md",
-        ),
     ]
     for is_broken, message in rules:
         if is_broken:
             raise UsageError(message)
-    for path in filter(None, (options.html, options.write_card)):
-        # Before the work.
-        if not path.parent.is_dir():
-            raise UsageError(f"{path.parent} is not a folder, so {path.name} cannot be written there")
+    check_report(options)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -282,6 +282,15 @@ def require(options: argparse.Namespace, names: Iterable[str], needed: str, why:
             raise UsageError(f"{name} needs --{needed}{why}")
 
 
+def check_report(options: argparse.Namespace) -> None:
+    """Check before the work that a report and a card can be written."""
+    if options.write_card is not None and options.write_card.suffix != ".md":
+        raise UsageError(f"--write-card: {options.write_card} must end in .md")
+    for path in filter(None, (options.html, options.write_card)):
+        if not path.parent.is_dir():
+            raise UsageError(f"{path.parent} is not a folder, so {path.name} cannot be written there")
+
+
 def check_servers(options: argparse.Namespace) -> None:
     """Take the default server where none is named."""
     options.urls = options.urls or [DEFAULT_URL]

@@ -7,7 +7,7 @@ from typing import Any
 
 from scoremode._texts import model_name
 from scoremode.cli import sweep
-from scoremode.cli.options import COUNT, QUIET, Command, Group, Option, UsageError
+from scoremode.cli.options import COUNT, QUIET, Command, Group, Option, UsageError, check_report
 from scoremode.errors import extra
 from scoremode.runs.presets import PRESETS
 from scoremode.wire.protocol import LANES
@@ -21,11 +21,7 @@ def check(options: argparse.Namespace) -> None:
         raise UsageError("--preset does not work with --messages: each turn is a window")
     if options.max_windows and options.messages:
         raise UsageError("--max-windows does not work with --messages, which has no preset")
-    if options.write_card is not None and options.write_card.suffix != ".md":
-        raise UsageError(f"--write-card: {options.write_card} must end in .md")
-    for path in filter(None, (options.html, options.write_card)):
-        if not path.absolute().parent.is_dir():
-            raise UsageError(f"{path.parent} is not a folder, so {path.name} cannot be written there")
+    check_report(options)
 
 
 def run(options: argparse.Namespace) -> int:
