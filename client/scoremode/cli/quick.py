@@ -7,7 +7,7 @@ from typing import Any
 
 from scoremode._texts import model_name
 from scoremode.cli import sweep
-from scoremode.cli.options import COUNT, QUIET, Command, Group, Option, UsageError, check_report
+from scoremode.cli.options import COUNT, QUIET, Command, Group, Option, check_report, refuse
 from scoremode.errors import extra
 from scoremode.runs.presets import PRESETS
 from scoremode.wire.protocol import LANES
@@ -17,10 +17,7 @@ _GGUF = ".gguf"
 
 
 def check(options: argparse.Namespace) -> None:
-    if options.messages and options.preset:
-        raise UsageError("--preset does not work with --messages: each turn is a window")
-    if options.max_windows and options.messages:
-        raise UsageError("--max-windows does not work with --messages, which has no preset")
+    refuse(options, ("preset", "max_windows"), "messages", ": each turn is a window")
     check_report(options)
 
 

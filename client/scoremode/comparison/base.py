@@ -8,19 +8,10 @@ import numpy as np
 
 from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
+from scoremode.wire.protocol import ServerInfo
+from scoremode.wire.references import Reference
 
-_OF_THE_MODEL = {
-    "model",
-    "revision",
-    "dtype",
-    "quantization",
-    "scoremode_version",
-    "vllm_version",
-    "fingerprint",
-    "stored_dtype",
-    "weight_bytes",
-    "num_parameters",
-}
+_OF_THE_MODEL = (ServerInfo.model_fields.keys() & Reference.model_fields.keys()) - {"object"}
 """Fields of a reference that describe the server that recorded it."""
 
 
@@ -65,7 +56,7 @@ def run_of_reference(runs: Sequence[RunFile]) -> RunFile:
     label = reference.model
     if label in {each.label for each in runs}:
         label = f"{label} (reference {reference.name})"
-    described = {name: getattr(reference, name) for name in (*_OF_THE_MODEL, "computed_by")}
+    described = {name: getattr(reference, name) for name in _OF_THE_MODEL}
     return replace(
         run,
         path=run.path.with_name(f"reference {reference.name}"),

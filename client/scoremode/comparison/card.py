@@ -184,7 +184,7 @@ def _results(comparison: RunComparison, figures: RunFigures) -> list[EvalResult]
     """List the figures of a run. What else decides them is in the config and split of the dataset, by which the hub
     tells results apart."""
     run, corpus = figures.run, comparison.corpus
-    name = f"text {run.text_identity[:12]}" if corpus is None else corpus.name
+    name = run.text_in_words if corpus is None else corpus.name
     config, split = (None, None) if corpus is None else (corpus.config, corpus.split)
     stride = f"stride {run.stride}" if run.method in STRIDED_METHODS else None
     windows = (config, run.method, f"context length {run.context_length}", stride)

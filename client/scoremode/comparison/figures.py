@@ -207,7 +207,8 @@ class RunComparison:
     @property
     def base_pairs(self) -> dict[str, PairFigures]:
         """The pairs with the base, by the label of the other run."""
-        return {pair.second.label: pair for pair in self.pairs if pair.first is self.base}
+        # They come first.
+        return {pair.second.label: pair for pair in self.pairs[: len(self.runs) - 1]}
 
     def values(self, metric: Metric) -> list[Figure | float | None]:
         """A figure of every row; None where it is not known."""

@@ -21,10 +21,6 @@ MAX_LABEL = 40
 """Characters that a plot and its caption show of a run's name."""
 
 
-Drawable = tuple[str, str, str, Callable[[Theme], Drawing]]
-"""The first fields of a `Plot`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Plot:
     """A picture that can be drawn in any colors, and the text that belongs below it."""
@@ -35,9 +31,9 @@ class Plot:
     caption: str
     """Only what is specific to this plot: `common_caption` has what applies to all plots."""
     drawn: Callable[[Theme], Drawing]
-    formats: Sequence[int]
+    formats: Sequence[int] = ()
     """The color of each run: runs of one format share it."""
-    note: str
+    note: str = ""
     """What was measured, in a line of the picture."""
 
     def draw(self, theme: Theme) -> Drawing:
@@ -63,12 +59,9 @@ def plots(comparison: RunComparison) -> list[Plot]:
         _kld_by_confidence(comparison, diverging) if diverging else None,
         _running_difference(comparison),
     )
-    formats = list(dict.fromkeys(figures.run.format for figures in runs))
-    return [
-        Plot(*plot, formats=[formats.index(figures.run.format) for figures in runs], note=_note(comparison))
-        for plot in drawable
-        if plot is not None
-    ]
+    distinct = list(dict.fromkeys(figures.run.format for figures in runs))
+    formats = [distinct.index(figures.run.format) for figures in runs]
+    return [replace(plot, formats=formats, note=_note(comparison)) for plot in drawable if plot is not None]
 
 
 def _note(comparison: RunComparison) -> str:
@@ -108,11 +101,11 @@ def short_labels(labels: Sequence[str]) -> list[str]:
     ]
 
 
-def _perplexity(comparison: RunComparison) -> Drawable | None:
+def _perplexity(comparison: RunComparison) -> Plot | None:
     size, points = sizes.points(comparison, [figures.perplexity for figures in comparison.runs])
     if not points:
         return None
-    return (
+    return Plot(
         "perplexity",
         f"Perplexity against {size or 'runs'}",
         f"Perplexity{_front(size, points)}. {_not_drawn(comparison, comparison.runs, points)}".rstrip(),
@@ -120,14 +113,12 @@ def _perplexity(comparison: RunComparison) -> Drawable | None:
     )
 
 
-def _perplexity_ratio(comparison: RunComparison) -> Drawable:
+def _perplexity_ratio(comparison: RunComparison) -> Plot:
     """Paired by token: difficulty that the text has for all runs alike cancels, and does not widen the intervals."""
-    # Pairs with the base come first, in the order of the runs.
-    pairs = comparison.pairs[: len(comparison.runs) - 1]
-    ratios = [Figure(0, None, None, None), *(pair.ln_ppl_ratio for pair in pairs)]
+    ratios = [Figure(0, None, None, None), *(pair.ln_ppl_ratio for pair in comparison.base_pairs.values())]
     base = comparison.base.label
     size, points = sizes.points(comparison, ratios)
-    return (
+    return Plot(
         "perplexity-ratio",
         f"Logarithm of the perplexity over that of {base}, against {size or 'runs'}",
         f"ln(perplexity / perplexity of {base}), paired token by token,{_front(size, points)}. At 0 a run is as good "
@@ -136,7 +127,7 @@ def _perplexity_ratio(comparison: RunComparison) -> Drawable:
     )
 
 
-def _mean_kld(comparison: RunComparison) -> Drawable | None:
+def _mean_kld(comparison: RunComparison) -> Plot | None:
     diverging = [figures.kld if _has_divergence(figures.run) else None for figures in comparison.runs]
     size, points = sizes.points(comparison, diverging)
     if not points:
@@ -144,7 +135,7 @@ def _mean_kld(comparison: RunComparison) -> Drawable | None:
     floor = _drawn_floor(comparison)
     references = (figures.run.reference for figures in comparison.runs)
     names = dict.fromkeys(reference.name for reference in references if reference is not None)
-    return (
+    return Plot(
         "kl-divergence",
         f"Mean KL divergence against {size or 'runs'}",
         f"Mean KL divergence from the reference ({', '.join(names)}){_front(size, points)}. "
@@ -153,11 +144,11 @@ def _mean_kld(comparison: RunComparison) -> Drawable | None:
     )
 
 
-def _kld_distribution(comparison: RunComparison, runs: token_plots.Numbered) -> Drawable:
+def _kld_distribution(comparison: RunComparison, runs: token_plots.Numbered) -> Plot:
     floor = _drawn_floor(comparison)
     infinite = sum(int(np.isinf(run.kld).sum()) for _, run in runs if run.kld is not None)
     unbounded = f" {infinite:,} infinite values lie beyond the right edge." if infinite else ""
-    return (
+    return Plot(
         "kl-divergence-distribution",
         "Share of tokens by KL divergence",
         f"Share of tokens whose KL divergence from the reference is larger.{unbounded} "
@@ -166,8 +157,8 @@ def _kld_distribution(comparison: RunComparison, runs: token_plots.Numbered) -> 
     )
 
 
-def _kld_by_confidence(comparison: RunComparison, runs: token_plots.Numbered) -> Drawable:
-    return (
+def _kld_by_confidence(comparison: RunComparison, runs: token_plots.Numbered) -> Plot:
+    return Plot(
         "kl-divergence-by-confidence",
         "Mean KL divergence by the reference's confidence",
         "Mean KL divergence of the tokens, grouped by the probability that the reference gave its top token, the most "
@@ -177,12 +168,12 @@ def _kld_by_confidence(comparison: RunComparison, runs: token_plots.Numbered) ->
     )
 
 
-def _running_difference(comparison: RunComparison) -> Drawable | None:
+def _running_difference(comparison: RunComparison) -> Plot | None:
     base = comparison.base
     runs = [(index, figures.run) for index, figures in enumerate(comparison.runs) if index]
     if not runs or not all(np.isfinite(run.nlls).all() for run in [base, *(run for _, run in runs)]):
         return None
-    return (
+    return Plot(
         "running-difference",
         "Running difference of NLL along the text",
         f"Mean NLL less that of {base.label}, over the text up to a token. A difference that is one of the models and "
@@ -257,7 +248,7 @@ def common_caption(comparison: RunComparison) -> str:
 def measured(comparison: RunComparison) -> str:
     """Corpus, method, tokens, dtypes, versions, devices and days; a reference does not say where its text is from."""
     run = comparison.base
-    corpus = ", ".join(comparison.corpus_names) or f"text {run.text_identity[:12]}"
+    corpus = ", ".join(comparison.corpus_names) or run.text_in_words
     dtypes = ", ".join(dict.fromkeys(figures.run.server.dtype for figures in comparison.runs))
     return (
         f"Corpus: {corpus}. Method: {run.method}, context {run.context_length:,}, stride {run.stride:,}. "

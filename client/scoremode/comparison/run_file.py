@@ -18,6 +18,7 @@ from scoremode._texts import model_name, printable
 from scoremode.errors import RunError, file_errors
 from scoremode.kld import POSITION_DTYPES
 from scoremode.results import TOP_DTYPES, TopTokens
+from scoremode.runs.lanes import in_lane
 from scoremode.runs.output import ARRAYS_SUFFIX
 from scoremode.runs.report import RECORD_VERSION, weights_in_words
 from scoremode.windows import Method
@@ -363,7 +364,7 @@ def with_bits(runs: Sequence[RunFile], bits: Mapping[str, float]) -> list[RunFil
 
 
 def _labels(runs: Sequence[RunFile]) -> list[str]:
-    labels = [run.model if run.lane == "prefill" else f"{run.model} ({run.lane})" for run in runs]
+    labels = [in_lane(run.model, run.lane) for run in runs]
     numbered = [f"{run.path} ({number})" for number, run in enumerate(runs, 1)]
     # Each is longer than the one before, and the last is another for every file.
     for longer in ([run.path.stem for run in runs], [str(run.path) for run in runs], numbered):

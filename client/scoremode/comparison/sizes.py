@@ -31,16 +31,13 @@ def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple
     is not known or infinite is the value itself. Left out are references of unknown size where the runs' are known, and
     simulated quantizations, whose files have another size than what they simulate."""
     runs = [each.run for each in comparison.runs]
+    sized = [run for run in runs if not is_simulated(run, comparison.base)]
     axis: str | None = None
     sizes: list[float | None] = [0.0] * len(runs)
-    # The preferred one last.
-    for name in sorted(_AXES, key=lambda name: name == comparison.size):
-        of_runs = [None if is_simulated(run, comparison.base) else getattr(run, name) for run in runs]
-        if all(
-            size is not None or run.is_reference or is_simulated(run, comparison.base)
-            for run, size in zip(runs, of_runs, strict=True)
-        ):
-            axis, sizes = _AXES[name], of_runs
+    for name in sorted(_AXES, key=lambda name: name != comparison.size):
+        if all(run.is_reference or getattr(run, name) is not None for run in sized):
+            axis, sizes = _AXES[name], [getattr(run, name) if run in sized else None for run in runs]
+            break
     drawn = []
     for index, (run, size, figure) in enumerate(zip(runs, sizes, figures, strict=True)):
         if figure is not None and size is not None and math.isfinite(figure.value):

@@ -27,6 +27,11 @@ def lane_fields(lane: Lane, batch: float | None = None) -> dict[str, object]:
     return {"lane": lane} if batch is None else {"lane": lane, "mean_batch": batch}
 
 
+def in_lane(name: str, lane: Lane) -> str:
+    """The label of a model's run, with its lane where that is another than usual."""
+    return name if lane == "prefill" else f"{name} ({lane})"
+
+
 @dataclass(frozen=True, slots=True)
 class LaneDifference:
     """Decode less prefill, in nats: of NLLs, or of KL divergences from one reference."""

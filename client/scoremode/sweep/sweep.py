@@ -4,15 +4,16 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 
 from scoremode.client import AsyncScoreClient
-from scoremode.comparison import RunComparison, RunFile, check_comparable, compare, load_run, with_logs
+from scoremode.comparison import RunComparison, RunFigures, RunFile, check_comparable, compare, load_run, with_logs
 from scoremode.comparison.card import write_card
+from scoremode.comparison.figures import EngineLog
 from scoremode.comparison.plots import write_plots
 from scoremode.comparison.report import write_report
 from scoremode.errors import NotFoundError, OutputError, RunError, ScoremodeError, file_errors
@@ -23,6 +24,7 @@ from scoremode.runs.divergence import KldMeasurement, measure_kld, measure_noise
 from scoremode.runs.evaluate import Evaluation, evaluate
 from scoremode.runs.export import export_llama_cpp
 from scoremode.runs.journal import Journal, Measurement
+from scoremode.runs.lanes import in_lane
 from scoremode.runs.output import Output
 from scoremode.runs.plan import WindowNlls
 from scoremode.runs.pool import patient_client
@@ -111,14 +113,13 @@ def compare_runs(plan: SweepPlan, folder: Path, result: SweepResult) -> RunCompa
     if not runs:
         return None
     comparison, output = compare(runs), folder / plan.output
-    logs: list[tuple[str, str]] = []
+    logs: list[RunFigures[EngineLog]] = []
     for label, path in result.logs.items():
         try:
-            with_logs(comparison, [(label, str(path))])
-            logs.append((label, str(path)))
+            logs += with_logs(comparison, [(label, str(path))]).logs
         except RunError as error:
             result.failures[label] = str(error)
-    comparison = with_logs(comparison, logs)
+    comparison = replace(comparison, logs=logs)
     if plan.compare.plots is not None:
         write_plots(comparison, output / plan.compare.plots)
     if plan.compare.html is not None:
@@ -195,13 +196,11 @@ class _Sweep:
         lanes = self.plan.lanes
         if self._is_first(entry) and "prefill" not in lanes:
             lanes = ("prefill", *lanes)
-        return {
-            entry.name if lane == "prefill" else f"{entry.name} ({lane})": (
-                lane,
-                self.output / (f"{entry.name}.json" if lane == "prefill" else f"{entry.name}-{lane}.json"),
-            )
-            for lane in lanes
-        }
+        paths = {}
+        for lane in lanes:
+            suffix = "" if lane == "prefill" else f"-{lane}"
+            paths[in_lane(entry.name, lane)] = lane, self.output / f"{entry.name}{suffix}.json"
+        return paths
 
     def _marks(self, entry: ModelEntry, model_marks: reuse.Marks) -> reuse.Marks:
         marks = {**reuse.text_marks(self.plan, self.corpus), **model_marks}
