@@ -26,9 +26,12 @@ Marks = dict[str, Any]
 
 def text_marks(plan: SweepPlan, corpus: Corpus) -> Marks:
     """The marks that all runs of a plan share."""
+    windows, text = plan.windows, plan.text
+    # Only where they are used, so that runs from before there were any are kept.
+    chosen = (windows.preset, windows.max_windows, text.messages, text.by)
     return {
-        "text": _digest(corpus.fingerprint, plan.text.max_tokens),
-        "windows": _digest(plan.windows.model_dump(exclude_defaults=True), plan.text.messages, plan.text.by),
+        "text": _digest(corpus.fingerprint, text.max_tokens),
+        "windows": _digest(windows.model_dump(exclude={"preset", "max_windows"}), *(chosen if any(chosen) else ())),
         "floor": plan.floor,
     }
 

@@ -218,8 +218,10 @@ class _Sweep:
         changes = [reuse.changes(path, wanted) for _, path in paths.values()]
         if changed := next(filter(None, changes), None):
             _log.info("%s: measured again, because of its %s", entry.name, changed)
-        if any(each != "" for each in changes) or (
-            entry.url is None and self._is_first(entry) and self._is_reference_missing()
+        if any(each != "" for each in changes):
+            return False
+        if self._is_first(entry) and (
+            self._is_base_file_missing() or (entry.url is None and self._is_reference_missing())
         ):
             return False
         for label, (_, path) in paths.items():
@@ -231,8 +233,6 @@ class _Sweep:
         """Whether the first model's reference is missing, or not complete, and another model needs it, as far as is
         known before its server is asked."""
         assert self.reference is not None
-        if self.plan.gguf is not None and not self._base_file().exists():
-            return True
         if reuse.is_complete(self.output / "references" / self.reference):
             return False
         text = {**reuse.text_marks(self.plan, self.corpus), "reference": self.reference}
@@ -288,6 +288,10 @@ class _Sweep:
 
     def _base_file(self) -> Path:
         return self.output / "gguf" / f"{self.reference}.base"
+
+    def _is_base_file_missing(self) -> bool:
+        """Whether GGUF files are to be measured and the first model's reference was not exported for that."""
+        return self.plan.gguf is not None and not self._base_file().exists()
 
     async def _export(self, client: AsyncScoreClient, reference: str) -> None:
         path = self._base_file()

@@ -62,6 +62,13 @@ def test_a_replaced_file_is_found(folder):
     assert changes(run, marks_of(folder)) == "files"
 
 
+def test_runs_of_earlier_versions_are_kept(folder):
+    """Their marks of the windows, as 713c719 wrote them; a preset has others."""
+    windows = marks_of(folder, windows={"method": "disjoint", "context_length": 8})["windows"]
+    assert windows == "041675b745e8be19ed6ee00475d5aaa1"
+    assert marks_of(folder, windows={"preset": "gptq", "context_length": 8})["windows"] != windows
+
+
 def test_a_file_that_is_not_a_run_of_a_sweep_is_not_kept(folder):
     marks = marks_of(folder)
     assert changes(folder / "nothing.json", marks) is None

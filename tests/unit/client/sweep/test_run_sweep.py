@@ -198,9 +198,11 @@ async def test_gguf_files_are_measured_against_the_first_model_once(tmp_path: Pa
     assert (len(comparison.runs), comparison.logs) == (1, [])
     assert "has 8 chunks of 512 tokens" in result.failures["q8"]
     program.unlink()
+    base.unlink()
     with serve(server) as url:
         plan["gguf"]["files"] = ["q4.gguf"]
         result = await sweep(tmp_path, **{**plan, "models": [{"name": "base", "url": url}]})
+    assert base.exists(), "it is exported again"
     assert result.failures["q4"] == f"{program} is not a program; give its path as llama_perplexity"
 
 
