@@ -6,7 +6,7 @@ tokens whose log-probabilities count. Everything here is arithmetic on positions
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Literal, TypedDict, get_args
 
 Method = Literal["sliding", "overlapping", "disjoint", "llama.cpp", "rolling", "conversation"]
@@ -86,6 +86,25 @@ def turn_windows(turns: Iterable[tuple[int, int]], context_length: int) -> list[
     """The windows of turns that begin and end at these positions of a conversation's tokens, as far as they lie in the
     first `context_length` tokens."""
     return [Window(0, min(end, context_length), first) for first, end in turns if first < context_length]
+
+
+def turn_prompts(windows: Iterable[tuple[int, Sequence[int], int]]) -> list[list[int]]:
+    """The tokens before each window's targets that the window before it, of the same conversation, does not begin with.
+
+    Args:
+        windows: The conversation's index, the window's tokens, and the position of its first target among them.
+    """
+    prompts: list[list[int]] = []
+    last_conversation, last_tokens = -1, list[int]()
+    for conversation, token_ids, first_scored in windows:
+        context = [*token_ids[:first_scored]]
+        if conversation != last_conversation:
+            last_tokens = []
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(last_tokens, context, strict=False))
+        num_shared = sum(1 for _ in shared)
+        prompts.append(context[num_shared:])
+        last_conversation, last_tokens = conversation, [*token_ids]
+    return prompts
 
 
 def adds_special_tokens(method: Method, requested: bool | None) -> bool:

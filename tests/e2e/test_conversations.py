@@ -2,6 +2,7 @@
 completions that score next to vLLM's, field by field."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -162,3 +163,9 @@ def test_runs_of_a_dataset_have_these_logprobs_and_say_where_they_are_from(
         assert (run.window_documents.tolist(), run.window_labels.tolist(), run.labels) == ([0, 0, 1], [0, 0, 1], LABELS)
         assert (run.method, set(run.classes)) == ("conversation", {0})
         assert run.window_contexts.tolist() == [turn["first"] for each in sequences for turn in each["turns"]]
+        # The template gives a conversation without a system message one of its own.
+        system = ("You answer in one sentence.", "You are a helpful AI assistant named SmolLM, trained by Hugging Face")
+        rendered = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n".format
+        assert run.prompts[0] == rendered(system[0], "Where does the Danube end?")
+        assert run.prompts[2] == rendered(system[1], "Which bird cannot fly?")
+        assert re.fullmatch(r"\s*<\|im_start\|>user\nAnd the Rhine .* asked\?<\|im_end\|>\n.*\n", run.prompts[1])

@@ -285,7 +285,9 @@ def test_classes_and_domains_are_filters(shown, runs):
     classes = np.select([in_window < 10, in_window < 20], [2, 1], 0).astype(np.uint8)
     is_code = np.repeat(window % 3 == 0, WINDOW)
     labels = {"labels": [HOSTILE, "unused", "code"], "window_labels": np.where(window % 3, 0, 2).astype(np.int32)}
-    with shown([runs[0], replace(runs[1], classes=classes, **labels), runs[2]]) as page:
+    prompts = [f"user: {HOSTILE} {index}" for index in range(NUM_WINDOWS)]
+    with shown([runs[0], replace(runs[1], classes=classes, prompts=prompts, **labels), runs[2]]) as page:
+        assert page.locator(".prompt").all_inner_texts() == prompts
         options = [page.locator(f"#{name} option").all_inner_texts() for name in ("class", "domain")]
         assert options == [["all", "text", "reasoning", "tool call"], ["all", HOSTILE, "code"]]
         page.select_option("#class", label="tool call")

@@ -26,6 +26,8 @@ _SHARE_OF_TOPS = 0.06
 """Of all bytes, at most."""
 _BYTES_OF_TOPS = (4 + 2 * NUM_TOP * 6) * 4 // 3 + 1
 """Of a position of a run, at most."""
+MAX_PROMPT = 4000
+"""Characters of a prompt: the last ones."""
 _KLD_SCALE = 512
 """Takes KL divergences from 1e-7 to 127 nats to where float16 has all of its 11 bits."""
 _LARGEST_HALF = 65_504
@@ -89,9 +91,13 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
     fixed = len(script_json(_data(runs, passages, nothing, without_tops, vocabulary)))
     whole = len(script_json(_data(runs, passages, ~nothing, without_tops, vocabulary)))
     num_tops = sum(len(top.positions) for top in tops.values())
-    share = (max_bytes - fixed - _BYTES_OF_TOPS * num_tops) / (whole - fixed)
-    kept = kept_passages(passages, runs, share * runs[0].num_scored)
-    return _data(runs, passages, kept, tops, vocabulary)
+    costs: Floats = passages.size * np.float64((whole - fixed) / runs[0].num_scored)
+    prompts = _prompts(runs, passages)
+    costs[[*prompts]] += [len(script_json({str(index): text})) for index, text in prompts.items()]
+    kept = kept_passages(passages, runs, costs, max_bytes - fixed - _BYTES_OF_TOPS * num_tops)
+    return _data(runs, passages, kept, tops, vocabulary) | {
+        "prompts": {index: text for index, text in prompts.items() if kept[index]}
+    }
 
 
 def _data(
@@ -125,6 +131,15 @@ def _data(
         "vocabulary": {"ids": pack_integers(vocabulary), "texts": [texts.get(token) for token in vocabulary.tolist()]},
         "series": series,
     }
+
+
+def _prompts(runs: Sequence[RunFile], passages: Passages) -> dict[int, str]:
+    """The end of each prompt, by the passage that it is before."""
+    prompts = next((run.prompts for run in runs if run.prompts), None)
+    if prompts is None:
+        return {}
+    begins = np.flatnonzero(passages.first == 0).tolist()
+    return {index: prompts[passages.window[index]][-MAX_PROMPT:] for index in begins}
 
 
 def script_json(data: dict[str, Any]) -> str:
@@ -184,8 +199,8 @@ def _packed_tops(tops: TopTokens, kept: NDArray[np.bool_], vocabulary: NDArray[n
     }
 
 
-def kept_passages(passages: Passages, runs: Sequence[RunFile], max_tokens: float) -> NDArray[np.bool_]:
-    """[passages], those to keep where only `max_tokens` tokens can be.
+def kept_passages(passages: Passages, runs: Sequence[RunFile], costs: Floats, max_cost: float) -> NDArray[np.bool_]:
+    """[passages], those to keep where their `costs` [passages] may sum up to `max_cost`.
 
     First come those with a token that is among the most divergent of a run, then those whose mean divergence is
     largest, each run's divided by its mean over all tokens so that no run decides alone.
@@ -206,7 +221,7 @@ def kept_passages(passages: Passages, runs: Sequence[RunFile], max_tokens: float
         score += passages.means(values) / (values.mean() or 1)
     order = np.lexsort((-score, ~listed))
     kept = np.zeros(len(passages), bool)
-    kept[order[np.cumsum(passages.size[order]) <= max_tokens]] = True
+    kept[order[np.cumsum(costs[order]) <= max_cost]] = True
     return kept
 
 

@@ -50,6 +50,8 @@ class _Record:
     token_texts: dict[int, str] = field(default_factory=dict)
     """The text of every token id that occurs in the arrays; empty for a run that has none."""
     labels: Sequence[str] = ()
+    prompts: Sequence[str] = ()
+    """The text before each window of a conversation since its last turn."""
     """The values of the `--by` column."""
     reference: Reference | None = None
     """What the run was compared with; None for kind `perplexity`."""
@@ -270,7 +272,7 @@ def _read_record(path: Path, text: bytes) -> _Record:
         raise RunError(f"{path} is of version {version}; this ppl-client reads version {RECORD_VERSION}")
     # The windows and the text of a comparison are its reference's.
     parts = [part for part in (record.get("reference"), record.get("settings")) if isinstance(part, dict)]
-    as_is = {"token_texts": content.get("token_texts")}
+    as_is = {name: content.get(name) for name in ("token_texts", "prompts")}
     layers = ChainMap(as_is, record, *parts, {"tokens_per_second": record.get("positions_per_second")})
     if record.get(needed := "reference" if kind == "kld" else "corpus") is None:
         raise RunError(f"{path}: {needed}: is required")
@@ -326,6 +328,8 @@ def _check_arrays(path: Path, record: _Record, arrays: Mapping[str, NDArray[Any]
         raise RunError(f"{path} has no scored token")
     if "window_labels" in arrays and (last := arrays["window_labels"].max()) >= len(record.labels):
         raise RunError(f"{path}: window_labels has {last}, and labels has {len(record.labels)}")
+    if record.prompts and len(record.prompts) != num_windows:
+        raise RunError(f"{path}: prompts has {len(record.prompts)}, and there are {num_windows} windows")
 
 
 def _nlls(logprobs: NDArray[Any]) -> NDArray[np.float64]:

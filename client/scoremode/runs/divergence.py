@@ -302,7 +302,7 @@ async def _measurement(
     occurring = [positions.token_ids, positions.top_token_ids, positions.reference_top_token_ids]
     occurring += [] if top_tokens is None else [top_tokens.token_ids.ravel()]
     figures, origins = statistics(positions, window_sizes), await client.reference_windows(reference.name)
-    fields = (origins.num_context, origins.documents, origins.labels, origins.roles)
+    fields = (origins.num_context, origins.documents, origins.labels, origins.roles, origins.prompts)
     if any(each is not None and len(each) != len(windows) for each in fields):
         raise ResponseError(f"the server's windows of the reference {reference.name} are not {len(windows)}")
     return KldMeasurement(
@@ -318,7 +318,7 @@ async def _measurement(
             client, figures["most_divergent"], positions, window_sizes, reference.method, origins
         ),
         seconds=seconds,
-        token_texts=await texts_of_occurring(client, *occurring) if return_token_texts else {},
+        token_texts=await texts_of_occurring(client, *occurring, *origins.prompts or ()) if return_token_texts else {},
         top_tokens=top_tokens,
         origins=origins,
         lane=plan.lane,
@@ -333,7 +333,7 @@ def _identity(reference: Reference) -> Mapping[str, object]:
 async def texts_of_occurring(client: AsyncScoreClient, *token_ids: Collection[int] | NDArray[Any]) -> dict[int, str]:
     """The text of every token id that occurs in some arrays, by the tokenizer of a server. One that fails, or is older
     than the route, costs the texts."""
-    occurring = np.unique(np.concatenate([np.asarray(ids) for ids in token_ids])).tolist()
+    occurring = np.unique(np.concatenate([np.asarray(ids, np.int32) for ids in token_ids])).tolist()
     try:
         return await client.token_texts(occurring)
     except ScoremodeError as error:

@@ -26,6 +26,7 @@ from scoremode.windows import (
     cut_windows,
     resolve_context_length,
     resolve_stride,
+    turn_prompts,
     turn_windows,
 )
 from scoremode.wire.protocol import ROUNDING, Lane, Many, Nats, Rank, ServerInfo
@@ -90,7 +91,13 @@ class Plan:
         contexts = [window.first_scored for window in self.windows]
         documents = self.documents or [0] * len(self.windows)
         labels = [self.corpus.labels[index] for index in documents] if self.corpus.labels else None
-        return WindowOrigins(num_context=contexts, documents=documents, labels=labels, roles=self.roles or None)
+        prompts = None
+        if self.roles:
+            tokens = [window.token_ids(self.tokens) for window in self.windows]
+            prompts = turn_prompts(zip(documents, tokens, contexts, strict=True))
+        return WindowOrigins(
+            num_context=contexts, documents=documents, labels=labels, roles=self.roles or None, prompts=prompts
+        )
 
     @property
     def num_windows(self) -> int:

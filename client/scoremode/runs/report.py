@@ -65,8 +65,11 @@ def record_beginning(kind: str, urls: Sequence[str], model: str, server: ServerI
 def record_end(
     texts: Mapping[int, str], origins: WindowOrigins | None, overlap: Overlap[Any] | None
 ) -> dict[str, object]:
-    """The texts of a run's tokens by their ids, the labels of its windows, and its overlap with a calibration text."""
+    """The texts of a run's tokens by their ids, the labels and prompts of its windows, and its overlap with a
+    calibration text."""
     record: dict[str, object] = {"token_texts": {str(token_id): text for token_id, text in texts.items()}}
     if origins is not None and origins.labels is not None:
         record["labels"] = list(dict.fromkeys(origins.labels))
+    if origins is not None and origins.prompts is not None and texts:
+        record["prompts"] = ["".join(texts[token_id] for token_id in prompt) for prompt in origins.prompts]
     return record if overlap is None else record | overlap.record()

@@ -147,6 +147,8 @@ class WindowOrigins(BaseModel):
     """Of the text or conversation, where it was recorded with labels."""
     roles: Many[str] | None
     """Of the turn, for conversations."""
+    prompts: list[Many[Int32]] | None = None
+    """The tokens between the last turn of a conversation and this one, which are not scored."""
 
 
 class ReferenceWindows(WindowOrigins):

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.datastructures import State
 
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
+from scoremode.windows import turn_prompts
 from scoremode.wire.arrays import encode_array, encode_top_logprobs
 from scoremode.wire.references import (
     KldRequest,
@@ -97,6 +98,11 @@ async def get_windows(name: str, raw_request: Request) -> ReferenceWindows:
     reference = await stored.open(name)
     text, plan = await stored.text(reference), reference.manifest.text
     documents, labels, roles = text.origins.T.tolist()
+    prompts = None
+    if plan.roles:
+        windows = map(text.window, range(len(documents)))
+        turns = ((document, *window) for document, window in zip(documents, windows, strict=True))
+        prompts = await asyncio.to_thread(turn_prompts, turns)
     return ReferenceWindows(
         name=name,
         text_fingerprint=plan.fingerprint,
@@ -104,6 +110,7 @@ async def get_windows(name: str, raw_request: Request) -> ReferenceWindows:
         documents=documents,
         labels=[plan.labels[index] for index in labels] if plan.labels else None,
         roles=[plan.roles[index] for index in roles] if plan.roles else None,
+        prompts=prompts,
     )
 
 

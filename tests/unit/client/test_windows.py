@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows
 
 from scoremode.metrics import count_words, perplexity
-from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length, resolve_stride
+from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length, resolve_stride, turn_prompts
 
 BOS = 999
 
@@ -81,6 +81,12 @@ def test_llama_cpp_scores_the_second_half_of_whole_chunks():
     windows = cut_windows(16, "llama.cpp", 8, bos_token_id=BOS)
     assert [each.token_ids(range(16)) for each in windows] == [[BOS, *range(1, 8)], [BOS, *range(9, 16)]]
     assert (windows[1].first_scored, windows[1].num_scored) == (5, 3)
+
+
+def test_a_turns_prompt_is_what_follows_the_turn_before():
+    """A conversation, whose third turn is rendered without what the second thought (8), and another."""
+    turns = [(0, [1, 2, 5, 6], 2), (0, [1, 2, 5, 6, 3, 8, 7], 5), (0, [1, 2, 5, 6, 3, 7, 4, 5], 7), (1, [1, 2, 5], 2)]
+    assert turn_prompts(turns) == [[1, 2], [3], [7, 4], [1, 2]]
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,13 @@ function showMore(direction) {
 function makePassage(passage) {
   const made = element("section", `passage${passage.kept ? "" : " left-out"}`, element("small", "place"));
   // Methods that score a part of each window leave out text before it.
-  if (data.has_gaps && passage.first === 0) {
+  const prompt = data.prompts[passage.index];
+  if (prompt) {
+    const before = element("span", "prompt", prompt);
+    before.title = "prompt, not scored";
+    before.dir = "auto";
+    made.append(before);
+  } else if (data.has_gaps && passage.first === 0) {
     const gap = element("small", "quiet", "[…] ");
     gap.title = "text that is not scored";
     made.append(gap);

@@ -111,6 +111,9 @@ def test_a_bounded_report_keeps_the_most_divergent_tokens(runs, report):
     texts = dict.fromkeys(runs[0].token_texts, "<" * 40)
     text = report([replace(run, token_texts=texts) for run in runs], max_bytes=275_000)
     assert (len(text.encode()) <= 275_000, data_of(text)["num_kept"] > 0) == (True, True)
+    prompts = ["<" * 9999] * runs[0].num_windows
+    text = report([replace(run, prompts=prompts) for run in runs], max_bytes=275_000)
+    assert (len(text.encode()) <= 275_000, set(data_of(text)["prompts"].values())) == (True, {"<" * 4000})
     alone = report(runs[:1], max_bytes=1)
     assert ('id="pairs"' in alone, data_of(alone)["num_kept"]) == (False, 0)
 
