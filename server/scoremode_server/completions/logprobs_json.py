@@ -3,11 +3,9 @@
 The JSON of cached blocks is stored under their block hashes, because benchmarks repeat prefixes.
 """
 
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -22,9 +20,6 @@ from scoremode_server.vllm_compat.output_processor import INCOMPLETE
 
 PIECE_ENTRIES = 16_384
 """Logprobs in a piece of JSON, which is written in some five milliseconds."""
-
-MAX_COMPARED_COLUMNS = 3
-"""Of so many columns each two are compared to find texts that tokens of a row share; of more a set is made per row."""
 
 STORED_BYTES = 64 * 1024**2
 
@@ -98,19 +93,22 @@ class TokenPieces:
         after: what is after its rank, with its own text: `,"decoded_token":"a"}`.
         texts: the text alone: `"a"`.
         lengths: characters of the text.
+        shares_text: whether a token that was added earlier has the same text.
     """
 
     def __init__(self, strings: TokenStrings) -> None:
         self._strings = strings
         self.before, self.after, self.texts = (np.zeros(0, object) for _ in range(3))
         self.lengths = np.zeros(0, np.int64)
+        self.shares_text = np.zeros(0, bool)
         self._kinds = np.zeros(0, np.uint8)
+        self._known_texts: set[str] = set()
 
     def fill(self, token_ids: np.ndarray) -> list[int]:
         """Add these tokens [n]. Returns the places of those that end within a character."""
         size = int(token_ids.max(initial=0)) + 1
         if size > len(self._kinds):
-            for table in (self.before, self.after, self.texts, self.lengths, self._kinds):
+            for table in (self.before, self.after, self.texts, self.lengths, self.shares_text, self._kinds):
                 table.resize(size, refcheck=False)
         kinds = self._kinds[token_ids]
         # Searching bytes is faster than reducing a short array.
@@ -125,6 +123,8 @@ class TokenPieces:
             self.texts[token_id] = orjson.dumps(text)
             self.after[token_id] = _after_rank(text)
             self.lengths[token_id] = len(text)
+            self.shares_text[token_id] = text in self._known_texts
+            self._known_texts.add(text)
             self._kinds[token_id] = _WITHIN_CHARACTER if text.endswith(INCOMPLETE) else _WHOLE
 
 
@@ -232,19 +232,22 @@ class LogprobsWriter:
     def _openai(self, rows: Rows, entries: Entries, style: Style) -> OpenAI:
         assert style.num_top is not None
         ids, num_columns = rows.token_ids.ravel(), rows.num_columns
+        may_share_name = np.zeros(ids.shape, bool)
         if style.as_token_ids:
             names = [b'"%b"' % format_token_id_placeholder(token_id).encode() for token_id in ids.tolist()]
             lengths = np.array(list(map(len, names[::num_columns])), np.int64) - 2
         else:
             names, lengths = self._pieces.texts[ids].tolist(), self._pieces.lengths[ids[::num_columns]]
+            may_share_name = self._pieces.shares_text[ids]
             for place, text in entries.completed:
                 names[place] = orjson.dumps(text)
+                may_share_name[place] = True
                 if place % num_columns == 0:
                     lengths[place // num_columns] = len(text)
         return OpenAI(
             b",".join(names[::num_columns]),
             b",".join(entries.logprobs[::num_columns]),
-            _top(names, rows.logprobs, entries, style.num_top),
+            _top(names, rows.logprobs, entries, style.num_top, may_share_name),
             lengths,
         )
 
@@ -295,43 +298,32 @@ def _left_out(entries: Entries, shape: tuple[int, ...], num_top: int) -> list[in
     return cast(list[int], np.flatnonzero(~shown | (shown.cumsum(axis=1) > num_top + 1)).tolist())
 
 
-def _top(names: list[bytes], logprobs: np.ndarray, entries: Entries, num_top: int) -> bytes:
-    """OpenAI's `top_logprobs` of rows with these names and logprobs [rows, columns]. Each entry has four pieces."""
+def _top(names: list[bytes], logprobs: np.ndarray, entries: Entries, num_top: int, may_share_name: np.ndarray) -> bytes:
+    """OpenAI's `top_logprobs` of rows with these names and logprobs [rows, columns]. Each entry has four pieces.
+
+    Different tokens may have one text. Only rows where `may_share_name` is true for a place are searched for them.
+    """
     num_columns, left_out = logprobs.shape[1], _left_out(entries, logprobs.shape, num_top)
     pieces = [b","] * (4 * len(names))
     pieces[0 :: 4 * num_columns] = [b"},{"] * len(logprobs)
     pieces[1::4] = names
     pieces[2::4] = [b":"] * len(names)
     pieces[3::4] = entries.logprobs
-    # Different tokens may have one text. What is left out gets a name that no other has.
-    shown: list[Any] = list(names)
-    for place in left_out:
-        shown[place] = place
-    # Faster than a slice for each row.
-    rows = zip(*[iter(shown)] * num_columns, strict=True) if _may_repeat(shown, num_columns) else ()
-    for row, row_names in enumerate(rows):
-        if len({*row_names}) < num_columns:
-            places = range(row * num_columns, (row + 1) * num_columns)
-            best = _most_likely(shown, logprobs.flat, places)
-            left_out += set(places) - best.keys()
-            for place, other in best.items():
-                pieces[4 * place + 3] = entries.logprobs[other]
+    hidden = set(left_out)
+    for row in np.flatnonzero(may_share_name.reshape(logprobs.shape).any(axis=1)).tolist():
+        places = set(range(row * num_columns, (row + 1) * num_columns)) - hidden
+        best = _most_likely(names, logprobs.flat, sorted(places))
+        left_out += places - best.keys()
+        for place, other in best.items():
+            pieces[4 * place + 3] = entries.logprobs[other]
     for place in left_out:
         pieces[4 * place : 4 * place + 4] = [b""] * 4
     return b"".join(pieces).removeprefix(b"},") + b"}"
 
 
-def _may_repeat(names: list[Any], num_columns: int) -> bool:
-    """Whether a row may have a name twice. Of few columns this is found out at a sixth of the cost of sets."""
-    if num_columns > MAX_COMPARED_COLUMNS:
-        return True
-    columns = [names[column::num_columns] for column in range(num_columns)]
-    return any(any(map(operator.eq, one, other)) for one, other in combinations(columns, 2))
-
-
-def _most_likely(names: list[Any], logprobs: "np.flatiter[Any]", places: Iterable[int]) -> dict[int, int]:
+def _most_likely(names: list[bytes], logprobs: "np.flatiter[Any]", places: Iterable[int]) -> dict[int, int]:
     """The first of the places of each name, and the place of that name's most likely token."""
-    firsts, best = dict[Any, int](), dict[int, int]()
+    firsts, best = dict[bytes, int](), dict[int, int]()
     for place in places:
         first = firsts.setdefault(names[place], place)
         if first not in best or logprobs[place] > logprobs[best[first]]:
