@@ -45,7 +45,7 @@ from scoremode.runs.calibration import Overlap, measure_overlap
 from scoremode.runs.divergence import DivergentToken, KldMeasurement, measure_kld, measure_noise_floor
 from scoremode.runs.output import Output
 from scoremode.runs.report import reference_in_words, weights_in_words
-from scoremode.wire.references import ConfidenceBucket, KldStatistics
+from scoremode.wire.references import ConfidenceBucket
 
 _QUANTILES = {
     "Maximum": "max",
@@ -112,9 +112,7 @@ def _verdict(measurement: KldMeasurement) -> list[str]:
     return [printable(verdict_line(comparison, figures)) for figures in comparison.runs[1:]]
 
 
-def as_text(
-    measurement: KldMeasurement, overlap: Overlap[KldStatistics] | None = None, num_divergent: int = MOST_DIVERGENT
-) -> str:
+def as_text(measurement: KldMeasurement, overlap: Overlap | None = None, num_divergent: int = MOST_DIVERGENT) -> str:
     """The models, the tokens that diverge most, llama.cpp's three tables, and tables of what these leave out."""
     figures, clustered = measurement.statistics, "stderr_clustered"
     kld, delta_p = figures["kld"], figures["delta_p"]
@@ -202,7 +200,7 @@ def _summary(measurement: KldMeasurement) -> list[str]:
     return lines
 
 
-def _calibration_table(overlap: Overlap[KldStatistics]) -> list[str]:
+def _calibration_table(overlap: Overlap) -> list[str]:
     rest = overlap.without
     lines = ["====== Text of the calibration ======", printable(overlap.in_words)]
     if rest is not None:

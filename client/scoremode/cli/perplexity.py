@@ -32,7 +32,6 @@ from scoremode.cli.running import (
     windows_of,
     write_and_print,
 )
-from scoremode.metrics import Perplexity
 from scoremode.runs.calibration import Overlap, measure_overlap
 from scoremode.runs.evaluate import Evaluation, evaluate
 from scoremode.runs.output import Output
@@ -57,7 +56,7 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Measur
     return np.concatenate([window.nlls for window in evaluation.windows]), np.concatenate(positions)
 
 
-def as_text(evaluation: Evaluation, overlap: Overlap[Perplexity] | None = None) -> str:
+def as_text(evaluation: Evaluation, overlap: Overlap | None = None) -> str:
     """An evaluation in two columns; with `overlap`, also without the windows that share calibration text."""
     plan, result, text = evaluation.plan, evaluation.result, evaluation.text_metrics
     rows = [

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scoremode.client import AsyncScoreClient
-from scoremode.runs.calibration import Calibration, Figures, FinishedRun, Overlap
+from scoremode.runs.calibration import Calibration, FinishedRun, Overlap
 from scoremode.runs.corpora import Corpus, load_corpus, read_rows
 from scoremode.runs.lanes import lane_difference
 from scoremode.runs.output import Output
@@ -82,12 +82,13 @@ async def connected(
 
 
 def write_and_print(
-    run: FinishedRun[Figures], overlap: Overlap[Figures] | None, urls: Sequence[str], output: Output | None, text: str
+    run: FinishedRun, overlap: Overlap | None, urls: Sequence[str], output: Output | None, text: str
 ) -> None:
     """Write a finished run, and print it: a number that took hours is shown even where it cannot be written."""
     try:
         if output is not None:
-            output.write(run.record(urls, overlap), run.arrays())
+            shared = {} if overlap is None else overlap.record()
+            output.write(run.record(urls) | shared, run.arrays())
     finally:
         print(text)
 

@@ -5,18 +5,18 @@ Texts share their common 13-grams (13 tokens in a row), the measure used to sear
 """
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from scoremode.metrics import Perplexity, finite_or_none
+from scoremode.runs.divergence import KldMeasurement
+from scoremode.runs.evaluate import Evaluation
 
-Figures = TypeVar("Figures")
-
+FinishedRun = Evaluation | KldMeasurement
 NGRAM = 13
 DEFAULT_THRESHOLD = 0.3
 
@@ -39,14 +39,15 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Overlap(Generic[Figures]):
+class Overlap:
     """How much the windows of a run share with a calibration text."""
 
     calibration: Calibration
     shares: NDArray[np.float64]
     """[windows], share of each window's n-grams that the calibration text has too; 0 for a window without n-grams."""
-    without: Figures | None
-    """Of the windows that share no more than the threshold; None if there are none."""
+    without: Any
+    """The figures of the windows that share no more than the threshold, as `FinishedRun.figures_of` has them; None if
+    there are no such windows."""
 
     @property
     def is_shared(self) -> NDArray[np.bool_]:
@@ -78,28 +79,7 @@ class Overlap(Generic[Figures]):
         )
 
 
-class FinishedRun(Protocol[Figures]):
-    """A finished run of either kind."""
-
-    @property
-    def window_sizes(self) -> Sequence[int]:
-        """Targets of each window."""
-
-    @property
-    def target_ids(self) -> Sequence[int] | NDArray[np.int32]:
-        """Token ids of all targets, in the order of windows."""
-
-    def figures_of(self, windows: NDArray[np.bool_]) -> Figures:
-        """The figures of some windows, [windows] true for each."""
-
-    def record(self, urls: Sequence[str], overlap: Overlap[Figures] | None = None) -> dict[str, object]:
-        """All that was measured and all that it takes to repeat it. JSON lacks infinity: it becomes null."""
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """The values of every target, in the order of windows, and the windows' sizes."""
-
-
-def measure_overlap(calibration: Calibration | None, run: FinishedRun[Figures]) -> Overlap[Figures] | None:
+def measure_overlap(calibration: Calibration | None, run: FinishedRun) -> Overlap | None:
     """Measure what the windows of a run share with a calibration text; None without such a text."""
     if calibration is None:
         return None

@@ -15,7 +15,6 @@ from scoremode.errors import ResponseError, ScoremodeError, ServersDifferError
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.metrics import exp, finite_or_none
 from scoremode.results import TOP_DTYPES, KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
-from scoremode.runs.calibration import Overlap
 from scoremode.runs.lanes import lane_fields, mean_batch
 from scoremode.runs.plan import differences, server_header
 from scoremode.runs.pool import Pool
@@ -166,9 +165,11 @@ class KldMeasurement:
 
     @property
     def target_ids(self) -> NDArray[np.int32]:
+        """Token ids of all targets, in the order of windows."""
         return self.positions.token_ids
 
     def figures_of(self, windows: NDArray[np.bool_]) -> KldStatistics:
+        """The figures of some windows, [windows] true for each."""
         inside = np.repeat(windows, self.window_sizes)
         positions = KldPositions(**{name: getattr(self.positions, name)[inside] for name in POSITION_DTYPES})
         return statistics(positions, np.array(self.window_sizes)[windows].tolist())
@@ -183,7 +184,8 @@ class KldMeasurement:
         floor, mean = self.reference.noise_floor_of(self.lane), self.statistics["kld"]["mean"]
         return mean / floor.mean if floor is not None and floor.mean > 0 and mean is not None else None
 
-    def record(self, urls: Sequence[str], overlap: Overlap[KldStatistics] | None = None) -> dict[str, object]:
+    def record(self, urls: Sequence[str]) -> dict[str, object]:
+        """All that was measured and all that it takes to repeat it. JSON lacks infinity: it becomes null."""
         return {
             **record_beginning("kld", urls, self.model, self.server),
             "reference": finite_or_none(self.reference.model_dump()) | {"model": model_name(self.reference.model)},
@@ -197,10 +199,11 @@ class KldMeasurement:
             "most_divergent": [finite_or_none(asdict(token)) for token in self.most_divergent],
             "seconds": self.seconds,
             "positions_per_second": self.positions_per_second,
-            **record_end(self.token_texts, self.origins, overlap),
+            **record_end(self.token_texts, self.origins),
         }
 
     def arrays(self) -> dict[str, NDArray[Any]]:
+        """The values of every target, in the order of windows, and the windows' sizes."""
         arrays = {name: getattr(self.positions, name).astype(dtype) for name, dtype in POSITION_DTYPES.items()}
         if (top := self.top_tokens) is not None:
             arrays |= {f"top_tokens.{name}": getattr(top, name).astype(dtype) for name, dtype in TOP_DTYPES.items()}

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from scoremode.client import AsyncScoreClient
 from scoremode.metrics import Perplexity, TextMetrics, finite_or_none, perplexity, text_metrics
-from scoremode.runs.calibration import Overlap
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.divergence import texts_of_occurring
 from scoremode.runs.lanes import lane_fields, mean_batch
@@ -57,16 +56,19 @@ class Evaluation:
 
     @property
     def target_ids(self) -> list[int]:
+        """Token ids of all targets, in the order of windows."""
         return self.plan.target_ids()
 
     def figures_of(self, windows: NDArray[np.bool_]) -> Perplexity:
+        """The figures of some windows, [windows] true for each."""
         return perplexity(nll for window in compress(self.windows, windows) for nll in window.nlls)
 
     @property
     def tokens_per_second(self) -> float:
         return self.result.num_scored / self.seconds
 
-    def record(self, urls: Sequence[str], overlap: Overlap[Perplexity] | None = None) -> dict[str, object]:
+    def record(self, urls: Sequence[str]) -> dict[str, object]:
+        """All that was measured and all that it takes to repeat it. JSON lacks infinity: it becomes null."""
         plan, result = self.plan, self.result
         return {
             **record_beginning("perplexity", urls, plan.model, plan.server),
@@ -104,10 +106,11 @@ class Evaluation:
                 {name: getattr(window, name) for name in ("index", "num_scored", "nll_sum", "nlls")}
                 for window in self.windows
             ],
-            **record_end(self.token_texts, plan.origins, overlap),
+            **record_end(self.token_texts, plan.origins),
         }
 
     def arrays(self) -> dict[str, NDArray[Any]]:
+        """The values of every target, in the order of windows, and the windows' sizes."""
         arrays: dict[str, NDArray[Any]] = {
             "token_ids": np.array(self.target_ids, np.int32),
             # As the server sent them, which float32 holds.

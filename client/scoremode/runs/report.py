@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from scoremode._texts import model_name
 from scoremode._version import __version__
-from scoremode.runs.calibration import Overlap
 from scoremode.runs.conversations import token_classes
 from scoremode.wire.protocol import ServerInfo
 from scoremode.wire.references import Reference, WindowOrigins
@@ -62,14 +61,11 @@ def record_beginning(kind: str, urls: Sequence[str], model: str, server: ServerI
     }
 
 
-def record_end(
-    texts: Mapping[int, str], origins: WindowOrigins | None, overlap: Overlap[Any] | None
-) -> dict[str, object]:
-    """The texts of a run's tokens by their ids, the labels and prompts of its windows, and its overlap with a
-    calibration text."""
+def record_end(texts: Mapping[int, str], origins: WindowOrigins | None) -> dict[str, object]:
+    """The texts of a run's tokens by their ids, and the labels and prompts of its windows."""
     record: dict[str, object] = {"token_texts": {str(token_id): text for token_id, text in texts.items()}}
     if origins is not None and origins.labels is not None:
         record["labels"] = list(dict.fromkeys(origins.labels))
     if origins is not None and origins.prompts is not None and texts:
         record["prompts"] = ["".join(texts[token_id] for token_id in prompt) for prompt in origins.prompts]
-    return record if overlap is None else record | overlap.record()
+    return record

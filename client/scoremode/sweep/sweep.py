@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import httpx
 
@@ -273,7 +273,7 @@ class _Sweep:
     ) -> None:
         output, reference = Output(path, resume=reuse.prepare_resume(path, marks), force=True), marks["reference"]
         try:
-            run: FinishedRun[Any]
+            run: FinishedRun
             if reference is None or (self._is_first(entry) and lane == "prefill"):
                 run, figures = await self._perplexity(client, entry, output)
             else:
