@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from scoremode.errors import OutputError, file_errors
-from scoremode.runs.journal import AppendedFile, check_same_run, open_locked
+from scoremode.runs.journal import AppendedFile, check_same_run
 from scoremode.runs.output import sync_folder
 
 HEADER_KEY = b"scoremode"
@@ -32,7 +32,7 @@ class FiguresJournal(AppendedFile):
     """The journal of one output file: the figures of earlier sessions, and a place for those of this one."""
 
     def __init__(self, path: Path, header: Mapping[str, object], schema: pa.Schema) -> None:
-        super().__init__(path, open_locked(path))
+        super().__init__(path)
         schema = schema.with_metadata({HEADER_KEY: json.dumps(header)})
         try:
             size, batches = self._read(header, schema) if path.stat().st_size else (0, [])

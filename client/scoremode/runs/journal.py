@@ -20,7 +20,8 @@ from typing_extensions import Buffer
 
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import OutputError, ResponseError, file_errors
-from scoremode.runs.plan import conflicts
+from scoremode.results import KldWindowValues
+from scoremode.runs.plan import WindowNlls, conflicts
 
 _log = logging.getLogger(__name__)
 
@@ -31,16 +32,7 @@ _BEGINNING = json.dumps(_KIND).removesuffix("}").encode()
 _SECONDS = TypeAdapter(NonNegativeFloat, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
-class WindowResult(Protocol):
-    """The values of one window."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def num_scored(self) -> int: ...
-
-
-Result = TypeVar("Result", bound=WindowResult)
+Result = TypeVar("Result", bound=WindowNlls | KldWindowValues)
 
 
 class Measurement(Protocol[Result]):
@@ -68,11 +60,11 @@ class Measurement(Protocol[Result]):
 class AppendedFile:
     """A locked file that is only appended to, of what a run has finished."""
 
-    def __init__(self, path: Path, file: FileIO) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.num_done = 0
         """What the file has, in windows or rows."""
-        self._file = file
+        self._file = open_locked(path)
         self._failure: OutputError | None = None
 
     def close(self) -> None:
@@ -100,27 +92,36 @@ class AppendedFile:
 
 
 class Journal(AppendedFile, Generic[Result]):
-    """The journal of a run: the windows of its earlier sessions, and a place for those of this one."""
+    """The journal of a run: the windows of its earlier sessions, and a place for those of this one.
 
-    def __init__(self, path: Path, file: FileIO, plan: Measurement[Result]) -> None:
-        super().__init__(path, file)
+    OutputError if the file is of another run, damaged or in use.
+    """
+
+    def __init__(self, path: Path, plan: Measurement[Result]) -> None:
+        super().__init__(path)
         self.windows: dict[int, Result] = {}
         """The windows of earlier sessions, by their indices."""
         self.seconds = 0.0
         """Scoring time of the earlier sessions."""
         self.num_windows = plan.num_windows
         self._plan = plan
+        try:
+            header = _read_header(path)
+            if header is None:
+                self._file.truncate(0)
+                self._append_line(_header(plan))
+            else:
+                check_same_run(path, header, _header(plan), "delete it to start afresh")
+                self._resume()
+        except BaseException:
+            self._file.close()
+            raise
 
     def add(self, window: Result, seconds: float) -> None:
         self._append_line({**self._plan.to_line(window), "seconds": seconds})
         self.num_done += 1
 
-    def start(self) -> None:
-        """Begin the file anew, with a header."""
-        self._file.truncate(0)
-        self._append_line(_header(self._plan))
-
-    def resume(self) -> None:
+    def _resume(self) -> None:
         """Read the windows that the file has, and cut off a torn line."""
         size = 0
         for number, line in enumerate(_whole_lines(self.path), start=1):
@@ -144,22 +145,6 @@ class Journal(AppendedFile, Generic[Result]):
 
     def _append_line(self, record: dict[str, object]) -> None:
         self._append(json.dumps(record, allow_nan=False).encode() + b"\n")
-
-
-def open_journal(path: Path, plan: Measurement[Result]) -> Journal[Result]:
-    file = open_locked(path)
-    try:
-        journal = Journal(path, file, plan)
-        header = _read_header(path)
-        if header is None:
-            journal.start()
-        else:
-            check_same_run(path, header, _header(plan), "delete it to start afresh")
-            journal.resume()
-    except BaseException:
-        file.close()
-        raise
-    return journal
 
 
 def check_same_run(path: Path, header: Mapping[str, object], wanted: Mapping[str, object], other_way: str) -> None:

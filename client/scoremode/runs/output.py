@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from scoremode.errors import OutputError, file_errors
-from scoremode.runs.journal import Journal, Measurement, Result, count_windows, open_journal, open_locked
+from scoremode.runs.journal import Journal, Measurement, Result, count_windows, open_locked
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Output:
             _log.info("there is no %s: starting at the beginning", self._journal_path)
 
     def start_journal(self, plan: Measurement[Result]) -> Journal[Result]:
-        self._journal = journal = open_journal(self._journal_path, plan)
+        self._journal = journal = Journal(self._journal_path, plan)
         if journal.num_done:
             _log.info("resuming %s: it has %s", self._journal_path, _progress(journal))
         return journal

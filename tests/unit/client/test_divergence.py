@@ -12,7 +12,7 @@ from scoremode import BadRequestError, OutputError, ResponseError, ServersDiffer
 from scoremode.kld import POSITION_DTYPES, KldPositions
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.divergence import measure_kld, measure_noise_floor
-from scoremode.runs.journal import open_journal
+from scoremode.runs.journal import Journal
 from scoremode.runs.recording import record_reference
 from scoremode.windows import METHODS
 
@@ -115,7 +115,7 @@ async def test_answers_that_do_not_fit_the_windows_end_the_run(server, path, cha
 async def measure_with_journal(server, path, **settings):
     with ExitStack() as journals:
         return await measure(
-            server, start_journal=lambda plan: journals.enter_context(closing(open_journal(path, plan))), **settings
+            server, start_journal=lambda plan: journals.enter_context(closing(Journal(path, plan))), **settings
         )
 
 

@@ -12,7 +12,7 @@ from fake_server import INFO, FakeServer, serve
 from scoremode import OutputError, ServerInfo
 from scoremode.cli.main import main
 from scoremode.runs.corpora import Corpus
-from scoremode.runs.journal import Journal, count_windows, open_journal
+from scoremode.runs.journal import Journal, count_windows
 from scoremode.runs.output import Output
 from scoremode.runs.plan import Plan, WindowNlls
 from scoremode.windows import cut_windows
@@ -50,7 +50,7 @@ def path(tmp_path):
 
 def write(path, windows=WINDOWS, plan=PLAN) -> bytes:
     """A journal of some windows, as a killed process leaves it; gives its bytes."""
-    journal = open_journal(path, plan)
+    journal = Journal(path, plan)
     for number, window in enumerate(windows, start=1):
         num_lines = path.read_bytes().count(b"\n")
         journal.add(window, 10.0 * number)
@@ -60,14 +60,14 @@ def write(path, windows=WINDOWS, plan=PLAN) -> bytes:
 
 
 def resumed(path, plan=PLAN) -> dict[int, WindowNlls]:
-    with closing(open_journal(path, plan)) as journal:
+    with closing(Journal(path, plan)) as journal:
         return journal.windows
 
 
 def test_values_are_read_back_to_the_last_bit(path):
     before = write(path, WINDOWS[:2])
     more_at_once = {"max_num_seqs": 256, "max_top_logprobs": 5, "weight_bytes": 9, "num_parameters": 3}
-    journal = open_journal(path, plan_of(**more_at_once))
+    journal = Journal(path, plan_of(**more_at_once))
     assert {index: list(map(float.hex, window.nlls)) for index, window in journal.windows.items()} == {
         window.index: list(map(float.hex, window.nlls)) for window in WINDOWS[:2]
     }
@@ -103,7 +103,7 @@ def test_a_torn_last_line_or_header_is_cut_off(path):
 def test_a_journal_of_another_run_is_refused_with_the_differences(path, plan, message):
     before = write(path)
     with pytest.raises(OutputError, match="of another run") as caught:
-        open_journal(path, plan)
+        Journal(path, plan)
     assert message in str(caught.value)
     assert path.read_bytes() == before
 
@@ -125,7 +125,7 @@ def test_a_damaged_line_is_named_and_nothing_is_changed(path, line):
     damaged = write(path, WINDOWS[:1]) + line + b"\n"
     path.write_bytes(damaged)
     with pytest.raises(OutputError, match="damaged at line 3"):
-        open_journal(path, PLAN)
+        Journal(path, PLAN)
     assert path.read_bytes() == damaged
 
 
@@ -143,17 +143,17 @@ def test_a_damaged_line_is_named_and_nothing_is_changed(path, line):
 )
 def test_another_file_of_that_name_is_left_alone(path, content):
     path.write_bytes(content)
-    for attempt in (lambda: open_journal(path, PLAN), lambda: count_windows(path)):
+    for attempt in (lambda: Journal(path, PLAN), lambda: count_windows(path)):
         with pytest.raises(OutputError, match="not a journal"):
             attempt()
     assert path.read_bytes() == content
 
 
 def test_a_journal_belongs_to_one_process_and_is_deleted_if_empty(path):
-    open_journal(path, PLAN).close()
+    Journal(path, PLAN).close()
     assert not path.exists()
-    with closing(open_journal(path, PLAN)) as journal:
-        for attempt in (lambda: open_journal(path, PLAN), lambda: Output(path.with_suffix(""), resume=False)):
+    with closing(Journal(path, PLAN)) as journal:
+        for attempt in (lambda: Journal(path, PLAN), lambda: Output(path.with_suffix(""), resume=False)):
             with pytest.raises(OutputError, match="in use"):
                 attempt()
         journal.add(WINDOWS[0], 1.0)
@@ -174,7 +174,9 @@ class AlmostFull(FileIO):
 
 def test_nothing_is_written_after_a_failed_write(path):
     before = write(path, WINDOWS[:1])
-    journal = Journal(path, AlmostFull(path, "a"), PLAN)
+    journal = Journal(path, PLAN)
+    journal._file.close()
+    journal._file = AlmostFull(path, "a")
     for window in WINDOWS[1:]:
         with pytest.raises(OutputError, match=f"cannot write {path}: No space left"):
             journal.add(window, 1.0)
