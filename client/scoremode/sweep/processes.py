@@ -1,4 +1,5 @@
-"""A model's server, started for a sweep: a process with a log, ready for requests, and gone afterwards."""
+"""Processes that a sweep starts: a model's server, ready for requests and gone afterwards, and llama.cpp's
+llama-perplexity on a GGUF file. What they print is in a log."""
 
 import asyncio
 import os
@@ -6,16 +7,18 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import sys
 from asyncio.subprocess import Process
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import httpx
 
+from scoremode._tasks import Result
 from scoremode.errors import ScoremodeError
 
 STOP_SECONDS = 60.0
@@ -27,12 +30,13 @@ _TAIL_LINES = 200
 _ERROR = re.compile(r"(?<![\w.])[\w.]++(?:(?<=Error)|(?<=Exception)|(?<=Exit)): .+")
 _SUMMARY_OF_VLLM = "Engine core initialization failed"
 """Of an error that only says that there is another."""
+_BASE_HEADER = struct.Struct("<8si")
+"""The first fields of llama.cpp's base file: its mark and the context length."""
 
-Result = TypeVar("Result")
 
-
-class ServerProcessError(ScoremodeError):
-    """A server did not come up, or ended while it was needed; the message ends with the error in its log."""
+class ProcessError(ScoremodeError):
+    """A program is missing, did not come up, failed, or ended while it was needed; the message ends with the error in
+    its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class ModelServer:
             for each in (working, ending):
                 each.cancel()
             await asyncio.gather(working, ending, return_exceptions=True)
-        raise ServerProcessError(f"the server ended with status {self.process.returncode}{_reason(self.log)}")
+        raise ProcessError(f"the server ended with status {self.process.returncode}{_reason(self.log)}")
 
 
 @asynccontextmanager
@@ -70,7 +74,7 @@ async def model_server(
 ) -> AsyncIterator[ModelServer]:
     """`COMMAND MODEL --host 127.0.0.1 --port PORT FLAGS`, once it answers `/health`; stopped on leaving.
 
-    It runs in `folder`, with `environment` in addition to this process's, and prints to `log`. ServerProcessError if
+    It runs in `folder`, with `environment` in addition to this process's, and prints to `log`. ProcessError if
     the command is missing, or the server ended or was not ready in time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -96,9 +100,7 @@ async def model_server(
                 async with asyncio.timeout(start_seconds):
                     await server.while_it_runs(_healthy(server.url))
             except TimeoutError:
-                raise ServerProcessError(
-                    f"the server was not ready after {start_seconds:.0f} s{_reason(log)}"
-                ) from None
+                raise ProcessError(f"the server was not ready after {start_seconds:.0f} s{_reason(log)}") from None
             yield server
         finally:
             await _stop(process)
@@ -113,7 +115,7 @@ def _resolved(command: Sequence[str], folder: Path) -> list[str]:
     else:
         path = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
     if path is None:
-        raise ServerProcessError(
+        raise ProcessError(
             f"command {name!r} not found; to install the server, run in a clone of Scoremode (cpu without an NVIDIA "
             f"GPU): scripts/install.sh {sys.executable} cuda report"
         )
@@ -151,10 +153,10 @@ async def _stop(process: Process) -> None:
             await asyncio.wait_for(process.wait(), STOP_SECONDS)
     finally:
         # A second Ctrl-C ends the wait, and leaves no process either.
-        await end_group(process)
+        await _end_group(process)
 
 
-async def end_group(process: Process) -> None:
+async def _end_group(process: Process) -> None:
     """End a process that leads a session, and all that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -166,3 +168,44 @@ def _reason(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-_TAIL_LINES:]
     errors = [match[0] for line in lines if (match := _ERROR.search(line)) and _SUMMARY_OF_VLLM not in line]
     return f" (log {log}): {(errors or lines or ['it printed nothing'])[-1]}"
+
+
+async def measure_file(program: str, gguf: Path, base: Path, log: Path) -> None:
+    """Compare a GGUF file with the base file that was exported of a reference; the log appears when it is whole."""
+    command, partial = _command(program, gguf, base), log.with_name(f"{log.name}.partial")
+    with partial.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            status = await process.wait()
+        finally:
+            await _end_group(process)
+    if status:
+        lines = deque(filter(str.strip, partial.read_text(errors="replace").splitlines()), maxlen=1)
+        raise ProcessError(f"{program} ended with status {status} (log {partial}): {''.join(lines).strip()}")
+    partial.replace(log)
+
+
+def _command(program: str, gguf: Path, base: Path) -> list[str]:
+    path = shutil.which(program)
+    if path is None:
+        raise ProcessError(f"{program} is not a program; give its path as llama_perplexity")
+    if not gguf.is_file():
+        raise ProcessError(f"there is no {gguf}")
+    with base.open("rb") as file:
+        header = file.read(_BASE_HEADER.size)
+    context_length = _BASE_HEADER.unpack(header)[1]
+    # By default it says nothing of the file's type and size.
+    return [
+        path,
+        "-m",
+        str(gguf),
+        "--kl-divergence-base",
+        str(base),
+        "--kl-divergence",
+        "-c",
+        str(context_length),
+        "-lv",
+        "4",
+    ]

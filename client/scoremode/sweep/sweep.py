@@ -31,9 +31,8 @@ from scoremode.runs.pool import patient_client
 from scoremode.runs.recording import record_reference
 from scoremode.runs.run import OnProgress
 from scoremode.sweep import reuse
-from scoremode.sweep.llama_cpp import measure_file
 from scoremode.sweep.plan import GgufOptions, ModelEntry, SweepPlan, check_local_models
-from scoremode.sweep.server import ServerProcessError, model_server
+from scoremode.sweep.processes import ProcessError, measure_file, model_server
 from scoremode.windows import WindowError
 from scoremode.wire.protocol import Lane, PerplexityWindow
 
@@ -221,7 +220,8 @@ class _Sweep:
         if any(each != "" for each in changes):
             return False
         if self._is_first(entry) and (
-            self._is_base_file_missing() or (entry.url is None and self._is_reference_missing())
+            (self.plan.gguf is not None and not self._base_file().exists())
+            or (entry.url is None and self._is_reference_missing())
         ):
             return False
         for label, (_, path) in paths.items():
@@ -289,10 +289,6 @@ class _Sweep:
     def _base_file(self) -> Path:
         return self.output / "gguf" / f"{self.reference}.base"
 
-    def _is_base_file_missing(self) -> bool:
-        """Whether GGUF files are to be measured and the first model's reference was not exported for that."""
-        return self.plan.gguf is not None and not self._base_file().exists()
-
     async def _export(self, client: AsyncScoreClient, reference: str) -> None:
         path = self._base_file()
         if not path.exists():
@@ -306,7 +302,7 @@ class _Sweep:
             file = self.folder / name
             try:
                 if not self._base_file().exists():
-                    raise ServerProcessError("the first model's reference was not exported")
+                    raise ProcessError("the first model's reference was not exported")
                 log = reuse.log_path(self._base_file(), file)
                 if not log.exists():
                     _log.info("%s: llama-perplexity measures it, log %s", file.stem, log)

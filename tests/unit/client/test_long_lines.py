@@ -9,7 +9,7 @@ import pytest
 from scoremode.comparison.engine_log import load_log
 from scoremode.runs.conversations import token_classes
 from scoremode.runs.presets import detokenized
-from scoremode.sweep.server import _reason
+from scoremode.sweep.processes import _reason
 
 LOG = Path(__file__).parents[2] / "data" / "llama_perplexity_kld.txt"
 

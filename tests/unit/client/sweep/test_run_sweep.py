@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from scoremode.cli.main import main
 from scoremode.sweep import SweepPlan, SweepResult, compare_runs, run_sweep
-from scoremode.sweep.server import ServerProcessError, _resolved
+from scoremode.sweep.processes import ProcessError, _resolved
 from scoremode.wire.base_file import BaseFile
 from scoremode.wire.references import Reference
 
@@ -49,7 +49,7 @@ async def sweep(folder: Path, *models: dict[str, Any], **changes: Any) -> SweepR
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in is ready much sooner than a server."""
-    monkeypatch.setattr("scoremode.sweep.server._POLL_SECONDS", 0.05)
+    monkeypatch.setattr("scoremode.sweep.processes._POLL_SECONDS", 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -291,5 +291,5 @@ async def test_a_sweep_scores_the_text_of_its_first_model_once(tmp_path: Path, m
 
 
 def test_a_command_that_is_not_there_is_named(tmp_path: Path):
-    with pytest.raises(ServerProcessError, match=r"^command 'no-such-server' not found; to install the server, run "):
+    with pytest.raises(ProcessError, match=r"^command 'no-such-server' not found; to install the server, run "):
         _resolved(["no-such-server"], tmp_path)
