@@ -13,7 +13,7 @@ from typing import Any, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode.metrics import exp
+from scoremode.metrics import exp, finite_or_none
 from scoremode.wire.references import ConfidenceBucket, DeltaPFigures, DivergentPosition, KldFigures, KldStatistics
 
 Floats = NDArray[np.float64]
@@ -23,7 +23,6 @@ CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 NUM_MOST_DIVERGENT = 20
 MOST_FLOORS = 1000
 """Times the noise floor: a divergence that is larger is shown as more than that."""
-_TAIL_DIVISOR = 100
 _QUANTILES = {
     "median": 0.5,
     "p999": 0.999,
@@ -100,38 +99,39 @@ def statistics(positions: KldPositions, window_sizes: Sequence[int], first_windo
     ln_ratio = float((nll_q - nll_base).mean())
     ratio = exp(ln_ratio)
     ln_ratio_stderr = standard_error(nll_q - nll_base)
-    return {
+    figures: KldStatistics = {
         "num_scored": len(kld),
         "num_windows": len(sizes),
-        "nll_q": _figure(mean_q),
-        "nll_q_stderr": _figure(stderr_q),
-        "nll_base": _figure(mean_base),
-        "nll_base_stderr": _figure(stderr_base),
-        "ppl_q": _figure(ppl_q),
-        "ppl_q_stderr": _figure(ppl_q * stderr_q),
-        "ppl_base": _figure(ppl_base),
-        "ppl_base_stderr": _figure(ppl_base * stderr_base),
-        "ln_ppl_correlation": _figure(_correlation(nll_q, nll_base)),
-        "ln_ppl_ratio": _figure(ln_ratio),
-        "ln_ppl_ratio_stderr": _figure(ln_ratio_stderr),
-        "ln_ppl_ratio_stderr_clustered": _figure(clustered_standard_error(nll_q - nll_base, sizes)),
-        "ppl_ratio": _figure(ratio),
-        "ppl_ratio_stderr": _figure(ratio * ln_ratio_stderr),
-        "ppl_difference": _figure(ppl_q - ppl_base),
-        "ppl_difference_stderr": _figure(standard_error(ppl_q * nll_q - ppl_base * nll_base)),
+        "nll_q": mean_q,
+        "nll_q_stderr": stderr_q,
+        "nll_base": mean_base,
+        "nll_base_stderr": stderr_base,
+        "ppl_q": ppl_q,
+        "ppl_q_stderr": ppl_q * stderr_q,
+        "ppl_base": ppl_base,
+        "ppl_base_stderr": ppl_base * stderr_base,
+        "ln_ppl_correlation": _correlation(nll_q, nll_base),
+        "ln_ppl_ratio": ln_ratio,
+        "ln_ppl_ratio_stderr": ln_ratio_stderr,
+        "ln_ppl_ratio_stderr_clustered": clustered_standard_error(nll_q - nll_base, sizes),
+        "ppl_ratio": ratio,
+        "ppl_ratio_stderr": ratio * ln_ratio_stderr,
+        "ppl_difference": ppl_q - ppl_base,
+        "ppl_difference_stderr": standard_error(ppl_q * nll_q - ppl_base * nll_base),
         "kld": _kld_figures(kld, sizes),
         "num_infinite_kld": int(np.isinf(kld).sum()),
-        "top_1_percent_share": _figure(_tail_share(kld)),
-        "reverse_kld_mean": _figure(reverse_kld.mean()),
+        "top_1_percent_share": _tail_share(kld),
+        "reverse_kld_mean": reverse_kld.mean(),
         "num_infinite_reverse_kld": int(np.isinf(reverse_kld).sum()),
-        "acceptance_mean": _figure(acceptance.mean()),
+        "acceptance_mean": acceptance.mean(),
         "delta_p": _delta_p_figures(delta_p, sizes),
         "same_top_p": float(same_top.mean()),
-        "same_top_p_stderr": _figure(standard_error(same_top)),
-        "same_top_p_stderr_clustered": _figure(clustered_standard_error(same_top, sizes)),
+        "same_top_p_stderr": standard_error(same_top),
+        "same_top_p_stderr_clustered": clustered_standard_error(same_top, sizes),
         "confidence_buckets": _confidence_buckets(_floats(positions.reference_confidence), kld, same_top),
         "most_divergent": _most_divergent(kld, sizes, first_window),
     }
+    return cast(KldStatistics, finite_or_none(figures))
 
 
 def times_the_floor(multiple: float) -> str:
@@ -183,10 +183,6 @@ def _floats(values: NDArray[Any]) -> Floats:
     return floats
 
 
-def _figure(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
 def _correlation(first: Floats, second: Floats) -> float:
     first, second = first - first.mean(), second - second.mean()
     norm = math.sqrt((first @ first) * (second @ second))
@@ -203,7 +199,7 @@ def _kld_figures(values: Floats, window_sizes: NDArray[Any]) -> KldFigures:
         "min": ordered[0],
         **{name: quantile(ordered, fraction) for name, fraction in _QUANTILES.items()},
     }
-    return cast(KldFigures, {name: _figure(figures[name]) for name in KldFigures.__annotations__})
+    return cast(KldFigures, {name: figures[name] for name in KldFigures.__annotations__})
 
 
 def _delta_p_figures(values: Floats, window_sizes: NDArray[Any]) -> DeltaPFigures:
@@ -211,16 +207,16 @@ def _delta_p_figures(values: Floats, window_sizes: NDArray[Any]) -> DeltaPFigure
     rms = math.sqrt(squares.mean())
     return {
         **_kld_figures(values, window_sizes),
-        "p75": _figure(quantile(ordered, 0.75)),
-        "p25": _figure(quantile(ordered, 0.25)),
+        "p75": quantile(ordered, 0.75),
+        "p25": quantile(ordered, 0.25),
         "rms": rms,
-        "rms_stderr": _figure(0.5 / rms * standard_error(squares)) if rms else None,
+        "rms_stderr": 0.5 / rms * standard_error(squares) if rms else None,
     }
 
 
 def _tail_share(kld: Floats) -> float:
     """The share of the sum that the largest hundredth of the positions, rounded up, has; NaN where the sum is 0."""
-    num_tail = -(-len(kld) // _TAIL_DIVISOR)
+    num_tail = -(-len(kld) // 100)
     total = float(kld.sum())
     return float(np.sort(kld)[-num_tail:].sum()) / total if total else math.nan
 
@@ -233,8 +229,8 @@ def _confidence_buckets(confidence: Floats, kld: Floats, same_top: Floats) -> li
             "upper": upper,
             "count": int(inside.sum()),
             "share": float(inside.mean()),
-            "mean_kld": _figure(kld[inside].mean()) if inside.any() else None,
-            "same_top_p": _figure(same_top[inside].mean()) if inside.any() else None,
+            "mean_kld": kld[inside].mean() if inside.any() else None,
+            "same_top_p": same_top[inside].mean() if inside.any() else None,
         }
         for (lower, upper), inside in zip(pairwise(CONFIDENCE_EDGES), positions, strict=True)
     ]
@@ -243,4 +239,4 @@ def _confidence_buckets(confidence: Floats, kld: Floats, same_top: Floats) -> li
 def _most_divergent(kld: Floats, window_sizes: NDArray[Any], first_window: int) -> list[DivergentPosition]:
     window_of = np.repeat(np.arange(len(window_sizes)) + first_window, window_sizes)
     largest = np.argsort(-kld, kind="stable")[: min(NUM_MOST_DIVERGENT, int((kld > 0).sum()))]
-    return [{"index": int(at), "window": int(window_of[at]), "kld": _figure(kld[at])} for at in largest]
+    return [{"index": int(at), "window": int(window_of[at]), "kld": kld[at]} for at in largest]

@@ -8,7 +8,6 @@ from typing import Any
 
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
 
-_WHITE_SPACE = re.compile(r"\s+")
 _LARGEST_EXPONENT = 709.0
 
 
@@ -84,7 +83,7 @@ def count_words(text: str) -> int:
 
     White space at an end leaves an empty piece there, which counts.
     """
-    return len(_WHITE_SPACE.split(text))
+    return len(re.split(r"\s+", text))
 
 
 def exp(value: float) -> float:
@@ -93,7 +92,12 @@ def exp(value: float) -> float:
 
 
 def finite_or_none(value: Any) -> Any:
-    """Replace infinities in a figure, or in several, by None, because JSON lacks them."""
+    """Replace infinities and NaN in a figure, or in several, by None, because JSON lacks them; numpy's floats become
+    Python's."""
     if isinstance(value, dict):
         return {name: finite_or_none(part) for name, part in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, list):
+        return [finite_or_none(part) for part in value]
+    if not isinstance(value, float):
+        return value
+    return float(value) if math.isfinite(value) else None

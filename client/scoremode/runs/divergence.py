@@ -27,7 +27,6 @@ from scoremode.wire.references import DivergentPosition, KldStatistics, Referenc
 
 _IDENTITY = {"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}
 """The fields of a reference that tell it from any other."""
-NUM_TOKENS_BEFORE = 16
 
 _log = logging.getLogger(__name__)
 
@@ -196,7 +195,7 @@ class KldMeasurement:
             },
             "statistics": self.statistics,
             "kld_over_noise_floor": self.kld_over_noise_floor,
-            "most_divergent": [finite_or_none(asdict(token)) for token in self.most_divergent],
+            "most_divergent": finite_or_none([asdict(token) for token in self.most_divergent]),
             "seconds": self.seconds,
             "positions_per_second": self.positions_per_second,
             **record_end(self.token_texts, self.origins),
@@ -360,7 +359,7 @@ async def _divergent_tokens(
     starts = np.repeat(firsts, window_sizes)
     shown = (positions.token_ids, positions.reference_top_token_ids, positions.top_token_ids)
     places = [entry["index"] for entry in most_divergent]
-    before = [tuple(positions.token_ids[max(starts[at], at - NUM_TOKENS_BEFORE) : at].tolist()) for at in places]
+    before = [tuple(positions.token_ids[max(starts[at], at - 16) : at].tolist()) for at in places]
     looked_up = [[before_it, *((int(ids[at]),) for ids in shown)] for before_it, at in zip(before, places, strict=True)]
     texts: dict[tuple[int, ...], str] = {(): ""}
     try:
