@@ -6,10 +6,10 @@ was deleted stays so, even if the second answer is then that it is not found.
 
 import logging
 import random
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from time import monotonic
-from typing import Self
 
 import httpx
 
@@ -72,7 +72,7 @@ class Retries:
         return min(limit for limit in (self.grace, self.first_contact, self.retry_for) if limit is not None)
 
 
-class Attempts:
+class Attempts(AbstractContextManager["Attempts"]):
     """The attempts of one request: after each that failed, the seconds to wait before the next, or the final error."""
 
     def __init__(self, retries: Retries) -> None:
@@ -83,9 +83,6 @@ class Attempts:
         self._raises_timeouts = retries.raises_timeouts
         self._first_failure: float | None = None
         self._backoff = FIRST_WAIT
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
         retries = self._retries
@@ -106,7 +103,7 @@ class Attempts:
             raise error
         if not self._is_passing(error):
             raise error
-        asked_wait = _retry_after(response.headers.get("retry-after"))
+        asked_wait = _retry_after(response.headers.get("retry-after", ""))
         if response.status_code != BUSY or error.param != "reference":
             self._num_failures += 1
         # Else other clients compare with another reference, which ends however long their windows take.
@@ -165,10 +162,8 @@ class Attempts:
         return wait
 
 
-def _retry_after(header: str | None) -> float | None:
+def _retry_after(header: str) -> float | None:
     """Seconds that a Retry-After header asks for, as a number or as a date; None where it says neither."""
-    if header is None:
-        return None
     if header.strip().isdecimal():
         return float(header)
     try:
