@@ -11,19 +11,15 @@ from scoremode._texts import printable
 from scoremode.cli.options import MORE_THAN_0, Command, Group, Option, UsageError, at_least, check_report, value
 from scoremode.errors import RunError, extra
 
-MIN_RESAMPLES = 100
-
 
 def _name_and_bits(text: str) -> tuple[str, float]:
     name, _, bits = text.rpartition("=")
     return name, float(bits)
 
 
-_NAMED = value(lambda text: text.partition("=")[::2], all, "NAME=FILE")
 _NAMES = partial(str.split, sep=",")
 _OF_RUNS = ("card", "html", "plots", "write_card", "base", "fail_if", "max_kld", "max_ppl_increase", "bits")
 _SIZES: dict[str, Literal["gib", "bits_per_weight"]] = {"gib": "gib", "bpw": "bits_per_weight"}
-_BITS = value(_name_and_bits, lambda pair: pair[0] and pair[1] > 0, "NAME=BITS")
 LIMIT_EXCEEDED = 3
 """The exit status."""
 
@@ -52,14 +48,10 @@ def check(options: argparse.Namespace) -> None:
     check_report(options)
 
 
+@extra("report")
 def run(options: argparse.Namespace) -> int:
     """Write the report and the plots first, and the tables to stdout last; returns 3 if a limit is exceeded. RunError
     if a run or a task's samples cannot be read or compared."""
-    with extra("report"):
-        return _compare(options)
-
-
-def _compare(options: argparse.Namespace) -> int:
     from scoremode.accuracy import compare_tasks, load_tasks
     from scoremode.comparison import as_csv, as_markdown, as_text, card, compare, load_runs, with_logs
     from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_text
@@ -153,7 +145,7 @@ COMMAND = Command(
                     "--llama-cpp NAME=LOG",
                     "what `llama-perplexity` printed, with --kl-divergence or without, on the same text and windows: a "
                     "row of its own, without intervals; several times",
-                    type=_NAMED,
+                    type=value(lambda text: text.partition("=")[::2], all, "NAME=FILE"),
                     action="append",
                     default=[],
                 ),
@@ -220,7 +212,7 @@ COMMAND = Command(
                     "--bits NAME=BITS",
                     "bits per weight that a run of this name would have, whose files hold simulated quantization: "
                     "otherwise it is left out of plots against size; several times",
-                    type=_BITS,
+                    type=value(_name_and_bits, lambda pair: pair[0] and pair[1] > 0, "NAME=BITS"),
                     action="append",
                     default=[],
                 ),
@@ -251,9 +243,7 @@ COMMAND = Command(
         Group(
             "intervals",
             [
-                Option(
-                    "--resamples N", "of the text; default: %(default)s", type=at_least(MIN_RESAMPLES), default=4000
-                ),
+                Option("--resamples N", "of the text; default: %(default)s", type=at_least(100), default=4000),
                 Option("--seed N", "of the resamples; default: %(default)s", type=at_least(0), default=0),
             ],
         ),

@@ -13,7 +13,6 @@ from scoremode.runs.presets import PRESETS
 from scoremode.wire.protocol import LANES
 
 _PRESET = "llama.cpp"
-_GGUF = ".gguf"
 
 
 def check(options: argparse.Namespace) -> None:
@@ -21,17 +20,17 @@ def check(options: argparse.Namespace) -> None:
     check_report(options)
 
 
+@extra("report")
 def run(options: argparse.Namespace) -> int:
     """Sweep the models and print the verdict on each; returns 1 if a model failed."""
-    with extra("report"):
-        from scoremode.sweep import SweepPlan
+    from scoremode.sweep import SweepPlan
 
-        return sweep.measure(SweepPlan.model_validate(plan(options)), Path(), options, with_verdicts=True)
+    return sweep.measure(SweepPlan.model_validate(plan(options)), Path(), options, with_verdicts=True)
 
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of a plan that is equal to these options."""
-    files = [model for model in options.models if model.endswith(_GGUF)]
+    files = [model for model in options.models if model.endswith(".gguf")]
     models = [model for model in options.models if model not in files]
     preset = options.preset or (None if options.messages else _PRESET)
     windows = {"preset": preset, "max_windows": options.max_windows, "context_length": options.context_length}

@@ -4,10 +4,10 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from scoremode._texts import printable
 from scoremode.cli.options import API_KEY_HELP, QUIET, Command, Group, Option
@@ -15,17 +15,15 @@ from scoremode.cli.progress import progress_bar
 from scoremode.errors import extra
 
 if TYPE_CHECKING:
-    from scoremode.sweep import SweepPlan
-
-Result = TypeVar("Result")
+    from scoremode.sweep import SweepPlan, SweepResult
 
 
+@extra("report")
 def run(options: argparse.Namespace) -> int:
     """Sweep the models of a plan; returns 1 if a model failed."""
-    with extra("report"):
-        from scoremode.sweep import read_plan
+    from scoremode.sweep import read_plan
 
-        return measure(read_plan(options.plan), options.plan.parent, options)
+    return measure(read_plan(options.plan), options.plan.parent, options)
 
 
 def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, *, with_verdicts: bool = False) -> int:
@@ -48,7 +46,7 @@ def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, *, wit
     return 1 if result.failures else 0
 
 
-async def _stopped_by_sigterm(measuring: Awaitable[Result]) -> Result:
+async def _stopped_by_sigterm(measuring: Coroutine[Any, Any, "SweepResult"]) -> "SweepResult":
     """Stop as Ctrl-C does, which shells have background commands ignore: servers stop before the process ends."""
     task = asyncio.current_task()
     assert task is not None

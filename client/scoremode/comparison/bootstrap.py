@@ -27,8 +27,6 @@ MANY_UNITS = 2000
 """More windows than these are joined: an interval gains nothing by them, and resamples take longer."""
 _MIN_SEGMENT = 16
 """Tokens of the shortest segment."""
-_MIN_BLOCKS = 4
-_QUANTILE = 0.975
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +138,7 @@ def _factor(sizes: Floats, length: int, are_documents: bool) -> float:
     decay = 1 - 1 / length
     freedom = num_units * (1 - decay**2) / (1 + decay**2) - 1
     lost = (1 + decay) / (1 - decay) / num_units
-    return float(stdtrit(freedom, _QUANTILE)) / math.sqrt(1 - lost)
+    return float(stdtrit(freedom, 0.975)) / math.sqrt(1 - lost)
 
 
 def block_length(units: Units, watched: Floats) -> int:
@@ -160,4 +158,4 @@ def block_length(units: Units, watched: Floats) -> int:
     if varying.shape[1]:
         wanted = optimal_block_length(varying)["stationary"].to_numpy()
         lengths += list(2 * wanted[np.isfinite(wanted)])
-    return min(math.ceil(max(lengths)), num_units // _MIN_BLOCKS)
+    return min(math.ceil(max(lengths)), num_units // 4)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scoremode.comparison.base import with_base_first
 from scoremode.comparison.bootstrap import Resamples, resample
@@ -14,14 +13,12 @@ from scoremode.comparison.figures import Figure, PairFigures, RunComparison, Run
 from scoremode.comparison.groups import Group, first_known, groups_of
 from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
-from scoremode.kld import quantile, standard_error
+from scoremode.kld import Floats, quantile, standard_error
 from scoremode.metrics import bits_per_byte, exp
 from scoremode.windows import EXHAUSTIVE_METHODS
 
-Floats = NDArray[np.float64]
 LEAST_LN_RATIO = 5e-5
 """Smallest abs(ln(PPL ratio)) that counts: batches of other shapes alone change a model's perplexity by this much."""
-DEFAULT_NUM_RESAMPLES = 4000
 
 
 def compare(
@@ -29,7 +26,7 @@ def compare(
     *,
     base: str | None = None,
     size: Size = "gib",
-    num_resamples: int = DEFAULT_NUM_RESAMPLES,
+    num_resamples: int = 4000,
     seed: int = 0,
 ) -> RunComparison:
     """Compare runs on the same tokens, each with each.

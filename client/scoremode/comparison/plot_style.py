@@ -28,13 +28,10 @@ Floats = NDArray[np.float64]
 
 WIDTH, HEIGHT = 5.6, 3.9
 """Inches; two of them are as wide as a page, and one is readable on a telephone."""
-PNG_DPI = 200
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 _TIP = "tip:"
 """Begins the ids of what has a tip, until those become titles."""
 _TIPS_OF_A_CURVE = 30
-_NOTE_WIDTH = 100
-"""Characters."""
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 
@@ -69,7 +66,6 @@ _VARIABLES = {
     **{getattr(LIGHT, name): f"var(--plot-{name})" for name in ("paper", "ink", "quiet", "grid")},
     **{color: f"var(--plot-run-{index})" for index, color in enumerate(LIGHT.runs)},
 }
-_FONT_SIZE = re.compile(r"[\d.]+(?=px)")
 
 
 def marker(index: int) -> str:
@@ -81,7 +77,7 @@ def new_axes(theme: Theme, height: float = HEIGHT) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH, height), dpi=100, layout="constrained", facecolor=theme.paper)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor=theme.paper)
-    figure.supxlabel(fill(theme.note, _NOTE_WIDTH), fontsize=7, color=theme.quiet)
+    figure.supxlabel(fill(theme.note, 100), fontsize=7, color=theme.quiet)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(theme.quiet)
@@ -175,7 +171,7 @@ def line_box(axes: Axes, start: tuple[float, float], end: tuple[float, float], h
 
 def as_png(figure: Figure) -> bytes:
     content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=PNG_DPI)
+    figure.savefig(content, format="png", dpi=200)
     return content.getvalue()
 
 
@@ -225,7 +221,7 @@ def _take_attributes(element: ElementTree.Element, prefix: str) -> None:
         name, value = (part.strip() for part in declaration.split(":", 1))
         if name == "font":
             # The family is the page's.
-            name, value = "font-size", _FONT_SIZE.findall(value)[0]
+            name, value = "font-size", re.findall(r"[\d.]+(?=px)", value)[0]
         element.set(name, _VARIABLES.get(value, value))
     if "id" in element.attrib:
         element.set("id", prefix + element.attrib["id"])

@@ -30,7 +30,6 @@ MAX_PROMPT = 4000
 """Characters of a prompt: the last ones."""
 _KLD_SCALE = 512
 """Takes KL divergences from 1e-7 to 127 nats to where float16 has all of its 11 bits."""
-_LARGEST_HALF = 65_504
 _INFINITE = 65_535
 """Of fixed-point values."""
 
@@ -240,7 +239,7 @@ def pack_fixed(values: NDArray[np.float64], largest: float) -> Packed:
 
 def pack_klds(values: NDArray[np.float64]) -> Packed:
     """KL divergences to 11 bits each, because their sizes differ by many powers of ten."""
-    scaled = np.where(np.isfinite(values), np.minimum(values * _KLD_SCALE, _LARGEST_HALF), np.inf)
+    scaled = np.where(np.isfinite(values), np.minimum(values * _KLD_SCALE, np.finfo(np.float16).max), np.inf)
     return _packed(scaled, "float16", 1 / _KLD_SCALE)
 
 

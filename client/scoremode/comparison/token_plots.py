@@ -18,15 +18,13 @@ from scoremode.comparison.plot_style import (
     plain_log_axis,
 )
 from scoremode.comparison.run_file import RunFile
-from scoremode.kld import CONFIDENCE_EDGES, bucket_of, clustered_standard_error
+from scoremode.kld import CONFIDENCE_EDGES, Floats, bucket_of, clustered_standard_error
 
-Floats = NDArray[np.float64]
 Numbered = Sequence[tuple[int, RunFile]]
 """Runs with their places in the comparison, which decide their colors."""
 
 _CURVE_POINTS = 400
 """As many as a plot can show; one point per token would make a file of many megabytes."""
-_LOWEST_QUANTILE = 0.002
 _SETTLED = 0.02
 """After this share of the text a running mean is fit to set the limits of an axis."""
 _Z_95 = 1.959964
@@ -36,7 +34,7 @@ def draw_kld_distribution(runs: Numbered, floor: float | None, theme: Theme) -> 
     """The share of tokens whose KL divergence is larger, both axes logarithmic."""
     drawing, axes = new_axes(theme)
     positive = [values[(values > 0) & np.isfinite(values)] for values in (_kld(run) for _, run in runs)]
-    low = min((np.quantile(values, _LOWEST_QUANTILE) for values in positive if len(values)), default=1e-6)
+    low = min((np.quantile(values, 0.002) for values in positive if len(values)), default=1e-6)
     high = max((values.max() for values in positive if len(values)), default=1.0)
     thresholds = np.geomspace(low, high * 1.3, _CURVE_POINTS)
     for index, run in runs:

@@ -15,12 +15,12 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode._tasks import joined
+from scoremode._tasks import Result, joined
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import APIStatusError, ResponseError, ScoremodeError
 from scoremode.metrics import bits_per_byte, exp
 from scoremode.results import Score
-from scoremode.runs.pool import Pool, Result
+from scoremode.runs.pool import Pool
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
 from scoremode.wire.retries import INTERNAL_ERROR
 

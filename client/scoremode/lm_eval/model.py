@@ -5,7 +5,7 @@ import os
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 from lm_eval.api.model import TemplateLM
@@ -22,21 +22,19 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from scoremode._sync_client import ScoreClient
+from scoremode._tasks import Result
 from scoremode._texts import printable
 from scoremode.client import AsyncScoreClient
-from scoremode.runs.pool import Pool
+from scoremode.runs.pool import Job, Pool
 from scoremode.wire.calls import LISTING_BYTES, call
 from scoremode.wire.requests import DEFAULT_TIMEOUT
 from scoremode.wire.retries import PATIENT_RETRY_FOR
 
 MAX_PROMPTS, MAX_TOKENS = 32, 65_536
 """Of one request to `/v1/score`."""
-ENCODED_AT_ONCE = 1024
 PROBE = "Scoremode, 1 + 2:\n  naïve “quotes” 你好\n"
 """A text that the local tokenizer must encode as the server does."""
 
-Job = TypeVar("Job")
-Result = TypeVar("Result")
 Answer = tuple[float, bool]
 TokenRequest = tuple[Any, list[int], list[int]]
 """As lm-eval has it: the request's arguments or None, the context's tokens, the continuation's."""
@@ -166,7 +164,7 @@ class ScoremodeLM(TemplateLM):
         for context, continuation in (request.args for request in requests):
             if context:
                 texts |= {context.rstrip(): None, context + continuation: None}
-        for some in chunked(texts, ENCODED_AT_ONCE):
+        for some in chunked(texts, 1024):
             # Arrays have a tenth of a list's memory.
             self._encoded |= {text: array("i", ids) for text, ids in zip(some, self._encode(some), strict=True)}
         try:

@@ -21,7 +21,6 @@ from scoremode.runs.conversations import MEDIA, OPTIONAL_COLUMNS, RENDERED, Conv
 from scoremode.runs.presets import Preset
 from scoremode.wire.references import CorpusInfo
 
-ROW_SEPARATOR = "\n\n"
 DEFAULT_SPLIT = "test"
 DEFAULT_COLUMN = "text"
 
@@ -169,7 +168,7 @@ def load_corpus(
     if num_samples is not None and dataset is not None:
         corpus = replace(corpus, source=f"{corpus.source}, first {len(texts)} rows")
     is_raw = preset in ("llama.cpp", "lm-eval")
-    joined = presets.as_lines(texts) if is_raw else ROW_SEPARATOR.join(texts)
+    joined = presets.as_lines(texts) if is_raw else "\n\n".join(texts)
     corpus = replace(corpus, text=joined, preset=preset, max_windows=max_windows)
     if by is not None:
         return replace(corpus, documents=tuple(texts))

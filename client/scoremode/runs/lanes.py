@@ -12,7 +12,6 @@ from scoremode.wire.protocol import Lane
 
 AGREEMENT = 0.001
 """Nats in the mean, below which a difference is rounding: 0.1 % of a perplexity."""
-_STANDARD_ERRORS = 3
 
 
 def mean_batch(batches: Iterable[float | None]) -> float | None:
@@ -80,4 +79,4 @@ def lane_difference(
 
 
 def _is_different(off: NDArray[np.float64]) -> bool:
-    return len(off) > 1 and bool(abs(off.mean()) > max(AGREEMENT, _STANDARD_ERRORS * standard_error(off)))
+    return len(off) > 1 and bool(abs(off.mean()) > max(AGREEMENT, 3 * standard_error(off)))

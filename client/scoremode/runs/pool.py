@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from scoremode._tasks import joined
+from scoremode._tasks import Result, joined
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import RateLimitError, ScoremodeError, ServerError, ServersDifferError, TransportError
 from scoremode.runs.plan import differences, identity
@@ -25,7 +25,6 @@ GRACE = 20.0
 
 Job = TypeVar("Job")
 """The input of one request, such as a window's number."""
-Result = TypeVar("Result")
 
 
 def patient_client(url: str, *, retry_for: float | None = None, **settings: Any) -> AsyncScoreClient:

@@ -29,7 +29,6 @@ windows."""
 # A carriage return at the end of a chunk may be half of a line end whose other half is still to come. Not
 # str.splitlines: it would cut at U+2028 and its like, which JSON may hold.
 _LINE_END = re.compile(rb"\r\n|\n|\r(?=[\s\S])")
-_DONE = b"[DONE]"
 
 
 class EventParser:
@@ -125,7 +124,7 @@ class EventReader(Reader[Answer], Generic[Event, Answer]):
 
     def feed(self, chunk: bytes) -> None:
         for data in self._parser.feed(chunk):
-            if data != _DONE:
+            if data != b"[DONE]":
                 self._take(data)
 
     def finish(self) -> Answer:

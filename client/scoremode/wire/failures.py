@@ -24,11 +24,6 @@ _CLASSES: dict[int, type[APIStatusError]] = {
     404: NotFoundError,
     429: RateLimitError,
 }
-_LONGEST_PLAIN_MESSAGE = 300
-_SCORING_PATHS = ("/v1/score", "/v1/perplexity")
-_REFERENCE_PATHS = ("/v1/references", "/v1/kld")
-_NO_ROUTE = "Not Found"
-"""FastAPI's answer for an unknown route."""
 _WRONG_SERVER_HINT = (
     "; the server at this address has no such route, so it is probably not Scoremode: "
     "start it with `scoremode serve`, or `VLLM_PLUGINS=scoremode vllm serve`"
@@ -57,10 +52,11 @@ def status_error(status_code: int, body: bytes, path: str) -> APIStatusError:
 
 def _is_without_route(path: str, failure: _Failure) -> bool:
     """Whether the server lacks the route, not only the object at it."""
-    if any(part in path for part in _REFERENCE_PATHS):
-        return failure.message == _NO_ROUTE
+    if "/v1/references" in path or "/v1/kld" in path:
+        # FastAPI's answer for an unknown route.
+        return failure.message == "Not Found"
     is_about_model = failure.param == "model" or "model" in failure.message.lower()
-    return path.endswith(_SCORING_PATHS) and not is_about_model
+    return path.endswith(("/v1/score", "/v1/perplexity")) and not is_about_model
 
 
 def event_error(error: object) -> APIStatusError:
@@ -101,7 +97,7 @@ def _read_body(body: bytes) -> _Failure:
             return _Failure(str(message), str(field))
         case {"detail": detail}:
             return _Failure(str(detail))
-    return _Failure(text[:_LONGEST_PLAIN_MESSAGE])
+    return _Failure(text[:300])
 
 
 def _read_error(error: Any) -> _Failure:

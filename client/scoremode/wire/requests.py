@@ -32,8 +32,6 @@ MAX_POSITIONS = 1 << 19
 VALUE_BYTES, POSITION_BYTES, OVERLAPS = 32, 64, 8
 """Bytes that an answer may have for a top token or a candidate at a position, and for a position of `kld` without them;
 and how many times as long an answer may be whose windows overlap."""
-_LONGEST_CONNECT = 10.0
-_LARGEST_PORT = 65535
 
 OnWindow = Callable[[PerplexityWindow], object]
 
@@ -58,7 +56,7 @@ def server_root(base_url: str) -> str:
         url = httpx.URL(root)
     except httpx.InvalidURL as error:
         raise ValueError(f"not a server address: {base_url!r} ({error})") from error
-    if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > _LARGEST_PORT:
+    if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > 65535:
         raise ValueError(f"not a server address: {base_url!r}; it looks like http://localhost:8000")
     return root
 
@@ -72,7 +70,7 @@ def connection_settings(api_key: str | None, timeout: float) -> dict[str, Any]:
     return {
         "headers": headers,
         # Requests queue for a connection as long as it takes: how many there are at once is the caller's choice.
-        "timeout": httpx.Timeout(timeout, connect=min(timeout, _LONGEST_CONNECT), pool=None),
+        "timeout": httpx.Timeout(timeout, connect=min(timeout, 10.0), pool=None),
         # By itself httpx would hold back all but 100 of them.
         "limits": httpx.Limits(max_connections=None, max_keepalive_connections=None),
     }
