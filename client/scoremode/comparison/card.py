@@ -72,7 +72,7 @@ def _body(comparison: RunComparison) -> str:
     columns = _columns(comparison)
     cells = [[escaped(column.header), "---:" if column.right else "---", *column.cells] for column in columns]
     table = "\n".join(f"| {' | '.join(row)} |" for row in zip(*cells, strict=True))
-    warnings = [escaped(printable(each)) for each in computed_differently([each.run for each in comparison.runs])]
+    warnings = [escaped(printable(each)) for each in computed_differently(comparison.files)]
     return "\n\n".join([table, _provenance(comparison), *warnings])
 
 
@@ -141,7 +141,7 @@ def _number(value: float | None, stderr: float | None, sign: str = "") -> str:
 
 def _provenance(comparison: RunComparison) -> str:
     """Where the figures are from, in one line."""
-    base, runs, revision = comparison.base, [each.run for each in comparison.runs], comparison.base.server.revision
+    base, runs, revision = comparison.base, comparison.files, comparison.base.server.revision
     model = base.model + (f"@{revision[:8]}" if revision else "")
     parts = [
         f"Base {base.label}" if base.label == model else f"Base {base.label} ({model})",

@@ -153,8 +153,7 @@ def with_logs(
 
 
 def _check(comparison: RunComparison, log: EngineLog) -> None:
-    runs = [figures.run for figures in comparison.runs]
-    run = next((each for each in runs if each.reference is not None), comparison.base)
+    run = next((each for each in comparison.files if each.reference is not None), comparison.base)
     reference = run.reference
     windows = ("llama.cpp", log.num_windows, log.context_length)
     if log.num_windows is not None and (run.method, run.num_windows, run.context_length) != windows:

@@ -200,9 +200,14 @@ class RunComparison:
         return [*self.runs, *self.logs]
 
     @property
+    def files(self) -> list[RunFile]:
+        """The runs as their files have them."""
+        return [figures.run for figures in self.runs]
+
+    @property
     def base(self) -> RunFile:
         """The first run, which others are compared with."""
-        return self.runs[0].run
+        return self.files[0]
 
     @property
     def base_pairs(self) -> dict[str, PairFigures]:
@@ -223,7 +228,7 @@ class RunComparison:
     def command(self, *options: str) -> str:
         """The command that compares these runs again, in the folder of their files. Labels with a comma are left to be
         chosen."""
-        runs = [figures.run for figures in self.runs if not figures.run.is_reference]
+        runs = [run for run in self.files if not run.is_reference]
         paths = [run.path.absolute() for run in runs]
         folder = os.path.commonpath([path.parent for path in paths])
         files = [os.path.relpath(path, folder) for path in paths]
@@ -237,12 +242,12 @@ class RunComparison:
     @property
     def corpus(self) -> CorpusInfo | None:
         """The text as the first run that knows it describes it: all runs are of one text."""
-        return next((figures.run.corpus for figures in self.runs if figures.run.corpus is not None), None)
+        return next((run.corpus for run in self.files if run.corpus is not None), None)
 
     @property
     def corpus_names(self) -> list[str]:
         """The names that runs give their text, each once; none where no run names it."""
-        return list(dict.fromkeys(figures.run.corpus.name for figures in self.runs if figures.run.corpus is not None))
+        return list(dict.fromkeys(run.corpus.name for run in self.files if run.corpus is not None))
 
 
 @dataclass(frozen=True, slots=True)

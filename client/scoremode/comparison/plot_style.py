@@ -22,9 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from matplotlib.transforms import Bbox
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from scoremode.kld import Floats
 
 WIDTH, HEIGHT = 5.6, 3.9
 """Inches; two of them are as wide as a page, and one is readable on a telephone."""

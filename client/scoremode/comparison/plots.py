@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure as Drawing
 
 from scoremode.comparison import size_plots, sizes, token_plots
-from scoremode.comparison.figures import NEGLIGIBLE_KLD, Figure, RunComparison, RunFigures
+from scoremode.comparison.figures import NEGLIGIBLE_KLD, Figure, RunComparison
 from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.sizes import Point, is_simulated
@@ -45,13 +45,13 @@ class Plot:
 
 def plots(comparison: RunComparison) -> list[Plot]:
     """Those whose data are there, the most telling first. Long names are shortened, in captions too."""
-    labels = short_labels([figures.run.label for figures in comparison.runs])
+    labels = short_labels([run.label for run in comparison.files])
     runs = [
         replace(figures, run=replace(figures.run, label=label))
         for figures, label in zip(comparison.runs, labels, strict=True)
     ]
     comparison = replace(comparison, runs=runs)
-    diverging = [(index, figures.run) for index, figures in enumerate(comparison.runs) if _has_divergence(figures.run)]
+    diverging = [(index, run) for index, run in enumerate(comparison.files) if _has_divergence(run)]
     drawable = (
         _perplexity_ratio(comparison) if comparison.pairs else _perplexity(comparison),
         _mean_kld(comparison),
@@ -59,15 +59,15 @@ def plots(comparison: RunComparison) -> list[Plot]:
         _kld_by_confidence(comparison, diverging) if diverging else None,
         _running_difference(comparison),
     )
-    distinct = list(dict.fromkeys(figures.run.format for figures in runs))
-    formats = [distinct.index(figures.run.format) for figures in runs]
+    distinct = list(dict.fromkeys(run.format for run in comparison.files))
+    formats = [distinct.index(run.format) for run in comparison.files]
     return [replace(plot, formats=formats, note=_note(comparison)) for plot in drawable if plot is not None]
 
 
 def _note(comparison: RunComparison) -> str:
     run = comparison.base
     corpus = ", ".join(comparison.corpus_names) or run.text_in_words
-    days = sorted({figures.run.finished[:10] for figures in comparison.runs if figures.run.finished})
+    days = sorted({run.finished[:10] for run in comparison.files if run.finished})
     method = f"{run.method}, context length {run.context_length:,}"
     return "; ".join(filter(None, (run.model, corpus, method, f"{run.num_scored:,} tokens", *days[-1:])))
 
@@ -108,7 +108,7 @@ def _perplexity(comparison: RunComparison) -> Plot | None:
     return Plot(
         "perplexity",
         f"Perplexity against {size or 'runs'}",
-        f"Perplexity{_front(size, points)}. {_not_drawn(comparison, comparison.runs, points)}".rstrip(),
+        f"Perplexity{_front(size, points)}. {_not_drawn(comparison, comparison.files, points)}".rstrip(),
         lambda theme: size_plots.draw(points, size, "perplexity", None, theme),
     )
 
@@ -122,7 +122,7 @@ def _perplexity_ratio(comparison: RunComparison) -> Plot:
         "perplexity-ratio",
         f"Logarithm of the perplexity over that of {base}, against {size or 'runs'}",
         f"ln(perplexity / perplexity of {base}), paired token by token,{_front(size, points)}. At 0 a run is as good "
-        f"as {base}, and 0.01 is 1 % more. {_not_drawn(comparison, comparison.runs, points)}".rstrip(),
+        f"as {base}, and 0.01 is 1 % more. {_not_drawn(comparison, comparison.files, points)}".rstrip(),
         lambda theme: size_plots.draw(points, size, "ln(perplexity / the base's)", None, theme),
     )
 
@@ -133,7 +133,7 @@ def _mean_kld(comparison: RunComparison) -> Plot | None:
     if not points:
         return None
     floor = _drawn_floor(comparison)
-    references = (figures.run.reference for figures in comparison.runs)
+    references = (run.reference for run in comparison.files)
     names = dict.fromkeys(reference.name for reference in references if reference is not None)
     return Plot(
         "kl-divergence",
@@ -170,8 +170,8 @@ def _kld_by_confidence(comparison: RunComparison, runs: token_plots.Numbered) ->
 
 def _running_difference(comparison: RunComparison) -> Plot | None:
     base = comparison.base
-    runs = [(index, figures.run) for index, figures in enumerate(comparison.runs) if index]
-    if not runs or not all(np.isfinite(run.nlls).all() for run in [base, *(run for _, run in runs)]):
+    runs = list(enumerate(comparison.files))[1:]
+    if not runs or not all(np.isfinite(run.nlls).all() for run in comparison.files):
         return None
     return Plot(
         "running-difference",
@@ -184,7 +184,7 @@ def _running_difference(comparison: RunComparison) -> Plot | None:
 
 def noise_floor(comparison: RunComparison) -> float | None:
     """Mean KL divergence of the reference's model from itself, nats, where all runs that know one know the same."""
-    floors = {figures.run.noise_floor for figures in comparison.runs} - {None}
+    floors = {run.noise_floor for run in comparison.files} - {None}
     return floors.pop() if len(floors) == 1 else None
 
 
@@ -202,19 +202,19 @@ def _has_divergence(run: RunFile) -> bool:
 
 def _without_place(comparison: RunComparison, drawn: Sequence[RunFile | Point]) -> str:
     """The runs that a plot of KL divergences leaves out."""
-    runs = [figures for figures in comparison.runs if figures.run.kld is not None]
+    runs = [run for run in comparison.files if run.kld is not None]
     return _not_drawn(comparison, runs, drawn, "a log axis has no place for 0 or infinity")
 
 
 def _not_drawn(
     comparison: RunComparison,
-    runs: Sequence[RunFigures],
+    runs: Sequence[RunFile],
     drawn: Sequence[RunFile | Point],
     reason: str = "it is infinite",
 ) -> str:
     labels, against_size = {each.label for each in drawn}, any(isinstance(each, Point) for each in drawn)
     reasons: dict[str, list[str]] = {}
-    for run in (figures.run for figures in runs if figures.run.label not in labels):
+    for run in (run for run in runs if run.label not in labels):
         if against_size and is_simulated(run, comparison.base):
             why = "its files do not say what it would take (--bits does)"
         elif against_size and run.is_reference and run.gib is None:
@@ -249,7 +249,7 @@ def measured(comparison: RunComparison) -> str:
     """Corpus, method, tokens, dtypes, versions, devices and days; a reference does not say where its text is from."""
     run = comparison.base
     corpus = ", ".join(comparison.corpus_names) or run.text_in_words
-    dtypes = ", ".join(dict.fromkeys(figures.run.server.dtype for figures in comparison.runs))
+    dtypes = ", ".join(dict.fromkeys(run.server.dtype for run in comparison.files))
     return (
         f"Corpus: {corpus}. Method: {run.method}, context {run.context_length:,}, stride {run.stride:,}. "
         f"{run.num_scored:,} tokens scored in {run.num_windows:,} windows. {dtypes}; {measured_by(comparison)}."

@@ -50,7 +50,7 @@ def write_report(
     context["base_of_tasks"] = "" if tasks is None else tasks.base
     template = environment.get_template("report.html.j2")
     without_text = template.render(**context, data="", text_note="")
-    data = text_data([figures.run for figures in comparison.runs], max_bytes - len(without_text.encode()) - 1000)
+    data = text_data(comparison.files, max_bytes - len(without_text.encode()) - 1000)
     data["largest_kld"] = _largest_kld(comparison)
     text_note, num_kept, num_tokens = "Values are rounded to 16 bits.", data["num_kept"], comparison.base.num_scored
     if num_kept < num_tokens:
@@ -65,7 +65,7 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
     style, *scripts = ((_TEMPLATES / name).read_text("utf-8") for name in names)
     script = "".join(scripts)
     columns, rows = run_table(comparison)
-    runs = [figures.run for figures in comparison.runs]
+    runs = comparison.files
     more = [f"{len(runs) - _MAX_NAMED} more"] if len(runs) > _MAX_NAMED else []
     warnings = computed_differently(runs)
     settings = ["--resamples", str(comparison.num_resamples), "--seed", str(comparison.seed)]

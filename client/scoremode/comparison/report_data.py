@@ -55,8 +55,7 @@ class Passages:
 
     def means(self, values: Floats) -> Floats:
         """[passages], of values of all tokens."""
-        means: Floats = np.add.reduceat(values, self.start) / self.size
-        return means
+        return np.add.reduceat(values, self.start) / self.size
 
     def positions(self, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """[n], the tokens of some passages."""
@@ -230,14 +229,14 @@ def pack_integers(values: NDArray[Any]) -> Packed:
     return _packed(values, dtype, None)
 
 
-def pack_fixed(values: NDArray[np.float64], largest: float) -> Packed:
+def pack_fixed(values: Floats, largest: float) -> Packed:
     """NLLs or probabilities to a 65,534th of the largest, which series have in common whose differences are shown."""
     finite = np.isfinite(values)
     scale = largest / (_INFINITE - 1) or 1.0
     return _packed(np.where(finite, np.rint(np.where(finite, values, 0) / scale), _INFINITE), "uint16", scale)
 
 
-def pack_klds(values: NDArray[np.float64]) -> Packed:
+def pack_klds(values: Floats) -> Packed:
     """KL divergences to 11 bits each, because their sizes differ by many powers of ten."""
     scaled = np.where(np.isfinite(values), np.minimum(values * _KLD_SCALE, np.finfo(np.float16).max), np.inf)
     return _packed(scaled, "float16", 1 / _KLD_SCALE)

@@ -80,7 +80,7 @@ def pair_matrices(comparison: RunComparison) -> list[Matrix]:
         if more is not None and pair.kld_verdict is not None:
             both = (more, more.mapped(operator.neg, 1))
             differences |= _pair_cells(pair, pair.kld_verdict, "mean KL divergence", "nats", both, sign="+")
-    labels = [figures.run.label for figures in comparison.runs]
+    labels = [run.label for run in comparison.files]
     # Any model diverges more than the reference's own.
     diverging = [figures.run.label for figures in comparison.runs if not figures.has_no_divergence]
     by_ratio = Matrix("Perplexity of the run over that of the other", labels, _rows(labels, ratios))

@@ -16,7 +16,7 @@ from safetensors.numpy import load
 
 from scoremode._texts import model_name, printable
 from scoremode.errors import RunError, file_errors
-from scoremode.kld import POSITION_DTYPES
+from scoremode.kld import POSITION_DTYPES, Floats
 from scoremode.results import TOP_DTYPES, TopTokens
 from scoremode.runs.lanes import in_lane
 from scoremode.runs.output import ARRAYS_SUFFIX
@@ -99,17 +99,17 @@ class RunFile(_Record):
     window_sizes: NDArray[np.int32]
     """[windows]; their sum is n."""
     token_ids: NDArray[np.int32]
-    nlls: NDArray[np.float64]
+    nlls: Floats
     """[n], nats."""
     ranks: NDArray[np.int32] | None
     """[n], 1 for the most likely."""
-    kld: NDArray[np.float64] | None
+    kld: Floats | None
     """[n], nats, from the reference; this and the next four are there for kind `kld` alone."""
-    reference_nlls: NDArray[np.float64] | None
+    reference_nlls: Floats | None
     top_token_ids: NDArray[np.int32] | None
     """[n], the most likely token."""
     reference_top_token_ids: NDArray[np.int32] | None
-    reference_confidence: NDArray[np.float64] | None
+    reference_confidence: Floats | None
     """[n], the reference's probability of its top token."""
     top_tokens: TopTokens | None = None
     """Of the most divergent positions, where the run has them."""
@@ -203,7 +203,7 @@ class RunFile(_Record):
         return np.equal(self.top_token_ids, self.reference_top_token_ids)
 
     @property
-    def delta_p(self) -> NDArray[np.float64] | None:
+    def delta_p(self) -> Floats | None:
         """[n], the probability of the target less the reference's; None for kind `perplexity`."""
         return None if self.reference_nlls is None else np.exp(-self.nlls) - np.exp(-self.reference_nlls)
 
@@ -332,11 +332,10 @@ def _check_arrays(path: Path, record: _Record, arrays: Mapping[str, NDArray[Any]
         raise RunError(f"{path}: prompts has {len(record.prompts)}, and there are {num_windows} windows")
 
 
-def _nlls(logprobs: NDArray[Any]) -> NDArray[np.float64]:
+def _nlls(logprobs: NDArray[Any]) -> Floats:
     """Infinite in both kinds of run where a token is impossible: JSON, which those of perplexity went through, has a
     lowest logprob for that."""
-    nlls: NDArray[np.float64] = np.where(logprobs <= LOWEST_LOGPROB, np.inf, -logprobs.astype(np.float64))
-    return nlls
+    return np.where(logprobs <= LOWEST_LOGPROB, np.inf, -logprobs.astype(np.float64))
 
 
 def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[RunFile]:

@@ -30,7 +30,7 @@ def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple
     """The name of the size axis, None where a run's size is missing; and the runs whose figure is finite. An end that
     is not known or infinite is the value itself. Left out are references of unknown size where the runs' are known, and
     simulated quantizations, whose files have another size than what they simulate."""
-    runs = [each.run for each in comparison.runs]
+    runs = comparison.files
     sized = [run for run in runs if not is_simulated(run, comparison.base)]
     axis: str | None = None
     sizes: list[float | None] = [0.0] * len(runs)

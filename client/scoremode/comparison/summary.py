@@ -30,11 +30,11 @@ def summary(comparison: RunComparison) -> list[str]:
             by_nll[second, first] = pair.verdict
         if pair.kld_verdict is not None and first in compared and second in compared:
             by_kld[second, first] = pair.kld_verdict
-    sentences += _order("perplexity", [each.run.label for each in comparison.runs], by_nll)
+    sentences += _order("perplexity", [run.label for run in comparison.files], by_nll)
     if by_kld:
         sentences += _order("mean KL divergence", compared, by_kld)
     sentences += [*_lanes(comparison), *_noise_floor(comparison.runs)]
-    sentences += computed_differently([figures.run for figures in comparison.runs])
+    sentences += computed_differently(comparison.files)
     differences = [figure for pair in comparison.pairs for figure in (pair.ln_ppl_ratio, pair.kld_difference)]
     if any(figure is not None and figure.low is None for figure in differences):
         sentences.append(
@@ -85,7 +85,7 @@ def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Ver
 
 def _lanes(comparison: RunComparison) -> Iterator[str]:
     """Whether another lane of a model agrees with its prefill lane."""
-    before = tokens_before([figures.run for figures in comparison.runs])
+    before = tokens_before(comparison.files)
     for pair in comparison.pairs:
         prefill, other = sorted((pair.first, pair.second), key=lambda run: run.lane != "prefill")
         is_one_model = prefill.server.fingerprint == other.server.fingerprint is not None

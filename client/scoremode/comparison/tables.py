@@ -157,7 +157,7 @@ def _settings(comparison: RunComparison) -> list[str]:
 
 def measured_by(comparison: RunComparison) -> str:
     """Versions, GPUs and days of the runs."""
-    runs = [figures.run for figures in comparison.runs]
+    runs = comparison.files
     days = sorted({run.finished[:10] for run in runs if run.finished})
     span = " to ".join(sorted({*days[:1], *days[-1:]}))
     parts = [*(run.versions for run in runs), *(run.server.devices for run in runs), span]

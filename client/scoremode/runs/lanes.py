@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode.kld import standard_error
+from scoremode.kld import Floats, standard_error
 from scoremode.wire.protocol import Lane
 
 AGREEMENT = 0.001
@@ -78,5 +78,5 @@ def lane_difference(
     return LaneDifference(float(off.mean()), float(np.abs(off).mean()), ranges, differs_from)
 
 
-def _is_different(off: NDArray[np.float64]) -> bool:
+def _is_different(off: Floats) -> bool:
     return len(off) > 1 and bool(abs(off.mean()) > max(AGREEMENT, 3 * standard_error(off)))

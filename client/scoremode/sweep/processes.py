@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import socket
-import struct
 import sys
 from asyncio.subprocess import Process
 from collections import deque
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import numpy as np
 
 from scoremode._tasks import Result
 from scoremode.errors import ScoremodeError
@@ -30,8 +30,6 @@ _TAIL_LINES = 200
 _ERROR = re.compile(r"(?<![\w.])[\w.]++(?:(?<=Error)|(?<=Exception)|(?<=Exit)): .+")
 _SUMMARY_OF_VLLM = "Engine core initialization failed"
 """Of an error that only says that there is another."""
-_BASE_HEADER = struct.Struct("<8si")
-"""The first fields of llama.cpp's base file: its mark and the context length."""
 
 
 class ProcessError(ScoremodeError):
@@ -193,9 +191,8 @@ def _command(program: str, gguf: Path, base: Path) -> list[str]:
         raise ProcessError(f"{program} is not a program; give its path as llama_perplexity")
     if not gguf.is_file():
         raise ProcessError(f"there is no {gguf}")
-    with base.open("rb") as file:
-        header = file.read(_BASE_HEADER.size)
-    context_length = _BASE_HEADER.unpack(header)[1]
+    # The file begins with its mark, of eight bytes.
+    [context_length] = np.fromfile(base, "<i4", count=1, offset=8)
     # By default it says nothing of the file's type and size.
     return [
         path,
