@@ -124,7 +124,7 @@ class RunFile(_Record):
     simulated_bits: float | None = None
     """Bits per weight that a quantization would have whose files hold rounded weights of the original's dtype."""
     is_reference: bool = False
-    """Whether this is the reference of the other runs, which has no file: see `base.run_of_reference`."""
+    """Whether this is the reference of the other runs, which has no file: see `compare._run_of_reference`."""
 
     @property
     def num_scored(self) -> int:

@@ -7,6 +7,7 @@ then with these. That costs little compared with scoring.
 
 import io
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -37,19 +38,22 @@ def open_rows(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     if path.suffix != ".parquet":
         schema = _json_schema(path)
         return schema, _json_batches(path, schema)
-    try:
+    with _read_errors(path):
         file = pq.ParquetFile(path)
-    except (OSError, pa.ArrowException) as error:
-        raise CorpusError(f"cannot read {path}: {error}") from error
     return file.schema_arrow, _parquet_batches(file, path)
 
 
+@contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise CorpusError(f"cannot read {path}: {error}") from error
+
+
 def _parquet_batches(file: pq.ParquetFile, path: Path) -> Iterator[pa.RecordBatch]:
-    with file:
-        try:
-            yield from file.iter_batches(_BATCH_ROWS)
-        except (OSError, pa.ArrowException) as error:
-            raise CorpusError(f"cannot read {path}: {error}") from error
+    with file, _read_errors(path):
+        yield from file.iter_batches(_BATCH_ROWS)
 
 
 def _json_schema(path: Path) -> pa.Schema:
@@ -86,22 +90,19 @@ def _converted(block: _Block, convert: Callable[[list[dict[str, Any]]], Any], na
 def _json_blocks(path: Path) -> Iterator[_Block]:
     """The rows, some at a time. The file is decompressed if its name says so."""
     block: _Block = []
-    try:
-        with io.BufferedReader(pa.input_stream(str(path), compression="detect")) as lines:
-            for number in count(1):
-                line = lines.readline(LONGEST_LINE_BYTES + 1)
-                if len(line) > LONGEST_LINE_BYTES:
-                    raise CorpusError(f"{path}: line {number} has more than {LONGEST_LINE_BYTES >> 20} MiB")
-                if line.strip():
-                    where = f"{path}: line {number}"
-                    block.append((where, _storable(json_row(line, where)) or {}))
-                if len(block) == _BATCH_ROWS or (block and not line):
-                    yield block
-                    block = []
-                if not line:
-                    return
-    except (OSError, pa.ArrowException) as error:
-        raise CorpusError(f"cannot read {path}: {error}") from error
+    with _read_errors(path), io.BufferedReader(pa.input_stream(str(path), compression="detect")) as lines:
+        for number in count(1):
+            line = lines.readline(LONGEST_LINE_BYTES + 1)
+            if len(line) > LONGEST_LINE_BYTES:
+                raise CorpusError(f"{path}: line {number} has more than {LONGEST_LINE_BYTES >> 20} MiB")
+            if line.strip():
+                where = f"{path}: line {number}"
+                block.append((where, _storable(json_row(line, where)) or {}))
+            if len(block) == _BATCH_ROWS or (block and not line):
+                yield block
+                block = []
+            if not line:
+                return
 
 
 def _storable(value: Any) -> Any:

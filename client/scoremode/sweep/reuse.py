@@ -63,10 +63,7 @@ def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
 
     None where there is no usable file.
     """
-    try:
-        marks_of_run = json.loads(run.read_text())[FIELD]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    marks_of_run = _field(run, FIELD)
     if not isinstance(marks_of_run, dict) or not run.with_suffix(ARRAYS_SUFFIX).is_file():
         return None
     return ", ".join(name for name in marks if marks_of_run.get(name) != marks[name] or marks["model"] is None)
@@ -94,15 +91,20 @@ def finish(run: Path) -> None:
 
 def is_complete(reference: Path) -> bool:
     """Whether the folder of a reference has all of its windows, which its manifest says in the end."""
-    try:
-        return json.loads((reference / "manifest.json").read_text())["result"] is not None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
+    return _field(reference / "manifest.json", "result") is not None
 
 
 def log_path(base: Path, gguf: Path) -> Path:
     """Where the log of llama-perplexity on a GGUF file is: another one for another file or base."""
     return base.with_name(f"{gguf.stem}-{_digest(base.name, _files(gguf))[:12]}.log")
+
+
+def _field(file: Path, name: str) -> Any:
+    """A field of a file in JSON; None where there is none, or no such file."""
+    try:
+        return json.loads(file.read_text())[name]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _begun(run: Path) -> Path:
