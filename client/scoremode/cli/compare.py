@@ -63,8 +63,9 @@ def run(options: argparse.Namespace) -> int:
     limits = (options.fail_if, options.max_kld, options.max_ppl_increase)
     runs = with_bits(load_runs(options.runs, options.labels), dict(options.bits))
     if runs:
-        settings = {"num_resamples": options.resamples, "seed": options.seed}
-        comparison = compare(runs, base=options.base, size=_SIZES[options.x], **settings)
+        comparison = compare(
+            runs, base=options.base, size=_SIZES[options.x], num_resamples=options.resamples, seed=options.seed
+        )
         comparison = with_logs(comparison, options.llama_cpp, options.qbench)
         if any(each is not None for each in limits):
             lines = exceeded(comparison, *limits)

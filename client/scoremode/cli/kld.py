@@ -88,8 +88,7 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Measur
             num_top = 0 if output is None else options.top_logprobs
             measurement = await measure_kld(clients, options.reference, top_logprobs=num_top, **settings)
     overlap = measure_overlap(calibration, measurement)
-    text = as_text(measurement, overlap, options.most_divergent)
-    write_and_print(measurement, overlap, options.urls, output, text)
+    write_and_print(measurement, overlap, options.urls, output, as_text(measurement, overlap, options.most_divergent))
     if not options.floor:
         for line in _verdict(measurement):
             print(f"\n{line}")

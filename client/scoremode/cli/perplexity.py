@@ -48,8 +48,13 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Measur
     corpus = corpus_of(options)
     async with connected(options, progress_bar("ppl", quiet=options.quiet)) as (clients, on_progress):
         calibration = await calibration_of(options, clients[0])
-        settings = run_settings(options, output, on_progress)
-        evaluation = await evaluate(clients, corpus, **windows_of(options), return_ranks=output is not None, **settings)
+        evaluation = await evaluate(
+            clients,
+            corpus,
+            **windows_of(options),
+            return_ranks=output is not None,
+            **run_settings(options, output, on_progress),
+        )
     overlap = measure_overlap(calibration, evaluation)
     write_and_print(evaluation, overlap, options.urls, output, as_text(evaluation, overlap))
     positions = [np.arange(window.first_scored, window.num_tokens) for window in evaluation.plan.windows]

@@ -26,8 +26,14 @@ def tasks_as_csv(tasks: TaskComparison) -> Iterator[CsvRow]:
             figures, flips = row.figures, row.figures.flips
             low, high = figures.interval
             shared = {"run": model.label, "base": tasks.base, "task": row.task}
-            difference = {"figure": "accuracy_difference", "value": flips.difference, "low": low, "high": high}
-            yield {**shared, **difference, "verdict": figures.verdict}
+            yield {
+                **shared,
+                "figure": "accuracy_difference",
+                "value": flips.difference,
+                "low": low,
+                "high": high,
+                "verdict": figures.verdict,
+            }
             values = {
                 "base_accuracy": flips.base_accuracy,
                 "accuracy": flips.accuracy,

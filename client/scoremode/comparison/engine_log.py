@@ -89,8 +89,9 @@ def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
     for name, label in _PERCENTAGES.items():
         if label in printed:
             figures[name] = printed[label].mapped(lambda percent: percent / 100, 1 / 100)
-    nll = perplexity.mapped(math.log, 1 / perplexity.value)
-    return RunFigures(log, nll, perplexity, kld=printed.get("Mean KLD"), **figures)
+    return RunFigures(
+        log, perplexity.mapped(math.log, 1 / perplexity.value), perplexity, kld=printed.get("Mean KLD"), **figures
+    )
 
 
 def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:

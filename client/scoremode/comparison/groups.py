@@ -77,8 +77,8 @@ def tokens_before(runs: Sequence[RunFile]) -> NDArray[np.int64] | None:
 def _domain_groups(by: str, names: Sequence[str], indices: NDArray[np.int32]) -> list[Group]:
     counts = np.bincount(indices, minlength=len(names))
     rare = np.argsort(-counts, kind="stable")[MOST_DOMAINS:]
-    others = {-1: f"{(counts[rare] > 0).sum()} others"}
-    return _several(by, {**dict(enumerate(names)), **others}, np.where(np.isin(indices, rare), -1, indices))
+    others = f"{(counts[rare] > 0).sum()} others"
+    return _several(by, {**dict(enumerate(names)), -1: others}, np.where(np.isin(indices, rare), -1, indices))
 
 
 def _several(by: str, names: Mapping[int, str], indices: NDArray[Any]) -> list[Group]:

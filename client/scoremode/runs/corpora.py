@@ -198,8 +198,11 @@ def _with_conversations(
         raise CorpusError(f"no conversation in {corpus.source}")
     fields = {name for each in conversations for message in each.messages for name in message}
     if unused := sorted(fields - RENDERED):
-        text = "fields of messages in %s are not used, and every turn of the assistant is scored: %s"
-        _log.warning(text, corpus.source, ", ".join(unused))
+        _log.warning(
+            "fields of messages in %s are not used, and every turn of the assistant is scored: %s",
+            corpus.source,
+            ", ".join(unused),
+        )
     # What tells it from others.
     lines = [json.dumps([each.messages, each.tools, chat_template_kwargs], default=str) for each in conversations]
     return replace(

@@ -57,10 +57,9 @@ class KldPlan:
         return self.reference.num_windows
 
     async def measure(self, client: AsyncScoreClient, index: int) -> KldWindowValues:
-        window = (index, index + 1)
         result = await client.kld(
             self.reference.name,
-            window,
+            (index, index + 1),
             top_logprobs=self.top_logprobs,
             num_positions=self.reference.context_length,
             lane=self.lane,
@@ -272,8 +271,9 @@ async def measure_noise_floor(
     info = await client.info()
     plan = KldPlan(info, client.model or info.model, await client.reference(name), lane=lane)
     run = Run(plan, None, on_progress)
-    num_positions = plan.reference.num_scored
-    result = await client.kld(name, num_positions=num_positions, as_noise_floor=True, on_window=run.store, lane=lane)
+    result = await client.kld(
+        name, num_positions=plan.reference.num_scored, as_noise_floor=True, on_window=run.store, lane=lane
+    )
     if missing := list(run.missing()):
         raise ResponseError(f"the server's answer lacks {len(missing)} windows of the reference")
     measurement = await _measurement(client, plan, run, None, return_token_texts=return_token_texts)

@@ -47,8 +47,13 @@ class Evaluation:
     def text_metrics(self) -> TextMetrics:
         """Figures that do not depend on the tokenizer."""
         plan = self.plan
-        sizes = {"num_tokens": len(plan.tokens), "num_bytes": plan.num_bytes, "num_words": plan.num_words}
-        return text_metrics(self.result, plan.method, **sizes)
+        return text_metrics(
+            self.result,
+            plan.method,
+            num_tokens=len(plan.tokens),
+            num_bytes=plan.num_bytes,
+            num_words=plan.num_words,
+        )
 
     @property
     def window_sizes(self) -> list[int]:

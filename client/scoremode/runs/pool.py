@@ -155,8 +155,13 @@ class Pool:
             # The first of those that were sent together: the others say nothing of fewer in flight.
             server.concurrency //= 2
             self._set_retries()
-            text = "%s: %d requests in flight from now on instead of %d: %s"
-            _log.warning(text, server.client.address, server.concurrency, concurrency, error)
+            _log.warning(
+                "%s: %d requests in flight from now on instead of %d: %s",
+                server.client.address,
+                server.concurrency,
+                concurrency,
+                error,
+            )
 
     def _set_retries(self) -> None:
         for server in self._servers:

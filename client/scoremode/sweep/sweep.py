@@ -257,8 +257,10 @@ class _Sweep:
     async def _measure(self, entry: ModelEntry, client: AsyncScoreClient, marks: reuse.Marks) -> None:
         reference = await self._reference_at(client, entry)
         if reference is None:
-            text = "%s: its server has no reference of the first model, nor records one: only perplexity is measured"
-            _log.warning(text, entry.name)
+            _log.warning(
+                "%s: its server has no reference of the first model, nor records one: only perplexity is measured",
+                entry.name,
+            )
         elif self._is_first(entry):
             await self._record(client, entry, reference)
         for label, (lane, path) in self._paths(entry).items():
