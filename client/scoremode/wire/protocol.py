@@ -87,7 +87,8 @@ Text = Annotated[str | TokenIds, one_message("must be a string or a list of toke
 class Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
-    model: str | None = Field(None, description="A served model or LoRA adapter; the served model when left out.")
+    model: str | None = None
+    """A served model or LoRA adapter; the served model when left out."""
 
 
 Lane = Literal["prefill", "decode", "verify"]
@@ -124,10 +125,14 @@ ToolLists = Annotated[
 class MessagesFields(Request):
     """Conversations, which the served model's chat template renders as in `/v1/chat/completions`."""
 
-    messages: Conversations | None = Field(None, description="One conversation or several, of which turns are scored.")
-    tools: ToolLists | None = Field(None, description="Tools of all conversations, or a list for each.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Passed to the chat template.")
-    roles: Many[str] = Field(["assistant"], min_length=1, description="The turns to score, by their role.")
+    messages: Conversations | None = None
+    """One conversation or several, of which turns are scored."""
+    tools: ToolLists | None = None
+    """Tools of all conversations, or a list for each."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Passed to the chat template."""
+    roles: Many[str] = Field(["assistant"], min_length=1)
+    """The turns to score, by their role."""
 
     @property
     def conversations(self) -> list[Messages]:
@@ -170,22 +175,29 @@ class TurnsResponse(TypedDict):
 class ScoreRequest(MessagesFields, LaneFields):
     """Body of `POST /v1/score`: `prompt` or `messages`."""
 
-    prompt: Prompt | None = Field(None, description="One text or several, as text or as token ids.")
+    prompt: Prompt | None = None
+    """One text or several, as text or as token ids."""
     continuations: Continuations | None = None
     """Score these instead, each after each prompt, or a list for each prompt. A text after a text is tokenized together
     with it."""
-    add_special_tokens: bool = Field(True, description="Let the tokenizer add its special tokens (BOS) to a text.")
-    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS, description="The k most likely tokens at every position.")
+    add_special_tokens: bool = True
+    """Let the tokenizer add its special tokens (BOS) to a text."""
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    """The k most likely tokens at every position."""
     candidate_token_ids: Candidates | None = None
     """Score these tokens too: one list for all positions, or lists of one length, one per position."""
-    temperature: float = Field(1.0, ge=0.01, le=1000, description="Of the distribution: softmax(logits / T).")
+    temperature: float = Field(1.0, ge=0.01, le=1000)
+    """Of the distribution: softmax(logits / T)."""
     logprobs_from: int | Many[int] = 0
     """Return only positions from this one on; one for all prompts, or one per prompt."""
-    return_ranks: bool = Field(False, description="The rank of every token in the vocabulary, 1 for the most likely.")
-    return_tokens: bool = Field(False, description="Every token as text.")
+    return_ranks: bool = False
+    """The rank of every token in the vocabulary, 1 for the most likely."""
+    return_tokens: bool = False
+    """Every token as text."""
     encoding_format: Literal["float", "base64"] = "float"
     """`base64`: logprobs as little-endian float32, NaN where there is none, and ids as int32, -1 there."""
-    use_cache: bool = Field(True, description="Accept logprobs that were computed for an earlier request.")
+    use_cache: bool = True
+    """Accept logprobs that were computed for an earlier request."""
     cache_salt: CacheSalt | None = None
     """Share cached prefixes only with requests that have the same salt."""
 
@@ -193,7 +205,8 @@ class ScoreRequest(MessagesFields, LaneFields):
 class TokensRequest(Request):
     """Body of `POST /v1/tokens`."""
 
-    token_ids: TokenIds = Field(description="At most as many as the vocabulary has; ids may repeat.")
+    token_ids: TokenIds
+    """At most as many as the vocabulary has; ids may repeat."""
 
 
 class TokensResponse(TypedDict):
@@ -311,7 +324,8 @@ class ServerInfo(BaseModel):
     max_top_logprobs: int
     bos_token_id: int | None
     eos_token_id: int | None
-    adds_bos: bool = Field(description="Whether the tokenizer puts BOS before a text by itself.")
+    adds_bos: bool
+    """Whether the tokenizer puts BOS before a text by itself."""
     dtype: str
     quantization: str | None
     max_num_seqs: PositiveInt | None = None
@@ -352,19 +366,24 @@ class ServerInfo(BaseModel):
 class PerplexityRequest(MessagesFields, LaneFields):
     """Body of `POST /v1/perplexity`: `prompt`, one text; `texts`, several that share no context; or `messages`."""
 
-    prompt: Text | None = Field(None, description="One text, or its token ids.")
-    texts: Many[str] | None = Field(None, description="Several texts, each cut into windows separately.")
-    method: Method = Field("sliding", description="How the text is cut into windows; `conversation` with messages.")
+    prompt: Text | None = None
+    """One text, or its token ids."""
+    texts: Many[str] | None = None
+    """Several texts, each cut into windows separately."""
+    method: Method = "sliding"
+    """How the text is cut into windows; `conversation` with messages."""
     context_length: int | None = Field(None, ge=2)
     """Tokens per window; by default 2,048, or the model's context if that is shorter, or for messages."""
     stride: int | None = Field(None, ge=1)
     """Tokens from one window to the next; by default a quarter of the context."""
-    max_tokens: int | None = Field(None, ge=1, description="Take at most this many tokens of the text.")
+    max_tokens: int | None = Field(None, ge=1)
+    """Take at most this many tokens of the text."""
     add_special_tokens: bool | None = None
     """Let the tokenizer add its special tokens; yes, except for `rolling`, as in lm-eval."""
     cache_salt: CacheSalt | None = None
     """Share cached prefixes only with requests that have the same salt."""
-    stream: bool = Field(False, description="Send server-sent events: one per window, then the result.")
+    stream: bool = False
+    """Send server-sent events: one per window, then the result."""
 
     @property
     def adds_special_tokens(self) -> bool:

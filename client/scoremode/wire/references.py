@@ -60,8 +60,10 @@ class CorpusInfo(BaseModel):
 class ReferenceRequest(PerplexityRequest):
     """Body of `POST /v1/references`: a text as in `/v1/perplexity`, and the name to record the served model under."""
 
-    name: ReferenceName = Field(description="Of the reference: letters, digits, '.', '_' and '-', at most 128.")
-    corpus: CorpusInfo | None = Field(None, description="Where the text is from, kept with the reference.")
+    name: ReferenceName
+    """Of the reference: letters, digits, '.', '_' and '-', at most 128."""
+    corpus: CorpusInfo | None = None
+    """Where the text is from, kept with the reference."""
     labels: Many[_Word] | None = None
     """Of each text or conversation, such as its language, kept with the reference."""
     return_ranks: bool = False
@@ -177,7 +179,8 @@ class ReferenceDeleted(BaseModel):
 class KldRequest(LaneFields):
     """Body of `POST /v1/kld`: the windows of a reference through the served model."""
 
-    reference: ReferenceName = Field(description="Name of a complete reference.")
+    reference: ReferenceName
+    """Name of a complete reference."""
     windows: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
     """The first window and the one after the last, from 0; all when left out."""
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
@@ -187,7 +190,8 @@ class KldRequest(LaneFields):
     as_noise_floor: bool = False
     """Keep the result with the reference as its noise floor in this lane; all windows, and the reference's own
     model."""
-    stream: bool = Field(False, description="Send server-sent events: one per window, then the result.")
+    stream: bool = False
+    """Send server-sent events: one per window, then the result."""
 
 
 class KldWindow(TypedDict):
