@@ -45,7 +45,7 @@ CLIENT_FAULTS = {
         ("self.first_target - self.start + (self.head is not None)", "self.first_target - self.start"),
     ],
     "wire/retries.py < test_retries.py": [
-        ("self._num_failures > self._retries.max_retries", "self._num_failures >= self._retries.max_retries"),
+        ("self._num_failures > retries.max_retries", "self._num_failures >= retries.max_retries"),
         ("max(0.0, (when - datetime.now(UTC)).total_seconds())", "(when - datetime.now(UTC)).total_seconds()"),
         ("if is_over or (asked_wait is not None and asked_wait > longest):", "if is_over:"),
         ("(self.grace, self.first_contact, self.retry_for)", "(self.grace, self.first_contact)"),

@@ -74,16 +74,17 @@ def run(options: argparse.Namespace) -> int:
         tasks = compare_tasks(models, options.smallest_difference / 100)
     try:
         # Each takes a second to import, and is not always asked for.
-        if comparison is not None and options.plots is not None:
-            from scoremode.comparison.plots import write_plots
+        if comparison is not None:
+            if options.plots is not None:
+                from scoremode.comparison.plots import write_plots
 
-            write_plots(comparison, options.plots)
-        if comparison is not None and options.html is not None:
-            from scoremode.comparison.report import write_report
+                write_plots(comparison, options.plots)
+            if options.html is not None:
+                from scoremode.comparison.report import write_report
 
-            write_report(comparison, options.html, tasks=tasks)
-        if comparison is not None and options.write_card is not None:
-            write_card(comparison, options.write_card)
+                write_report(comparison, options.html, tasks=tasks)
+            if options.write_card is not None:
+                write_card(comparison, options.write_card)
     finally:
         is_markdown, parts = options.markdown or options.card, []
         if options.csv:

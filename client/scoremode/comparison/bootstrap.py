@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-Floats = NDArray[np.float64]
+from scoremode.kld import Floats
 
 MIN_UNITS = 20
 """With fewer there are not enough blocks for an interval."""

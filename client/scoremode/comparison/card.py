@@ -11,7 +11,7 @@ from scoremode._texts import printable
 from scoremode.comparison.figures import METRICS, Figure, RunComparison, RunFigures
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import computed_differently
-from scoremode.comparison.tables import Column, escaped, measured_by
+from scoremode.comparison.tables import Column, escaped, markdown_rows, measured_by
 from scoremode.errors import RunError
 from scoremode.runs.corpora import HUB_ALIASES
 from scoremode.runs.presets import comparable_with
@@ -69,9 +69,7 @@ def _marked(prefix: str, content: str) -> str:
 
 
 def _body(comparison: RunComparison) -> str:
-    columns = _columns(comparison)
-    cells = [[escaped(column.header), "---:" if column.right else "---", *column.cells] for column in columns]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in zip(*cells, strict=True))
+    table = "\n".join(markdown_rows(_columns(comparison)))
     warnings = [escaped(printable(each)) for each in computed_differently(comparison.files)]
     return "\n\n".join([table, _provenance(comparison), *warnings])
 
@@ -101,13 +99,12 @@ def _columns(comparison: RunComparison) -> list[Column]:
 
 def _name(label: str) -> str:
     """The label, or of a long one the beginning and the end, where quantizations differ."""
-    label = " ".join(label.split())
-    name = escaped(label)
+    name = label = " ".join(label.split())
     for length in range(min(_NAME_LENGTH, len(label)), 1, -1):
-        if len(name) <= _NAME_LENGTH:
+        if len(escaped(name)) <= _NAME_LENGTH:
             break
         num_last = length * 3 // 5
-        name = escaped(f"{label[: length - 1 - num_last]}…{label[-num_last:]}")
+        name = f"{label[: length - 1 - num_last]}…{label[-num_last:]}"
     return name
 
 

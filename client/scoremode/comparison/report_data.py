@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from scoremode.comparison.groups import domains, first_known, name_of_domains
 from scoremode.comparison.run_file import RunFile
+from scoremode.kld import Floats
 from scoremode.results import NUM_TOP, TopTokens
 from scoremode.windows import EXHAUSTIVE_METHODS, TOKEN_CLASSES
 
@@ -33,7 +34,6 @@ _KLD_SCALE = 512
 _INFINITE = 65_535
 """Of fixed-point values."""
 
-Floats = NDArray[np.float64]
 Packed = dict[str, str | float | None]
 """Little-endian values in base64. They stand for `values * scale`; in `uint16` with a scale, 65,535 is infinity."""
 

@@ -373,10 +373,10 @@ async def _divergent_tokens(
         DivergentToken(
             **entry,
             token_id=token[0],
-            reference_probability=exp(float(positions.reference_logprobs[entry["index"]])),
-            probability=exp(float(positions.logprobs[entry["index"]])),
+            reference_probability=exp(float(positions.reference_logprobs[at])),
+            probability=exp(float(positions.logprobs[at])),
             reference_top_token_id=reference_top[0],
-            reference_confidence=float(positions.reference_confidence[entry["index"]]),
+            reference_confidence=float(positions.reference_confidence[at]),
             top_token_id=top[0],
             text_before=texts.get(before_it),
             num_context=origins.num_context[entry["window"]],
@@ -384,5 +384,5 @@ async def _divergent_tokens(
             reference_top_token=texts.get(reference_top),
             top_token=texts.get(top),
         )
-        for entry, (before_it, token, reference_top, top) in zip(most_divergent, looked_up, strict=True)
+        for entry, at, (before_it, token, reference_top, top) in zip(most_divergent, places, looked_up, strict=True)
     ]

@@ -130,19 +130,20 @@ class Attempts(AbstractContextManager["Attempts"]):
         return error.status_code in RETRIED_STATUS_CODES
 
     def _wait(self, error: ScoremodeError, asked_wait: float | None, *, busy: bool) -> float:
+        retries = self._retries
         if not busy:
-            self._retries.num_failures += 1
+            retries.num_failures += 1
         now = monotonic()
         if self._first_failure is None:
             self._first_failure = now
-        limit = self._retries.limit(busy=busy)
+        limit = retries.limit(busy=busy)
         if limit is None:
             longest = LONGEST_RETRY_AFTER
-            is_over = self._num_failures > self._retries.max_retries
+            is_over = self._num_failures > retries.max_retries
         else:
             longest = self._first_failure + limit - now
             is_over = longest <= 0
-        if is_over and isinstance(error, TransportError) and limit == self._retries.first_contact is not None:
+        if is_over and isinstance(error, TransportError) and limit == retries.first_contact is not None:
             raise TransportError(f"{error}; is a server started there? (--retry-for waits longer)") from error
         if is_over or (asked_wait is not None and asked_wait > longest):
             raise error
@@ -152,13 +153,13 @@ class Attempts(AbstractContextManager["Attempts"]):
             self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
         else:
             wait = asked_wait
-        patience = f"{self._retries.max_retries} times" if limit is None else f"{limit:g} s"
+        patience = f"{retries.max_retries} times" if limit is None else f"{limit:g} s"
         if self._num_internal_errors or self._num_timeouts:
             patience = f"{RETRIES_OF_INTERNAL_ERRORS if self._num_internal_errors else RETRIES_OF_TIMEOUTS} times"
         # Once for all requests that wait, and not for a first, short pause.
-        if self._retries.waiting_since is None and wait > FIRST_WAIT:
-            self._retries.waiting_since = now
-            _log.info("waiting for %s, %s at most: %s", self._retries.address, patience, error)
+        if retries.waiting_since is None and wait > FIRST_WAIT:
+            retries.waiting_since = now
+            _log.info("waiting for %s, %s at most: %s", retries.address, patience, error)
         return wait
 
 
