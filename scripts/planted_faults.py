@@ -72,7 +72,7 @@ CLIENT_FAULTS = {
     ],
     "comparison/compare.py < comparison/test_compare.py": [
         ("if all(multiple is not None and", "if any(multiple is not None and"),
-        ("if first.kind == second.kind else", 'if first.kind == second.kind == "perplexity" else'),
+        ("if first.kind == second.kind and", 'if first.kind == second.kind == "perplexity" and'),
     ],
     "comparison/figures.py < comparison/test_comparison_tables.py comparison/test_report.py": [
         ("{number(scale * figure.stderr, digits)}", "{number(figure.stderr, digits)}")

@@ -36,14 +36,15 @@ def measure_lanes(
 ) -> None:
     """Measure in one lane, or in both one after the other and print what they differ in."""
     lanes = [*_each_lane(options)] if options.lane == "both" else [options]
-    outputs: list[Output] = []
-    if options.output is not None:
-        outputs = [Output(lane.output, resume=options.resume, force=options.force) for lane in lanes]
-    with _resumable(outputs):
-        files: Sequence[Output | None] = outputs or [None] * len(lanes)
-        measured = [asyncio.run(measure(lane, file)) for lane, file in zip(lanes, files, strict=True)]
+    outputs = [
+        None if lane.output is None else Output(lane.output, resume=options.resume, force=options.force)
+        for lane in lanes
+    ]
+    written = [*filter(None, outputs)]
+    with _resumable(written):
+        measured = [asyncio.run(measure(lane, output)) for lane, output in zip(lanes, outputs, strict=True)]
     # Not before all lanes are finished: a command that resumes them has the windows of the first from its journal.
-    for output in outputs:
+    for output in written:
         output.remove_journal()
     if len(measured) > 1:
         (prefill, positions), (decode, _) = measured
