@@ -56,8 +56,8 @@ def run(options: argparse.Namespace) -> int:
     from scoremode.comparison import as_csv, as_markdown, as_text, card, compare, load_runs, with_logs
     from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_text
     from scoremode.comparison.card import write_card
-    from scoremode.comparison.limits import exceeded
     from scoremode.comparison.run_file import with_bits
+    from scoremode.comparison.summary import exceeded
 
     comparison, tasks, lines = None, None, list[str]()
     limits = (options.fail_if, options.max_kld, options.max_ppl_increase)

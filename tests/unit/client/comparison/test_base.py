@@ -8,7 +8,7 @@ import pytest
 from run_files import OWN, kld_run, made_up_kld, made_up_nlls, made_up_reference, perplexity_run
 
 from scoremode.comparison import compare, summary, verdict_line
-from scoremode.comparison.limits import exceeded
+from scoremode.comparison.summary import exceeded
 from scoremode.errors import RunError
 
 NLLS = {"int8": made_up_nlls(1, shift=0.01), "int4": made_up_nlls(2, shift=0.2)}
