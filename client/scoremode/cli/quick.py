@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
 def plan(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of a plan that is equal to these options."""
     files = [model for model in options.models if model.endswith(".gguf")]
-    models = [model for model in options.models if model not in files]
+    models = [options.original, *(model for model in options.models if model not in files)]
     preset = options.preset or (None if options.messages else _PRESET)
     windows = {"preset": preset, "max_windows": options.max_windows, "context_length": options.context_length}
     report = options.output / "report.html" if options.html is None else options.html
@@ -40,10 +40,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         "output": str(options.output),
         "text": {"dataset": options.dataset, "messages": options.messages, "by": options.by},
         "windows": {name: value for name, value in windows.items() if value is not None},
-        "models": [
-            {"name": name, "model": model}
-            for name, model in zip(_names([options.original, *models]), [options.original, *models], strict=True)
-        ],
+        "models": [{"name": name, "model": model} for name, model in zip(_names(models), models, strict=True)],
         "serve": options.serve,
         "lane": options.lane,
         "floor": True,

@@ -46,7 +46,7 @@ class Corpus:
     text: str
     source: str
     """In words, enough to find the text again."""
-    num_rows: int
+    num_rows: int = 1
     """Rows that the text was joined from, 1 for a text that is not a dataset."""
     config: str | None = None
     """Configuration of a dataset; this and the next are None for other texts."""
@@ -148,10 +148,10 @@ def load_corpus(
         raise CorpusError(f"{messages or by!r} is a column, and {dataset or 'a text'} has none")
     rows: list[_Row]
     if text is not None:
-        corpus, rows = Corpus("text", "", f"the text {text!r}", 1), [("the text", {column: text})]
+        corpus, rows = Corpus("text", "", f"the text {text!r}"), [("the text", {column: text})]
     elif text_file is not None:
         path = Path(text_file)
-        corpus, rows = Corpus(path.name, "", f"file {path.name}", 1), [(str(path), {column: _read_text(path)})]
+        corpus, rows = Corpus(path.name, "", f"file {path.name}"), [(str(path), {column: _read_text(path)})]
     else:
         assert dataset is not None
         columns = [messages or column, *([by] if by else [])]
@@ -234,7 +234,7 @@ def _load_dataset(
 
         source = f"pydoc_data.topics of Python {platform.python_version()}"
         rows: list[_Row] = [(name, {columns[0]: topics[name]}) for name in sorted(topics)]
-        return Corpus(PYDOC, "", source, len(topics)), rows[:num_samples]
+        return Corpus(PYDOC, "", source), rows[:num_samples]
     if (path := local_path(dataset)) is not None:
         return _load_local(path, config, split, columns, optional, num_samples)
     if Path(dataset).suffix in _SUFFIXES or dataset.startswith((".", "/", "~")):
@@ -260,8 +260,9 @@ def _load_local(
     rows = list(islice((row for file in files for row in _read_file(file, columns, optional)), num_samples))
     source = f"{_names(files)}, column {columns[0]}"
     if folder is None:
-        return Corpus(path.name, "", source, len(rows)), rows
-    return Corpus(path.resolve().name, "", source, len(rows), None if folder == path else folder.name, split), rows
+        return Corpus(path.name, "", source), rows
+    config = None if folder == path else folder.name
+    return Corpus(path.resolve().name, "", source, config=config, split=split), rows
 
 
 def _config_folder(folder: Path, config: str | None) -> Path:
@@ -389,7 +390,7 @@ def _load_from_hub(
         for number, row in enumerate(records, 1)
     ]
     source = f"hub dataset {repository}, config {config or 'default'}, split {split}, column {columns[0]}"
-    return Corpus(dataset, "", source, len(rows), config, split), rows
+    return Corpus(dataset, "", source, config=config, split=split), rows
 
 
 def _check_columns(columns: list[str], names: Iterable[str], where: str) -> None:

@@ -83,13 +83,13 @@ async def run_sweep(
         (output / "references").mkdir(parents=True, exist_ok=True)
     sweep = _Sweep(plan, folder, corpus, output, api_key, open_bar)
     for entry in plan.models:
-        started, num_measured = time.monotonic(), len(sweep.result.measured)
+        started = time.monotonic()
         try:
             await (sweep.measure_served(entry) if entry.url is None else sweep.measure_running(entry, entry.url))
         except (ScoremodeError, WindowError, OSError) as error:
             sweep.result.failures[entry.name] = str(error)
             _log.error("%s: failed: %s", entry.name, error)
-        if len(sweep.result.measured) > num_measured:
+        if entry.name in sweep.result.measured:
             sweep.seconds.append(time.monotonic() - started)
     if plan.gguf is not None:
         await sweep.measure_gguf(plan.gguf)
