@@ -46,8 +46,8 @@ class Overlap:
     shares: NDArray[np.float64]
     """[windows], share of each window's n-grams that the calibration text has too; 0 for a window without n-grams."""
     without: Any
-    """The figures of the windows that share no more than the threshold, as `FinishedRun.figures_of` has them; None if
-    there are no such windows."""
+    """Figures, as the run's `figures_of` has them, of the windows that share no more than the threshold; None if there
+    are none."""
 
     @property
     def is_shared(self) -> NDArray[np.bool_]:

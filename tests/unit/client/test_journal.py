@@ -172,11 +172,10 @@ class AlmostFull(FileIO):
         return super().write(data[:room])
 
 
-def test_nothing_is_written_after_a_failed_write(path):
+def test_nothing_is_written_after_a_failed_write(path, monkeypatch):
     before = write(path, WINDOWS[:1])
+    monkeypatch.setattr("scoremode.runs.journal.FileIO", AlmostFull)
     journal = Journal(path, PLAN)
-    journal._file.close()
-    journal._file = AlmostFull(path, "a")
     for window in WINDOWS[1:]:
         with pytest.raises(OutputError, match=f"cannot write {path}: No space left"):
             journal.add(window, 1.0)
