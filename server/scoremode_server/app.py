@@ -4,6 +4,7 @@ import asyncio
 import gc
 import secrets
 from argparse import Namespace
+from typing import Any
 
 from starlette.datastructures import State
 from vllm.config import VllmConfig
@@ -20,7 +21,7 @@ from scoremode_server.metrics import Metrics
 from scoremode_server.references import routes as references
 from scoremode_server.scoring import routes as scoring
 from scoremode_server.scoring.conversations import Conversations
-from scoremode_server.scoring.core import Core, Extension
+from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.model_files import model_identity, num_parameters, weight_bytes
 from scoremode_server.scoring.model_identity import ModelIdentity
@@ -39,20 +40,29 @@ GC_THRESHOLD = 20_000
 KV_CACHES_WAITING = 16
 """Without `--max-scoring-tokens`, this many times the tokens of the KV cache may wait to be scored."""
 
-EXTENSIONS = (
-    completions.CompletionsExtension(completions.router),
-    Extension(scoring.router),
-    references.ReferencesExtension(references.router),
-    Extension(page.router),
-)
-"""In the order of the API's description, with the core's own routes among them."""
-
 _shutdowns: list[Shutdown] = []
 
 
-async def make_core(client: EngineClient, state: State, settings: Namespace, *, has_api_keys: bool) -> Core:
-    """Assemble the parts around an engine and vLLM's own app state. ValueError if a setting of the server changes what
-    logprobs are."""
+def routers(app: Any) -> list[Any]:
+    """The routers to include while vLLM builds its app, in the order of the API's description. Their routes replace the
+    app's own of the same paths."""
+    return [
+        *completions.routers(app),
+        scoring.router,
+        references.router,
+        page.router,
+    ]
+
+
+def start_extensions(core: Core, state: State) -> None:
+    """Make what the extensions' routes need in addition to the core, and put it into vLLM's app state."""
+    completions.start(core, state)
+    references.start(core, state)
+
+
+async def start(client: EngineClient, state: State, settings: Namespace, *, has_api_keys: bool) -> None:
+    """Assemble the parts around an engine, and put them into vLLM's app state. ValueError if a setting of the server
+    changes what logprobs are."""
     check_engine(client.vllm_config)
     limits = Limits.from_model(client.model_config, settings.max_request_sequences, settings.max_request_bytes)
     await _warm_up(client, limits)
@@ -77,7 +87,7 @@ async def make_core(client: EngineClient, state: State, settings: Namespace, *, 
         }
     )
     guard_rows(client)
-    return Core(
+    state.scoremode = core = Core(
         client=client,
         scorer=Scorer(engine, Turns()),
         tokenizer=tokenizer,
@@ -89,6 +99,7 @@ async def make_core(client: EngineClient, state: State, settings: Namespace, *, 
         owner_key=secrets.token_bytes(32) if has_api_keys else None,
         lanes=served_lanes(client.vllm_config),
     )
+    start_extensions(core, state)
 
 
 def engine_size(config: VllmConfig, settings: Namespace) -> EngineSize:

@@ -3,14 +3,9 @@ imported completely, and in engine processes, which need no HTTP."""
 
 import os
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scoremode_server.settings import PLUGIN, PLUGINS_VARIABLE, allow_plugin, server_settings
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
-    from starlette.datastructures import State
-    from vllm.engine.protocol import EngineClient
 
 
 class ScoremodeEndpoints:
@@ -20,15 +15,15 @@ class ScoremodeEndpoints:
     name = "scoremode"
     required_tasks = ("generate",)
 
-    def attach_router(self, app: "FastAPI") -> None:
+    def attach_router(self, app: Any) -> None:
         """Add our routes before vLLM's, in place of those of the same paths. Add our middleware, and change the HTTP
         server."""
-        from scoremode_server.app import EXTENSIONS
+        from scoremode_server.app import routers
         from scoremode_server.http.middleware import wrap
         from scoremode_server.vllm_compat.http_server import change_http_server
 
         # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
-        ours = [router for extension in EXTENSIONS for router in extension.routers(app)]
+        ours = routers(app)
         paths = {getattr(route, "path", None) for router in ours for route in router.routes}
         of_vllm = [route for route in app.routes if getattr(route, "path", None) not in paths]
         app.router.routes.clear()
@@ -38,16 +33,12 @@ class ScoremodeEndpoints:
         wrap(app)
         change_http_server(app)
 
-    async def init_state(self, engine_client: "EngineClient", state: "State", args: Namespace) -> None:
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Make the parts that routes share. Servers without an engine do not call this: see `required_tasks`."""
-        from scoremode_server.app import EXTENSIONS, make_core, prepare_process
+        from scoremode_server.app import prepare_process, start
         from scoremode_server.http.middleware import configured_keys
 
-        state.scoremode = await make_core(
-            engine_client, state, server_settings(args), has_api_keys=bool(configured_keys(args))
-        )
-        for extension in EXTENSIONS:
-            extension.start(state.scoremode, state)
+        await start(engine_client, state, server_settings(args), has_api_keys=bool(configured_keys(args)))
         prepare_process()
 
 

@@ -30,7 +30,7 @@ from scoremode_server.completions.requests import (
 )
 from scoremode_server.http.json_fields import read_fields
 from scoremode_server.http.requests import ScoremodeRoute, until_disconnect
-from scoremode_server.scoring.core import Core, Extension
+from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.tokenizer import as_prompts
 from scoremode_server.vllm_compat.served_models import shorten_name
 
@@ -64,21 +64,21 @@ router = APIRouter(route_class=CompletionRoute)
 generate_router = APIRouter(route_class=CompletionRoute)
 
 
-class CompletionsExtension(Extension):
-    """Puts handlers into `app.state.scoremode_completions`, by route, where vLLM has one."""
+def routers(app: FastAPI) -> Sequence[APIRouter]:
+    """Those to include in the app: vLLM serves the second one if a flag says so (`--enable-scale-out`,
+    `--tokens-only`)."""
+    stock = [route.endpoint for route in app.routes if isinstance(route, APIRoute)]
+    return [router, generate_router] if stock_tokens.generate in stock else [router]
 
-    def routers(self, app: FastAPI) -> Sequence[APIRouter]:
-        # vLLM serves this route if a flag says so: `--enable-scale-out`, `--tokens-only`.
-        stock = [route.endpoint for route in app.routes if isinstance(route, APIRoute)]
-        return [router, generate_router] if stock_tokens.generate in stock else [router]
 
-    def start(self, core: Core, state: State) -> None:
-        writer = LogprobsWriter(core.tokenizer.strings, core.scorer.engine.block_size)
-        state.scoremode_completions = {}
-        for route, (name, method, param) in HANDLERS.items():
-            if (stock := getattr(state, name, None)) is not None:
-                make_handler = ScoringCompletions if route == COMPLETIONS else ScoringHandler
-                state.scoremode_completions[route] = make_handler(core, stock, route, method, param, writer)
+def start(core: Core, state: State) -> None:
+    """Put handlers into `app.state.scoremode_completions`, by route, where vLLM has one."""
+    writer = LogprobsWriter(core.tokenizer.strings, core.scorer.engine.block_size)
+    state.scoremode_completions = {}
+    for route, (name, method, param) in HANDLERS.items():
+        if (stock := getattr(state, name, None)) is not None:
+            make_handler = ScoringCompletions if route == COMPLETIONS else ScoringHandler
+            state.scoremode_completions[route] = make_handler(core, stock, route, method, param, writer)
 
 
 @router.post(COMPLETIONS, responses=STOCK_RESPONSES)

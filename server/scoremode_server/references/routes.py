@@ -38,7 +38,7 @@ from scoremode_server.references.recorder import Recorder
 from scoremode_server.references.service import References
 from scoremode_server.references.worker.packing import ComparedRows
 from scoremode_server.rows import json_logprobs
-from scoremode_server.scoring.core import Core, Extension, prepared
+from scoremode_server.scoring.core import Core, prepared
 from scoremode_server.scoring.model_files import with_adapter
 from scoremode_server.scoring.scorer import ScoreSettings, lane_settings
 from scoremode_server.scoring.text_windows import RunningPerplexity, cut_texts
@@ -59,16 +59,16 @@ class ReferenceParts:
     comparer: Comparer
 
 
-class ReferencesExtension(Extension):
-    def start(self, core: Core, state: State) -> None:
-        state.scoremode_references = None
-        # References need our methods in the workers.
-        is_extended = core.client.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
-        if is_extended and (root := reference_directory()) is not None:
-            stored = References(ReferenceDirectory(root), core.identity, "name")
-            files = WorkerFiles(core.client, core.admission)
-            comparer = Comparer(replace(stored, param="reference"), core, files)
-            state.scoremode_references = ReferenceParts(stored, Recorder(stored, core, files), comparer)
+def start(core: Core, state: State) -> None:
+    """Put the parts of the routes into the state; None without a folder for references."""
+    state.scoremode_references = None
+    # References need our methods in the workers.
+    is_extended = core.client.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
+    if is_extended and (root := reference_directory()) is not None:
+        stored = References(ReferenceDirectory(root), core.identity, "name")
+        files = WorkerFiles(core.client, core.admission)
+        comparer = Comparer(replace(stored, param="reference"), core, files)
+        state.scoremode_references = ReferenceParts(stored, Recorder(stored, core, files), comparer)
 
 
 def references_of(raw_request: Request) -> ReferenceParts:

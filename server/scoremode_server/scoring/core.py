@@ -1,13 +1,12 @@
-"""All that routes share, and how packages add their own routes to it."""
+"""All that routes share."""
 
 import hmac
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
-from starlette.datastructures import State
+from fastapi import Request
 from vllm.engine.protocol import EngineClient
 
 from scoremode.wire.protocol import Lane, ServerInfo
@@ -46,22 +45,6 @@ class Core:
         """The owner of a request with these headers, by its API key. Without keys all requests have one owner."""
         key = headers.get("Authorization", "").encode()
         return "" if self.owner_key is None else hmac.new(self.owner_key, key, "sha256").hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class Extension:
-    """A package's routes, which `app.EXTENSIONS` lists. The plugin calls both methods, each once per API server. The
-    package's part in engine workers, if it has one, is a `SinkMaker`."""
-
-    router: APIRouter
-
-    def routers(self, app: FastAPI) -> Sequence[APIRouter]:
-        """The routers to include, while vLLM builds its app. Their routes replace the app's own of the same paths."""
-        return [self.router]
-
-    def start(self, core: Core, state: State) -> None:
-        """Make what the routes need, and put it into vLLM's app state, before the server answers requests. By default
-        there is nothing to make: the core is in the state."""
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 
-from scoremode_server.app import EXTENSIONS
+from scoremode_server.app import start_extensions
 from scoremode_server.completions import routes
 from scoremode_server.engine.admission import EngineSize
 from scoremode_server.engine.engine import ScoringEngine
@@ -80,8 +80,7 @@ def light_app(
 def _start_extensions(core: Core, state: State) -> None:
     """As the plugin does, with the engine's folder for references, if it has one."""
     with patch.dict(os.environ, {REFERENCE_VARIABLE: str(core.client.reference_root)}):
-        for extension in EXTENSIONS:
-            extension.start(core, state)
+        start_extensions(core, state)
 
 
 def app_with_flags(**flags: Any) -> FastAPI:

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[3]
 LINES = {
     "app.py": {
         "from scoremode_server.references import routes as references\n": "",
-        "    references.ReferencesExtension(references.router),\n": "",
+        "        references.router,\n": "",
+        "    references.start(core, state)\n": "",
     },
     "plugin.py": {
         "    from scoremode_server.references.worker.sinks import reference_sinks\n\n": "",
