@@ -31,7 +31,7 @@ from scoremode_server.settings import logprob_bytes
 from scoremode_server.vllm_compat.computed_by import what_computes
 from scoremode_server.vllm_compat.engine_client import bound_generation_alone
 from scoremode_server.vllm_compat.served_models import ServedModels
-from scoremode_server.vllm_compat.shutdown import Shutdown
+from scoremode_server.vllm_compat.shutdown import drain_before_shutdown
 from scoremode_server.worker.row_spec import RowSpec, guard_rows
 
 GC_THRESHOLD = 20_000
@@ -39,8 +39,6 @@ GC_THRESHOLD = 20_000
 
 KV_CACHES_WAITING = 16
 """Without `--max-scoring-tokens`, this many times the tokens of the KV cache may wait to be scored."""
-
-_shutdowns: list[Shutdown] = []
 
 
 def routers(app: Any) -> list[Any]:
@@ -70,7 +68,7 @@ async def start(client: EngineClient, state: State, settings: Namespace, *, has_
     metrics = Metrics(logprob_bytes())
     engine = ScoringEngine(client, store, metrics, engine_size(client.vllm_config, settings))
     bound_generation_alone(client)
-    _shutdowns.append(Shutdown(client, engine.admission.drain))
+    drain_before_shutdown(client, engine.admission.drain)
     tokenizer = Tokenizer(client.renderer)
     if client.renderer.tokenizer is not None:
         await asyncio.to_thread(tokenizer.strings.fill_vocabulary)
@@ -140,11 +138,6 @@ async def _warm_up(client: EngineClient, limits: Limits) -> None:
         request = RowsRequest.score([0, 1, 0], RowSpec(num_top=top_logprobs), request_id="scoremode-warm-up")
         run = await run_engine(client, request, suffix=f"-{top_logprobs}")
         run.check(request.first_row)
-
-
-def engine_has_died() -> bool:
-    """Whether the engine of this process's server has died."""
-    return any(shutdown.engine_died for shutdown in _shutdowns)
 
 
 def prepare_process() -> None:

@@ -50,9 +50,9 @@ def serve(arguments: list[str]) -> None:
     command.validate(namespace)
     command.cmd(namespace)
     # vLLM's command returns as after a shutdown. With status 0 a supervisor would not restart the server.
-    from scoremode_server.app import engine_has_died
+    from scoremode_server.vllm_compat.shutdown import engine_died
 
-    if engine_has_died():
+    if engine_died.is_set():
         raise SystemExit("scoremode: the engine has died")
 
 

@@ -11,28 +11,23 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+engine_died = threading.Event()
+"""Set if an engine of this process was dead already when it was shut down."""
 
-class Shutdown:
-    """Takes the place of an engine client's `shutdown`: runs `drain(seconds)` on the event loop first, on which it must
-    be made."""
 
-    def __init__(self, engine: Any, drain: Callable[[float], Coroutine[Any, Any, None]]) -> None:
-        self.engine_died = False
-        """Whether the engine was dead already when it was shut down."""
-        self._engine = engine
-        self._drain = drain
-        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._shutdown = engine.shutdown
-        self._begun = False
-        engine.shutdown = self
+def drain_before_shutdown(engine: Any, drain: Callable[[float], Coroutine[Any, Any, None]]) -> None:
+    """Let an engine client's `shutdown` run `drain(seconds)` first, on the current event loop."""
+    loop, thread, shutdown = asyncio.get_running_loop(), threading.get_ident(), engine.shutdown
 
-    def __call__(self, timeout: float | None = None) -> None:
-        """Shut down. vLLM calls it twice, and after the engine's death on the event loop itself."""
+    def drain_and_shut_down(timeout: float | None = None) -> None:
+        # vLLM calls it twice.
+        engine.shutdown = shutdown
         begun = time.monotonic()
-        if not self._begun:
-            self._begun = True
-            self.engine_died = self._engine.errored
-            # On the loop's own thread nothing could wait for it.
-            if not self.engine_died and threading.get_ident() != self._thread and self._loop.is_running():
-                asyncio.run_coroutine_threadsafe(self._drain(timeout or 0), self._loop).result()
-        self._shutdown(timeout=None if timeout is None else max(0, timeout - (time.monotonic() - begun)))
+        if engine.errored:
+            engine_died.set()
+        # After the engine's death vLLM calls it on the event loop itself, where nothing could wait for the loop.
+        elif threading.get_ident() != thread and loop.is_running():
+            asyncio.run_coroutine_threadsafe(drain(timeout or 0), loop).result()
+        shutdown(timeout=None if timeout is None else max(0, timeout - (time.monotonic() - begun)))
+
+    engine.shutdown = drain_and_shut_down
