@@ -29,9 +29,8 @@ from scoremode_server.scoring.scorer import Scorer, Turns, check_engine, served_
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.settings import logprob_bytes
 from scoremode_server.vllm_compat.computed_by import what_computes
-from scoremode_server.vllm_compat.engine_client import bound_generation_alone
+from scoremode_server.vllm_compat.engine_client import bound_generation_alone, drain_before_shutdown
 from scoremode_server.vllm_compat.served_models import ServedModels
-from scoremode_server.vllm_compat.shutdown import drain_before_shutdown
 from scoremode_server.worker.row_spec import RowSpec, guard_rows
 
 GC_THRESHOLD = 20_000

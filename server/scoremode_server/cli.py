@@ -50,7 +50,7 @@ def serve(arguments: list[str]) -> None:
     command.validate(namespace)
     command.cmd(namespace)
     # vLLM's command returns as after a shutdown. With status 0 a supervisor would not restart the server.
-    from scoremode_server.vllm_compat.shutdown import engine_died
+    from scoremode_server.vllm_compat.engine_client import engine_died
 
     if engine_died.is_set():
         raise SystemExit("scoremode: the engine has died")

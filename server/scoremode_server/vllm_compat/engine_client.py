@@ -1,8 +1,12 @@
-"""Changes to vLLM's engine client for scoring requests: changes of weights drop cached rows, and bounds of queued
-requests do not count them. vLLM has no event for a change, so the methods that change weights are wrapped."""
+"""Changes to vLLM's engine client for scoring requests: changes of weights drop cached rows, bounds of queued requests
+do not count them, and the end waits for them. vLLM has no event for a change, so the methods that change weights are
+wrapped."""
 
+import asyncio
 import inspect
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -84,6 +88,33 @@ def bound_generation_alone(engine: Any) -> None:
     engine.check_admission = check_generation
     engine.get_num_queued_tokens = lambda: sum(state.prompt_len for state in generating() if state.is_prefilling)
     processor.get_num_unfinished_requests = lambda: len(generating())
+
+
+engine_died = threading.Event()
+"""Set if an engine of this process was dead already when it was shut down."""
+
+
+def drain_before_shutdown(engine: Any, drain: Callable[[float], Coroutine[Any, Any, None]]) -> None:
+    """Let an engine client's `shutdown` run `drain(seconds)` first, on the current event loop.
+
+    On SIGTERM vLLM shuts its engine down while requests are still in it. `--shutdown-timeout` lets the engine finish,
+    but the API server stops reading what it computes. vLLM calls `shutdown` from a thread, which waits for scoring
+    requests here while the event loop still answers them.
+    """
+    loop, thread, shutdown = asyncio.get_running_loop(), threading.get_ident(), engine.shutdown
+
+    def drain_and_shut_down(timeout: float | None = None) -> None:
+        # vLLM calls it twice.
+        engine.shutdown = shutdown
+        begun = time.monotonic()
+        if engine.errored:
+            engine_died.set()
+        # After the engine's death vLLM calls it on the event loop itself, where nothing could wait for the loop.
+        elif threading.get_ident() != thread and loop.is_running():
+            asyncio.run_coroutine_threadsafe(drain(timeout or 0), loop).result()
+        shutdown(timeout=None if timeout is None else max(0, timeout - (time.monotonic() - begun)))
+
+    engine.shutdown = drain_and_shut_down
 
 
 async def call_engines(client: Any, method: str, *args: Any) -> list[list[Any]]:
