@@ -23,7 +23,7 @@ from vllm.outputs import RequestOutput
 from scoremode_server.engine.admission import Admission, EngineSize
 from scoremode_server.engine.cached_request import CachedRequest
 from scoremode_server.engine.passes import RowsRequest, in_engine, run_engine
-from scoremode_server.engine.store import HASH_BYTES, BlockHasher, RowStore
+from scoremode_server.engine.store import HASH_BYTES, RowStore
 from scoremode_server.metrics import Metrics
 from scoremode_server.rows import Columns, Rows, read_columns
 from scoremode_server.vllm_compat.engine_client import may_go_unnoticed, within_changes
@@ -63,7 +63,6 @@ class ScoringEngine:
         self._engine = engine
         self._store = store
         self._metrics = metrics
-        self._hasher = BlockHasher(store.block_size)
         self._in_flight: dict[bytes, CachedRequest] = {}
         # Not a `dict`: to find its oldest entry, it passes all that were deleted before.
         self._computed: OrderedDict[bytes, None] = OrderedDict()
@@ -111,12 +110,12 @@ class ScoringEngine:
         engine_salt = f"scoremode-{self._process}-{self._store.generation}-{salt}"
         salted = replace(request, token_ids=token_ids, prompt={**request.prompt, "cache_salt": engine_salt})
         # Keys and values do not depend on what is wanted of the rows.
-        computed = block_hashes = self._hasher.hashes(token_ids, self._identity(request, salt))
+        computed = block_hashes = self._store.hashes(token_ids, self._identity(request, salt))
         if request.first_row // self.block_size == len(computed):
             # No whole block has rows that are needed.
             block_hashes = []
         elif (of_rows := request.spec.identity) is not None:
-            block_hashes = self._hasher.hashes(token_ids, self._identity(request, salt, of_rows))
+            block_hashes = self._store.hashes(token_ids, self._identity(request, salt, of_rows))
         num_computed = self._num_computed(computed)
         cached = CachedRequest(self._engine, self._store, self._in_flight, salted, block_hashes, num_computed)
         run = await cached.run()

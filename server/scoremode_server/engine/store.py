@@ -35,6 +35,8 @@ class RowStore:
     num_bytes: int = 0
     generation: int = 0
     """Increases when rows may have become wrong; rows of an earlier generation are not used."""
+    _secret: bytes = field(default_factory=lambda: secrets.token_bytes(HASH_BYTES))
+    """The key of hashes, so that no client can search for collisions."""
     _blocks: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
     _num_changes: int = 0
 
@@ -109,16 +111,6 @@ class RowStore:
 
     def _block_bytes(self, num_columns: int) -> int:
         return self.block_size * (2 * num_columns + 1) * _WORD_BYTES
-
-
-class BlockHasher:
-    """Hashes the blocks of token sequences, each with all before it. A secret of this process is the key, so that no
-    client can search for collisions.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self._secret = secrets.token_bytes(HASH_BYTES)
 
     def hashes(self, token_ids: np.ndarray, identity: str) -> list[bytes]:
         """A hash per whole block of tokens [n] int32 after the first token: of all tokens up to the block's end, and of

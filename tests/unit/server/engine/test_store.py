@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from scoremode_server.engine.store import ENTRY_BYTES, BlockHasher, RowStore
+from scoremode_server.engine.store import ENTRY_BYTES, RowStore
 from scoremode_server.rows import Rows
 
 SIZE = 2
 ROOM = 1 << 20
-HASHER = BlockHasher(4)
+HASHER = RowStore(4, ROOM)
 
 
 def block(value: int, num_columns: int = 1) -> bytes:
@@ -80,4 +80,4 @@ def hashes(*token_ids: int, identity: str = "m") -> list[bytes]:
 
 
 def test_another_process_has_other_hashes():
-    assert not set(BlockHasher(4).hashes(np.arange(9, dtype=np.int32), "m")) & set(hashes(*range(9)))
+    assert not set(RowStore(4, ROOM).hashes(np.arange(9, dtype=np.int32), "m")) & set(hashes(*range(9)))
