@@ -326,19 +326,19 @@ def _add_up(
     for origin in tl.range(0, whole, tile, num_stages=1):
         p_seen = tl.load(p_start + origin + entries).to(tl.float32)
         q_seen = tl.load(q_start + origin + entries).to(tl.float32)
-        terms = _terms(p_seen - p_maximum, q_seen - q_maximum, p_scale, q_scale, log_sum_ratio, INFINITE)
-        forward += tl.sum(terms[0], 1)
-        backward += tl.sum(terms[1], 1)
-        distances += tl.sum(terms[2], 1)
+        forward, backward, distances = _add_tile(
+            *(forward, backward, distances, p_seen - p_maximum, q_seen - q_maximum),
+            *(p_scale, q_scale, log_sum_ratio, INFINITE),
+        )
     if whole < columns:
         held = whole + entries < columns
         # Entries of -inf on both sides add nothing.
         p_seen = tl.load(p_start + whole + entries, mask=held, other=float("-inf")).to(tl.float32)
         q_seen = tl.load(q_start + whole + entries, mask=held, other=float("-inf")).to(tl.float32)
-        terms = _terms(p_seen - p_maximum, q_seen - q_maximum, p_scale, q_scale, log_sum_ratio, True)
-        forward += tl.sum(terms[0], 1)
-        backward += tl.sum(terms[1], 1)
-        distances += tl.sum(terms[2], 1)
+        forward, backward, distances = _add_tile(
+            *(forward, backward, distances, p_seen - p_maximum, q_seen - q_maximum),
+            *(p_scale, q_scale, log_sum_ratio, True),
+        )
     return (
         tl.sum(forward.to(tl.float64), 0).to(tl.float32),
         tl.sum(backward.to(tl.float64), 0).to(tl.float32),
@@ -347,8 +347,10 @@ def _add_up(
 
 
 @triton.jit
-def _terms(p_logit, q_logit, p_scale, q_scale, log_sum_ratio, INFINITE: tl.constexpr):
-    """Compute the terms of the three sums, from logits less their rows' maxima."""
+def _add_tile(
+    forwards, backwards, distances, p_logit, q_logit, p_scale, q_scale, log_sum_ratio, INFINITE: tl.constexpr
+):
+    """Add a tile's terms to the three sums of each lane, from logits less their rows' maxima."""
     p = tl.exp(p_logit) * p_scale
     q = tl.exp(q_logit) * q_scale
     difference = p - q
@@ -372,4 +374,4 @@ def _terms(p_logit, q_logit, p_scale, q_scale, log_sum_ratio, INFINITE: tl.const
         # Where one side is 0 the other may be too small for a number, and is not 0.
         forward = tl.where(log_ratio == float("inf"), float("inf"), forward)
         backward = tl.where(log_ratio == float("-inf"), float("inf"), backward)
-    return forward, backward, tl.abs(difference)
+    return forwards + tl.sum(forward, 1), backwards + tl.sum(backward, 1), distances + tl.sum(tl.abs(difference), 1)
