@@ -129,8 +129,7 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
     """Score a text's windows and store their hidden states. The same request again resumes where it was interrupted."""
     references = references_of(raw_request)
     async with prepared(raw_request, request.model) as (core, model, options):
-        conversations = None if request.messages is None else await core.conversations.sequences(request)
-        texts = await cut_texts(request, conversations, core.tokenizer, core.limits, core.info)
+        texts = await cut_texts(request, core)
         num_texts = len(request.conversations if request.messages is not None else request.texts or [request.prompt])
         if request.labels is not None and len(request.labels) != num_texts:
             raise RequestError(f"labels has {len(request.labels)} labels for {num_texts} texts", "labels")

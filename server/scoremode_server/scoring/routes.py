@@ -50,8 +50,7 @@ router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"], responses=ERROR
 async def create_perplexity(request: PerplexityRequest, raw_request: Request) -> Response:
     """Score a text's windows and sum them up; with `stream`, an event for each window on the way."""
     async with prepared(raw_request, request.model) as (core, model, options):
-        conversations = None if request.messages is None else await core.conversations.sequences(request)
-        texts = await cut_texts(request, conversations, core.tokenizer, core.limits, core.info)
+        texts = await cut_texts(request, core)
         lane = lane_settings(core.lanes, request)
     request_id = f"ppl-{raw_request.state.request_id}"
 
@@ -108,8 +107,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     """Score every token of every prompt, or every token of every continuation of every prompt."""
     async with prepared(raw_request, request.model) as (core, model, options):
         core.limits.check_top_logprobs(request.top_logprobs)
-        conversations = None if request.messages is None else await core.conversations.sequences(request)
-        sequences, passes = await read_sequences(request, conversations, core.tokenizer, core.limits)
+        sequences, passes = await read_sequences(request, core)
     num_tokens = sum(each.sequence.num_tokens for each in passes)
     # Logprobs in the answer for each sequence.
     num_values = [len(each.targets) * (1 + each.num_candidates + request.top_logprobs) for each in sequences]

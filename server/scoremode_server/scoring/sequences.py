@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from scoremode.wire.protocol import MAX_CANDIDATES, ScoreRequest, TurnSequence
+from scoremode.wire.protocol import MAX_CANDIDATES, ScoreRequest
 from scoremode_server.errors import RequestError, TooLargeError
+from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.scorer import ScoredSequence
-from scoremode_server.scoring.tokenizer import Tokenizer, as_prompts
+from scoremode_server.scoring.tokenizer import as_prompts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,25 +77,24 @@ class ScoringPass:
         return ScoredSequence(token_ids, sequence.first, candidates, least_top=2)
 
 
-async def read_sequences(
-    request: ScoreRequest, conversations: list[TurnSequence] | None, tokenizer: Tokenizer, limits: Limits
-) -> tuple[list[RequestedSequence], list[ScoringPass]]:
+async def read_sequences(request: ScoreRequest, core: Core) -> tuple[list[RequestedSequence], list[ScoringPass]]:
     """The sequences of a request, in the order of its prompts or conversations, and the passes that score them.
     TooLargeError if texts with their continuations are too long in all."""
-    if conversations is not None:
-        sequences = _turns(request, conversations, limits)
+    if request.messages is not None:
+        sequences = await _turns(request, core)
     elif request.prompt is None:
         raise RequestError("prompt is required, or messages", "prompt")
     elif request.continuations is None:
-        sequences = await _prompts(as_prompts(request.prompt), request, tokenizer, limits)
+        sequences = await _prompts(as_prompts(request.prompt), request, core)
     else:
-        sequences = await _continued(as_prompts(request.prompt), request, tokenizer, limits)
-    _set_candidates(request, sequences, limits)
+        sequences = await _continued(as_prompts(request.prompt), request, core)
+    _set_candidates(request, sequences, core.limits)
     return sequences, _in_passes(request, sequences)
 
 
-def _turns(request: ScoreRequest, conversations: list[TurnSequence], limits: Limits) -> list[RequestedSequence]:
+async def _turns(request: ScoreRequest, core: Core) -> list[RequestedSequence]:
     """Each turn after the tokens before it."""
+    conversations = await core.conversations.sequences(request)
     for field in ("prompt", "continuations"):
         if getattr(request, field) is not None:
             raise RequestError(f"{field} cannot be given with messages", field)
@@ -104,7 +104,7 @@ def _turns(request: ScoreRequest, conversations: list[TurnSequence], limits: Lim
     for each in conversations:
         index, token_ids = each["conversation"], each["token_ids"]
         # Its length, and the number of all turns, were checked when it was rendered.
-        limits.check_vocabulary(token_ids, f"messages[{index}]")
+        core.limits.check_vocabulary(token_ids, f"messages[{index}]")
         for turn in each["turns"]:
             sequences.append(
                 RequestedSequence(
@@ -146,11 +146,9 @@ def _in_passes(request: ScoreRequest, sequences: list[RequestedSequence]) -> lis
     return passes
 
 
-async def _prompts(
-    prompts: list[str | list[int]], request: ScoreRequest, tokenizer: Tokenizer, limits: Limits
-) -> list[RequestedSequence]:
+async def _prompts(prompts: list[str | list[int]], request: ScoreRequest, core: Core) -> list[RequestedSequence]:
     """The prompts, from their first positions on."""
-    limits.check_num_sequences(len(prompts), "prompt")
+    core.limits.check_num_sequences(len(prompts), "prompt")
     each = request.logprobs_from
     firsts = each if isinstance(each, list) else [each] * len(prompts)
     if len(firsts) != len(prompts):
@@ -159,9 +157,9 @@ async def _prompts(
         raise RequestError(f"logprobs_from is {min(firsts)}: positions count from 0", "logprobs_from")
     sequences = []
     for index, (prompt, first) in enumerate(zip(prompts, firsts, strict=True)):
-        token_ids = await tokenizer.encode(prompt, request.add_special_tokens)
+        token_ids = await core.tokenizer.encode(prompt, request.add_special_tokens)
         name = f"prompt[{index}]"
-        limits.check_sequence(token_ids, name)
+        core.limits.check_sequence(token_ids, name)
         if first >= len(token_ids):
             raise RequestError(f"logprobs_from is {first}, but {name} has {len(token_ids)} tokens", "logprobs_from")
         targets = token_ids[first:] if first else token_ids
@@ -188,19 +186,17 @@ def _continuations(request: ScoreRequest, num_prompts: int) -> list[list[Any]]:
     return cast(list[list[Any]], given)
 
 
-async def _continued(
-    prompts: list[str | list[int]], request: ScoreRequest, tokenizer: Tokenizer, limits: Limits
-) -> list[RequestedSequence]:
+async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core: Core) -> list[RequestedSequence]:
     """The continuations of all prompts, whose contexts are one list where they are equal.
 
     Texts are joined as in lm-eval: white space at a prompt's end goes to the continuation, both are encoded as one
     text, and the continuation begins after as many tokens as the prompt has alone.
     """
-    continuations = _continuations(request, len(prompts))
+    limits, continuations = core.limits, _continuations(request, len(prompts))
     limits.check_num_sequences(sum(map(len, continuations)), "continuations")
     are_joined = isinstance(prompts[0], str) and isinstance(continuations[0][0], str)
     encode = _encode_joined if are_joined else _encode_apart
-    encoded = await encode(prompts, continuations, request.add_special_tokens, tokenizer, limits)
+    encoded = await encode(prompts, continuations, request.add_special_tokens, core)
     sequences, contexts = list[RequestedSequence](), dict[tuple[int, ...], list[int]]()
     for index, (alone, own) in enumerate(encoded):
         if not alone:
@@ -228,30 +224,30 @@ async def _continued(
 
 
 async def _encode_joined(
-    prompts: list[Any], continuations: list[Any], add_special_tokens: bool, tokenizer: Tokenizer, limits: Limits
+    prompts: list[Any], continuations: list[Any], add_special_tokens: bool, core: Core
 ) -> list[tuple[list[int], list[list[int]]]]:
     """The tokens of each prompt, and of it with each of its continuations."""
     pairs = list(zip(prompts, continuations, strict=True))
     num_characters = sum(len(prompt) * len(own) + sum(map(len, own)) for prompt, own in pairs)
-    if num_characters > limits.max_request_bytes:
+    if num_characters > core.limits.max_request_bytes:
         raise TooLargeError(
             f"continuations have {num_characters} characters with the prompts before them, more than "
-            f"{limits.max_request_bytes} (--max-request-bytes): send fewer per request",
+            f"{core.limits.max_request_bytes} (--max-request-bytes): send fewer per request",
             "continuations",
         )
     texts = [text for prompt, own in pairs for text in (prompt.rstrip(), *(prompt + each for each in own))]
-    encoded = iter(await tokenizer.encode_all(texts, add_special_tokens))
+    encoded = iter(await core.tokenizer.encode_all(texts, add_special_tokens))
     return [(next(encoded), list(islice(encoded, len(own)))) for own in continuations]
 
 
 async def _encode_apart(
-    prompts: list[Any], continuations: list[Any], add_special_tokens: bool, tokenizer: Tokenizer, limits: Limits
+    prompts: list[Any], continuations: list[Any], add_special_tokens: bool, core: Core
 ) -> list[tuple[list[int], list[list[int]]]]:
     """The tokens of each prompt and of each of its continuations, one of which is given as token ids."""
     shared = {id(own): own for own in continuations}
-    encoded = {key: [await tokenizer.encode(each, False) for each in own] for key, own in shared.items()}
+    encoded = {key: [await core.tokenizer.encode(each, False) for each in own] for key, own in shared.items()}
     return [
-        (await tokenizer.encode(prompt, add_special_tokens), encoded[id(own)])
+        (await core.tokenizer.encode(prompt, add_special_tokens), encoded[id(own)])
         for prompt, own in zip(prompts, continuations, strict=True)
     ]
 

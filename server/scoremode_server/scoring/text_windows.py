@@ -9,10 +9,9 @@ import numpy as np
 
 from scoremode.metrics import count_words, exp
 from scoremode.windows import Method, Window, cut_windows, resolve_context_length, resolve_stride, turn_windows
-from scoremode.wire.protocol import PerplexityRequest, PerplexityWindow, ServerInfo, TurnSequence
+from scoremode.wire.protocol import PerplexityRequest, PerplexityWindow
 from scoremode_server.errors import RequestError
-from scoremode_server.scoring.limits import Limits
-from scoremode_server.scoring.tokenizer import Tokenizer
+from scoremode_server.scoring.core import Core
 
 
 @dataclass(slots=True)
@@ -88,30 +87,24 @@ class RunningPerplexity:
         )
 
 
-async def cut_texts(
-    request: PerplexityRequest,
-    conversations: list[TurnSequence] | None,
-    tokenizer: Tokenizer,
-    limits: Limits,
-    info: ServerInfo,
-) -> TextWindows:
+async def cut_texts(request: PerplexityRequest, core: Core) -> TextWindows:
     """Tokenize the texts of a request, and cut their windows; or the windows of its conversations. WindowError if
     the method cannot cut such windows."""
-    if conversations is not None:
-        return _turn_windows(request, conversations, limits)
+    if request.messages is not None:
+        return await _turn_windows(request, core)
     method, field_name = request.method, "prompt" if request.texts is None else "texts"
-    context_length = resolve_context_length(method, request.context_length, limits.max_model_len)
+    context_length = resolve_context_length(method, request.context_length, core.limits.max_model_len)
     stride = resolve_stride(method, context_length, request.stride)
-    documents = await _documents(request, tokenizer)
+    documents = await _documents(request, core)
     for document in documents:
-        limits.check_vocabulary(document.token_ids, field_name)
+        core.limits.check_vocabulary(document.token_ids, field_name)
     if request.max_tokens is not None:
-        await _truncate(documents, request, request.max_tokens, tokenizer, info)
+        await _truncate(documents, request, request.max_tokens, core)
     # Before any is cut: there may be one window fewer per text.
-    limits.check_num_sequences(sum(len(document.token_ids) // stride + 1 for document in documents), "stride")
+    core.limits.check_num_sequences(sum(len(document.token_ids) // stride + 1 for document in documents), "stride")
 
     def cut() -> None:
-        special = {"prefix_token_id": info.prefix_token_id, "bos_token_id": info.chunk_token_id}
+        special = {"prefix_token_id": core.info.prefix_token_id, "bos_token_id": core.info.chunk_token_id}
         for document in documents:
             document.windows = cut_windows(len(document.token_ids), method, context_length, stride, **special)
 
@@ -127,16 +120,17 @@ async def cut_texts(
     return texts
 
 
-def _turn_windows(request: PerplexityRequest, conversations: list[TurnSequence], limits: Limits) -> TextWindows:
+async def _turn_windows(request: PerplexityRequest, core: Core) -> TextWindows:
+    conversations = await core.conversations.sequences(request)
     for field_name in ("prompt", "texts", "stride", "max_tokens", "add_special_tokens"):
         if getattr(request, field_name) is not None:
             raise RequestError(f"{field_name} cannot be given with messages", field_name)
     if "method" in request.model_fields_set and request.method != "conversation":
         raise RequestError(f"messages are scored by method 'conversation', not {request.method!r}", "method")
-    context_length = resolve_context_length("conversation", request.context_length, limits.max_model_len)
+    context_length = resolve_context_length("conversation", request.context_length, core.limits.max_model_len)
     documents = []
     for each in conversations:
-        limits.check_vocabulary(each["token_ids"], f"messages[{each['conversation']}]")
+        core.limits.check_vocabulary(each["token_ids"], f"messages[{each['conversation']}]")
         windows = turn_windows([(turn["first"], turn["end"]) for turn in each["turns"]], context_length)
         roles = [turn["role"] for turn in each["turns"]][: len(windows)]
         documents.append(TextDocument(each["token_ids"], None, windows, each["conversation"], roles))
@@ -146,27 +140,25 @@ def _turn_windows(request: PerplexityRequest, conversations: list[TurnSequence],
     return texts
 
 
-async def _documents(request: PerplexityRequest, tokenizer: Tokenizer) -> list[TextDocument]:
+async def _documents(request: PerplexityRequest, core: Core) -> list[TextDocument]:
     if (request.prompt is None) == (request.texts is None):
         raise RequestError("give either prompt, one text, or texts, several", "prompt")
     if isinstance(request.prompt, list):
         return [TextDocument(request.prompt, None)]
     texts = [request.prompt] if request.prompt is not None else request.texts or []
-    encoded = await tokenizer.encode_all(texts, request.adds_special_tokens) if texts else []
+    encoded = await core.tokenizer.encode_all(texts, request.adds_special_tokens) if texts else []
     return [
         TextDocument(token_ids, text, index=index)
         for index, (token_ids, text) in enumerate(zip(encoded, texts, strict=True))
     ]
 
 
-async def _truncate(
-    documents: list[TextDocument], request: PerplexityRequest, max_tokens: int, tokenizer: Tokenizer, info: ServerInfo
-) -> None:
+async def _truncate(documents: list[TextDocument], request: PerplexityRequest, max_tokens: int, core: Core) -> None:
     """Keep the first `max_tokens` tokens of all documents together, and the text of each document's tokens."""
     for document in documents:
         token_ids = document.token_ids[:max_tokens]
         max_tokens -= len(token_ids)
         if len(token_ids) < len(document.token_ids) and document.text is not None:
-            special = request.adds_special_tokens and token_ids[:1] == [info.chunk_token_id]
-            document.text = await tokenizer.decode(token_ids[special:]) if token_ids else ""
+            special = request.adds_special_tokens and token_ids[:1] == [core.info.chunk_token_id]
+            document.text = await core.tokenizer.decode(token_ids[special:]) if token_ids else ""
         document.token_ids = token_ids
