@@ -25,7 +25,6 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from scoremode_server.completions import logprobs_json
 from scoremode_server.completions.logprobs_json import LogprobsWriter, OpenAI, Style
 from scoremode_server.completions.requests import row_temperature
-from scoremode_server.completions.texts import PromptTexts
 from scoremode_server.engine.admission import cancel_and_wait
 from scoremode_server.engine.engine import EngineResult
 from scoremode_server.engine.passes import RowsRequest
@@ -34,7 +33,7 @@ from scoremode_server.http.requests import accepted
 from scoremode_server.rows import read_columns
 from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, Turns
-from scoremode_server.scoring.tokenizer import as_prompts
+from scoremode_server.scoring.tokenizer import PromptTexts, as_prompts
 from scoremode_server.vllm_compat.engine_client import exempt_from_queue_bounds
 from scoremode_server.worker.row_spec import RowSpec
 

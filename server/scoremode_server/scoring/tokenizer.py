@@ -1,10 +1,12 @@
-"""Encodes and decodes text with the server's tokenizer, and single tokens, each once per token of the vocabulary."""
+"""Encodes and decodes text with the server's tokenizer: single tokens once per token of the vocabulary, and prefixes of
+prompts once."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from typing import Any, Literal, cast
 
 import numpy as np
+from cachetools import LRUCache
 from vllm.inputs import TextPrompt, TokensPrompt
 from vllm.renderers import TokenizeParams
 from vllm.renderers.base import BaseRenderer
@@ -14,8 +16,17 @@ from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from scoremode_server.errors import RequestError
 from scoremode_server.vllm_compat.output_processor import INCOMPLETE, decode_within_character
 
-CONTEXT = 4
+CHARACTER_CONTEXT = 4
 """Tokens before a position in which vLLM looks for the start of a character, without a prompt's first token."""
+
+STORED_CHARACTERS = 16 * 1024**2
+
+TEXT_CONTEXT = 8
+"""Tokens before a place that decide how the text continues: up to four that can be part of a character, and one more
+that decides about a space."""
+
+_ENTRY_CHARACTERS = 256
+"""Memory of a stored text in addition to its characters."""
 
 
 class Tokenizer:
@@ -120,9 +131,51 @@ class TokenStrings:
 
     def _context(self, prompt: Sequence[int], position: int) -> tuple[int, ...]:
         """The tokens before a position that may be part of its character."""
-        context = prompt[max(1, position - CONTEXT) : position]
+        context = prompt[max(1, position - CHARACTER_CONTEXT) : position]
         for index in range(len(context), 0, -1):
             (text,) = self.texts_of(context[index - 1 : index])
             if text and not text.endswith(INCOMPLETE):
                 return tuple(context[index:])
         return tuple(context)
+
+
+class PromptTexts:
+    """Decodes prompts as the tokenizer does, special tokens included, and stores texts of prefixes.
+
+    `get_tokenizer` raises if the server has none.
+    """
+
+    def __init__(self, get_tokenizer: Callable[[], TokenizerLike], block_size: int) -> None:
+        self._get_tokenizer = get_tokenizer
+        self._block_size = block_size
+        self._context_text = lru_cache(maxsize=1024)(self._decode)
+        self._stored: LRUCache[bytes, str] = LRUCache(
+            STORED_CHARACTERS, getsizeof=lambda text: len(text) + _ENTRY_CHARACTERS
+        )
+
+    def text(self, token_ids: Sequence[int], block_hashes: Sequence[bytes]) -> str:
+        """The text of a prompt. The text of its first blocks, which have these hashes, is stored for other prompts."""
+        num_blocks = len(block_hashes)
+        num_stored = next((count for count in range(num_blocks, 0, -1) if block_hashes[count - 1] in self._stored), 0)
+        prefix = self._stored[block_hashes[num_stored - 1]] if num_stored else ""
+        end = num_blocks * self._block_size
+        if num_stored < num_blocks:
+            prefix = self._extended(prefix, token_ids[:end], num_stored * self._block_size)
+            self._stored[block_hashes[-1]] = prefix
+        return self._extended(prefix, token_ids, end)
+
+    def _extended(self, text: str, token_ids: Sequence[int], start: int) -> str:
+        """The text of all tokens, given the `text` of those before `start`."""
+        context = tuple(token_ids[max(0, start - TEXT_CONTEXT) : start])
+        before = self._context_text(context)
+        both = self._decode([*context, *token_ids[start:]])
+        # The context's first tokens may be the end of a character.
+        reads_alike = text.endswith(before.lstrip(INCOMPLETE))
+        if before.endswith(INCOMPLETE) or not (reads_alike and both.startswith(before)):
+            # A character, or something that the tokenizer tidies up, extends over the place. Or the context alone has
+            # another text: SentencePiece's decoder drops a whole run of bytes if one of them fits no character.
+            return self._decode(token_ids)
+        return text + both[len(before) :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._get_tokenizer().decode(list(token_ids)) if token_ids else ""

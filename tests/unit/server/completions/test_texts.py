@@ -6,7 +6,7 @@ from hashlib import blake2b
 import pytest
 from transformers import AutoTokenizer
 
-from scoremode_server.completions.texts import PromptTexts
+from scoremode_server.scoring.tokenizer import PromptTexts
 
 SIZE = 4
 
