@@ -7,7 +7,7 @@ what is as high, so these are exchanged for each chunk, and the few numbers of a
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,11 +28,13 @@ def kernels_for(device: torch.device) -> Any:
     return triton_kernels
 
 
-def chunk_rows(rows: int, limit: int) -> int:
-    """Rows of a chunk, of `rows` in all (at least one) and at most `limit` at a time: as few chunks as can be, of equal
-    size in whole tiles, so that none is left whose projection reads all weights for a few rows."""
+def in_chunks(rows: int, limit: int) -> Iterator[slice]:
+    """Divide `rows` (at least one) into chunks of at most `limit`: as few as can be, of equal size in whole tiles, so
+    that none is left whose projection reads all weights for a few rows."""
     share = math.ceil(rows / math.ceil(rows / limit))
-    return min(limit, math.ceil(share / TILE_ROWS) * TILE_ROWS)
+    step = min(limit, math.ceil(share / TILE_ROWS) * TILE_ROWS)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
 
 
 def compute(
@@ -64,12 +66,9 @@ def compute(
         highest.
     """
     kernels = kernels_for(targets.device) if num_top <= MAX_TOP else torch_kernels
-    rows = len(targets)
-    reduced = ReducedRows.empty(rows, num_top, targets.device)
+    reduced = ReducedRows.empty(len(targets), num_top, targets.device)
     chosen = []
-    step = chunk_rows(rows, limit)
-    for start in range(0, rows, step):
-        part = slice(start, min(start + step, rows))
+    for part in in_chunks(len(targets), limit):
         logits = logits_fn(hidden_states[part])
         first, columns = (shard.first, shard.columns) if shard else (0, logits.shape[-1])
         chunk = reduced[part]

@@ -243,7 +243,6 @@ def sum_divergences(
     served: ReducedRows,
     reference: ReducedRows,
     log_sum_ratios: torch.Tensor,
-    tiling: Tiling = PAIR_TILING,
 ) -> torch.Tensor:
     """As `torch_kernels.sum_divergences`, of rows whose columns are next to each other in memory.
 
@@ -258,7 +257,7 @@ def sum_divergences(
     p = reference_logits, reference_logits.stride(0), reference.maxima, (1 / reference.sums).float()
     q = logits, logits.stride(0), served.maxima, (1 / served.sums).float()
     # An error of the ratios, as one of the sums, cancels to the first order.
-    _sum_divergences[(len(logits),)](sums, *p, *q, log_sum_ratios.float(), columns, **_shape(tiling))
+    _sum_divergences[(len(logits),)](sums, *p, *q, log_sum_ratios.float(), columns, **_shape(PAIR_TILING))
     return sums
 
 

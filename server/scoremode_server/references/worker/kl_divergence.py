@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from scoremode_server.kernels.fused_logprobs import LogitsFunction, chunk_rows, kernels_for
+from scoremode_server.kernels.fused_logprobs import LogitsFunction, in_chunks, kernels_for
 from scoremode_server.kernels.reduced_rows import JoinedRows, ReducedRows, Shard, add_up, gather_rows, share_targets
 
 
@@ -49,12 +49,10 @@ def compare(
     """Compare the served model with a reference in every row. Arguments are as for `fused_logprobs.compute`, for both
     sides: dtypes and hidden sizes may differ, the vocabulary not. With `num_top` 0 there is still the top token."""
     kernels = kernels_for(targets.device)
-    num_rows, num_top = len(targets), max(1, num_top)
+    num_top = max(1, num_top)
     chunks = []
-    step = chunk_rows(num_rows, limit)
-    for start in range(0, num_rows, step):
-        part = slice(start, min(start + step, num_rows))
-        rows = part.stop - start
+    for part in in_chunks(len(targets), limit):
+        rows = part.stop - part.start
         logits, reference_logits = logits_fn(hidden_states[part]), reference_logits_fn(reference_hidden_states[part])
         first, columns = (shard.first, shard.columns) if shard else (0, logits.shape[-1])
         # Both sides in one, so that ranks exchange them at once.

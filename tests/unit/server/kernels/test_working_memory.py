@@ -2,7 +2,7 @@
 
 import pytest
 
-from scoremode_server.kernels.fused_logprobs import chunk_rows
+from scoremode_server.kernels.fused_logprobs import in_chunks
 from scoremode_server.kernels.working_memory import LogitsShape, row_bytes_compared, row_bytes_fused, rows_per_chunk
 
 MEBIBYTE = 1024**2
@@ -75,4 +75,5 @@ def test_rows_within_a_budget(budget: int, row_bytes: int, rows: int):
     [(1, 512, 128), (512, 512, 512), (600, 512, 384), (1000, 512, 512), (1000, 300, 256), (500, 100, 100)],
 )
 def test_rows_of_chunks_by_hand(rows: int, limit: int, expected: int):
-    assert chunk_rows(rows, limit) == expected
+    starts = range(0, rows, expected)
+    assert list(in_chunks(rows, limit)) == [slice(start, min(start + expected, rows)) for start in starts]
