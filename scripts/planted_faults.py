@@ -138,7 +138,7 @@ SERVER_FAULTS = {
     "vllm_compat/output_processor.py < vllm_compat/test_engine_client.py completions": [
         ("if not text or text.endswith(INCOMPLETE):", "if not text:")
     ],
-    "http/requests.py < http": [("size += len(chunk)", "size = len(chunk)")],
+    "http/requests.py < http": [("body += chunk", "body = bytearray(chunk)")],
     "http/middleware.py < http/test_middleware.py": [
         ('path.rstrip("/") in OPEN_PATHS', "path.startswith(tuple(OPEN_PATHS))")
     ],

@@ -208,13 +208,12 @@ async def _read_body(request: Request, limit: int) -> bytes:
     # uvicorn has checked that the length is a number.
     if int(request.headers.get("content-length", 0)) > limit:
         raise errors.TooLargeError(message, None)
-    chunks, size = [], 0
+    body = bytearray()
     try:
         async for chunk in request.stream():
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > limit:
+            body += chunk
+            if len(body) > limit:
                 raise errors.TooLargeError(message, None)
     except ClientDisconnect:
         raise errors.RequestError("the client disconnected before it had sent the body", None) from None
-    return b"".join(chunks)
+    return bytes(body)
