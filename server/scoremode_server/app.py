@@ -23,8 +23,7 @@ from scoremode_server.scoring import routes as scoring
 from scoremode_server.scoring.conversations import Conversations
 from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.limits import Limits
-from scoremode_server.scoring.model_files import model_identity, num_parameters, weight_bytes
-from scoremode_server.scoring.model_identity import ModelIdentity
+from scoremode_server.scoring.model_files import model_identity
 from scoremode_server.scoring.scorer import Scorer, Turns, check_engine, served_lanes
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.settings import logprob_bytes
@@ -72,16 +71,19 @@ async def start(client: EngineClient, state: State, settings: Namespace, *, has_
     if client.renderer.tokenizer is not None:
         await asyncio.to_thread(tokenizer.strings.fill_vocabulary)
     models = ServedModels(state.openai_serving_models, client.model_config)
-    identity = await asyncio.to_thread(model_identity, client.vllm_config, client.renderer.tokenizer)
-    model, load = client.model_config, client.vllm_config.load_config
-    stored = getattr(model.hf_text_config, "dtype", None)
-    identity = identity.model_copy(
-        update={
-            "computed_by": await what_computes(client),
-            "stored_dtype": None if stored is None else str(stored).removeprefix("torch."),
-            "weight_bytes": await asyncio.to_thread(weight_bytes, model, load),
-            "num_parameters": await asyncio.to_thread(num_parameters, model.hf_config, model.trust_remote_code),
-        }
+    identity = await asyncio.to_thread(
+        model_identity, client.vllm_config, client.renderer.tokenizer, await what_computes(client)
+    )
+    info = ServerInfo(
+        model=(await models.resolve(None)).name,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        max_top_logprobs=limits.max_top_logprobs,
+        max_num_seqs=client.vllm_config.scheduler_config.max_num_seqs,
+        bos_token_id=tokenizer.special_token_id("bos"),
+        eos_token_id=tokenizer.special_token_id("eos"),
+        adds_bos=await tokenizer.adds_bos(),
+        **identity.model_dump(exclude={"model", "tokenizer_fingerprint"}),
     )
     guard_rows(client)
     state.scoremode = core = Core(
@@ -91,7 +93,7 @@ async def start(client: EngineClient, state: State, settings: Namespace, *, has_
         conversations=Conversations(state.online_renderer, client.model_config, limits, metrics),
         models=models,
         limits=limits,
-        info=await _server_info(client, limits, tokenizer, models, identity),
+        info=info,
         identity=identity,
         owner_key=secrets.token_bytes(32) if has_api_keys else None,
         lanes=served_lanes(client.vllm_config),
@@ -112,22 +114,6 @@ def engine_size(config: VllmConfig, settings: Namespace) -> EngineSize:
         reserved_tokens=step_tokens // 8,
         max_scoring_tokens=settings.max_scoring_tokens or KV_CACHES_WAITING * cache_tokens * num_engines,
         request_timeout=settings.request_timeout,
-    )
-
-
-async def _server_info(
-    client: EngineClient, limits: Limits, tokenizer: Tokenizer, models: ServedModels, identity: ModelIdentity
-) -> ServerInfo:
-    return ServerInfo(
-        model=(await models.resolve(None)).name,
-        max_model_len=limits.max_model_len,
-        vocab_size=limits.vocab_size,
-        max_top_logprobs=limits.max_top_logprobs,
-        max_num_seqs=client.vllm_config.scheduler_config.max_num_seqs,
-        bos_token_id=tokenizer.special_token_id("bos"),
-        eos_token_id=tokenizer.special_token_id("eos"),
-        adds_bos=await tokenizer.adds_bos(),
-        **identity.model_dump(exclude={"model", "tokenizer_fingerprint"}),
     )
 
 

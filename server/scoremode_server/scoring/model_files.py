@@ -22,6 +22,7 @@ from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.logger import init_logger
 from xxhash import xxh3_128
 
+from scoremode.wire.protocol import ComputedBy
 from scoremode_server.scoring.model_identity import ModelIdentity
 
 # vLLM prints what loggers below its own write.
@@ -55,11 +56,12 @@ _adapters: dict[str, tuple[Any, str]] = {}
 """The request and the digest of each adapter, by its name."""
 
 
-def model_identity(config: VllmConfig, tokenizer: Any) -> ModelIdentity:
+def model_identity(config: VllmConfig, tokenizer: Any, computed_by: ComputedBy | None = None) -> ModelIdentity:
     """The identity of a server's model, whose tokenizer may be None. Reads its files, which takes seconds."""
     model, load = config.model_config, config.load_config
     dtype = str(model.dtype).removeprefix("torch.")
     folder = _folder(model.model, model.revision, load.download_dir)
+    stored_dtype = getattr(model.hf_text_config, "dtype", None)
     vocabulary = [] if tokenizer is None else sorted(tokenizer.get_vocab().items())
     return ModelIdentity(
         model=model.model,
@@ -70,6 +72,10 @@ def model_identity(config: VllmConfig, tokenizer: Any) -> ModelIdentity:
         vllm_version=vllm.__version__,
         fingerprint=_fingerprint(model, load, dtype, folder),
         tokenizer_fingerprint=_digest(*vocabulary),
+        computed_by=computed_by,
+        stored_dtype=None if stored_dtype is None else str(stored_dtype).removeprefix("torch."),
+        weight_bytes=weight_bytes(model, load),
+        num_parameters=num_parameters(model.hf_config, model.trust_remote_code),
     )
 
 

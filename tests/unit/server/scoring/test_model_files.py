@@ -35,6 +35,7 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 def identity(path: Path | str, load: LoadConfig | None = None, **changes: Any) -> ModelIdentity:
     fields = {"revision": None, "dtype": "bfloat16", "quantization": None, "quantization_config": None}
     fields |= {"hf_overrides": {}, "hf_config_path": None, "model_weights": ""}
+    fields |= {"hf_config": None, "hf_text_config": None, "trust_remote_code": False}
     model = SimpleNamespace(model=str(path), **(fields | changes))
     return model_identity(SimpleNamespace(model_config=model, load_config=load or LoadConfig()), None)
 
