@@ -76,7 +76,17 @@ class RowSink:
     ) -> Columns:
         """Compute the rows of all pieces, one after another, from their targets [rows] and hidden states
         [rows, hidden]."""
-        return scorer.scored(pieces, targets, hidden_states, head)
+        num_tops = [piece.sink.spec.num_top for piece in pieces]
+        num_top = scorer.shape.vocab_size if -1 in num_tops else max(num_tops)
+        if num_top > working_memory.MAX_TOP:
+            # With so many top tokens, a rank would send the others its whole part of the vocabulary anyway.
+            head = replace(head, project=head.whole, shard=None)
+        tables = [(piece, table) for piece in pieces if (table := piece.sink.candidates) is not None]
+        candidates = torch.cat([piece.candidates(table) for piece, table in tables]) if tables else None
+        limit = scorer.chunk_rows(head, num_top, self.spec.num_candidates)
+        return fused_logprobs.compute(
+            targets, hidden_states, head.project, num_top, limit, head.shard, candidates, self.spec.temperature
+        )
 
     def store(self, columns: Columns, hidden_states: torch.Tensor) -> None:
         """Keep the request's next rows, which were computed from hidden states [rows, hidden]."""
@@ -192,7 +202,7 @@ class RowScorer:
         head = self._head(runner.model.compute_logits, hidden_states)
         # Without top tokens a chunk has more rows, with them more bytes per row: either may need more memory.
         for num_top in (0, working_memory.RESERVED_TOP):
-            rows = min(self._chunk_rows(head, num_top, 0), runner.max_num_tokens)
+            rows = min(self.chunk_rows(head, num_top, 0), runner.max_num_tokens)
             targets, states = zeros(rows, hidden_states)
             fused_logprobs.compute(targets, states, head.project, num_top, rows, head.shard)
         for maker in self.sinks.values():
@@ -242,24 +252,8 @@ class RowScorer:
             piece.sink.store((tokens, logprobs, ranks), hidden_states[piece.rows])
             start += piece.rows.stop - piece.rows.start
 
-    def scored(
-        self, pieces: Sequence[RowPiece], targets: torch.Tensor, hidden_states: JoinedRows, head: LMHead
-    ) -> Columns:
-        """Compute the rows that requests' specifications describe: see `RowSink.compute`."""
-        spec = pieces[0].sink.spec
-        num_tops = [piece.sink.spec.num_top for piece in pieces]
-        num_top = self.shape.vocab_size if -1 in num_tops else max(num_tops)
-        if num_top > working_memory.MAX_TOP:
-            # With so many top tokens, a rank would send the others its whole part of the vocabulary anyway.
-            head = replace(head, project=head.whole, shard=None)
-        tables = [(piece, table) for piece in pieces if (table := piece.sink.candidates) is not None]
-        candidates = torch.cat([piece.candidates(table) for piece, table in tables]) if tables else None
-        limit = self._chunk_rows(head, num_top, spec.num_candidates)
-        return fused_logprobs.compute(
-            targets, hidden_states, head.project, num_top, limit, head.shard, candidates, spec.temperature
-        )
-
-    def _chunk_rows(self, head: LMHead, num_top: int, num_candidates: int) -> int:
+    def chunk_rows(self, head: LMHead, num_top: int, num_candidates: int) -> int:
+        """Rows that one call of a kernel may have."""
         row_bytes = working_memory.row_bytes_fused(self.shape, num_top, head.copies, head.shard is not None)
         return self.rows_within(
             row_bytes + working_memory.RESULT_BYTES * num_candidates, in_blocks=num_top > working_memory.MAX_TOP
