@@ -79,10 +79,6 @@ class Rows:
         """[n] int32: how many tokens of the vocabulary are at least as likely as the actual one."""
         return self.table[:, -1]
 
-    def first_columns(self, num_columns: int) -> "Rows":
-        """The same rows with fewer top tokens."""
-        return Rows.from_arrays(self.token_ids[:, :num_columns], self.logprobs[:, :num_columns], self.ranks)
-
 
 class PromptLogprobs:
     """`RequestOutput.prompt_logprobs` of scoring requests: token ids, logprobs and ranks in arrays, made of vLLM's

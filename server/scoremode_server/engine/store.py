@@ -107,7 +107,9 @@ class RowStore:
 
     def _narrowed(self, block: bytes, num_columns: int) -> bytes:
         stored = (len(block) // _WORD_BYTES // self.block_size) // 2
-        return Rows.from_bytes(block, stored).first_columns(num_columns).table.tobytes()
+        rows = Rows.from_bytes(block, stored)
+        narrowed = Rows.from_arrays(rows.token_ids[:, :num_columns], rows.logprobs[:, :num_columns], rows.ranks)
+        return narrowed.table.tobytes()
 
     def _block_bytes(self, num_columns: int) -> int:
         return self.block_size * (2 * num_columns + 1) * _WORD_BYTES
