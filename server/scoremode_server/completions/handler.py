@@ -27,7 +27,7 @@ from scoremode_server.completions.logprobs_json import LogprobsWriter, OpenAI, S
 from scoremode_server.completions.requests import row_temperature
 from scoremode_server.engine.admission import cancel_and_wait
 from scoremode_server.engine.engine import EngineResult
-from scoremode_server.engine.passes import RowsRequest
+from scoremode_server.engine.passes import RowsRequest, engine_id
 from scoremode_server.errors import EngineOutputError, RequestError, UnfinishedError
 from scoremode_server.http.requests import accepted
 from scoremode_server.rows import read_columns
@@ -35,7 +35,7 @@ from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, Turns
 from scoremode_server.scoring.tokenizer import PromptTexts, as_prompts
 from scoremode_server.vllm_compat.engine_client import exempt_from_queue_bounds
-from scoremode_server.worker.row_spec import RowSpec
+from scoremode_server.worker.row_spec import RowSpec, ScoringParams
 
 DECODED_AT_ONCE = 8192
 """Tokens of a request whose text is decoded on the event loop, in some two milliseconds. vLLM decodes in a thread,
@@ -43,9 +43,6 @@ which takes longer for short prompts."""
 
 HELD_SECONDS = 0.005
 """After this time, writing lets other tasks run."""
-
-Body = bytes | AsyncIterator[bytes]
-"""JSON, of a large response in parts, each written when the reader asks for it."""
 
 _GAP = b"\0"
 """A byte that JSON never has: in texts it is escaped."""
@@ -65,8 +62,9 @@ class ScoringHandler:
         self._method = method
         self._writer = writer
 
-    async def answer(self, request: Any, raw_request: Request) -> Body | ErrorResponse:
-        """The response as JSON, or the error that vLLM's handler returns."""
+    async def answer(self, request: Any, raw_request: Request) -> bytes | AsyncIterator[bytes] | ErrorResponse:
+        """The response as JSON, of a large one in parts, each written when the reader asks for it; or the error that
+        vLLM's handler returns."""
         scoring = _EngineThatScores(self, request, raw_request)
         stock = copy(self.stock)
         stock.engine_client = scoring
@@ -200,15 +198,18 @@ class _EngineThatScores:
                 # vLLM takes only a prompt after which a token fits.
                 spec = replace(spec, last_token=token_ids[-1])
                 prompt = {**prompt, "prompt_token_ids": token_ids[:-1]}
+        # Engines that a request is moved between know it by its id, and must find its keys and values.
+        is_moved = "kv_transfer_params" in (params.extra_args or {})
         self._asked.append(
-            RowsRequest.sample(
+            RowsRequest(
+                request_id if is_moved else engine_id(request_id),
                 token_ids,
                 spec,
-                request_id=request_id,
-                prompt=prompt,
-                params=params,
-                owner=self._owner,
+                prompt,
+                ScoringParams.of(params, spec),
+                use_cache=params.n == 1 and prompt["type"] == "token" and not is_moved,
                 options=options,
+                owner="" if is_moved else self._owner,
             )
         )
         return self._output(len(self._asked) - 1, prompt)

@@ -69,33 +69,6 @@ class RowsRequest:
         prompt = tokens_input(list(token_ids[:-1]), cache_salt=cache_salt)
         return cls(request_id, token_ids, spec, prompt, ScoringParams.of(params, spec), **fields)
 
-    @classmethod
-    def sample(
-        cls,
-        token_ids: Sequence[int],
-        spec: RowSpec,
-        *,
-        request_id: str,
-        prompt: Mapping[str, Any],
-        params: SamplingParams,
-        owner: str,
-        options: Mapping[str, Any],
-    ) -> "RowsRequest":
-        """A request of vLLM's handlers, whose prompt is scored, and that samples as its parameters say. With a
-        `last_token`, the prompt is all that precedes it."""
-        # Engines that a request is moved between know it by its id, and must find its keys and values.
-        is_moved = "kv_transfer_params" in (params.extra_args or {})
-        return cls(
-            request_id if is_moved else engine_id(request_id),
-            token_ids,
-            spec,
-            prompt,
-            ScoringParams.of(params, spec),
-            use_cache=params.n == 1 and prompt["type"] == "token" and not is_moved,
-            options=options,
-            owner="" if is_moved else owner,
-        )
-
     @property
     def first_row(self) -> int:
         return self.first - 1

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +17,11 @@ from vllm.sampling_params import RequestOutputKind
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, openai_logprobs
 from scoremode_server.engine.admission import EngineSize
 from scoremode_server.engine.engine import EngineResult, ScoringEngine
-from scoremode_server.engine.passes import RowsRequest
+from scoremode_server.engine.passes import RowsRequest, engine_id
 from scoremode_server.engine.store import ENTRY_BYTES, RowStore
 from scoremode_server.errors import UnfinishedError
 from scoremode_server.metrics import Metrics
-from scoremode_server.worker.row_spec import RowSpec
+from scoremode_server.worker.row_spec import RowSpec, ScoringParams
 from tests.unit.server.engine.fake_engine import FakeEngine, LostRequestError, expected_rows
 
 ROOM = 1 << 24
@@ -66,16 +66,17 @@ class Ask:
             logprobs=self.top,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        request = RowsRequest.sample(
+        spec = RowSpec(num_top=self.top)
+        return RowsRequest(
+            engine_id(request_id),
             self.fed,
-            RowSpec(num_top=self.top),
-            request_id=request_id,
-            prompt=tokens_input(self.fed, cache_salt=self.salt),
-            params=params,
-            owner="",
+            spec,
+            tokens_input(self.fed, cache_salt=self.salt),
+            ScoringParams.of(params, spec),
+            first=self.first,
+            use_cache=self.cached,
             options=options,
         )
-        return replace(request, first=self.first, use_cache=self.cached)
 
 
 NAMES = SimpleNamespace(first_of_a_prompt=str, texts_of=lambda token_ids: list(map(str, token_ids)))
