@@ -9,8 +9,6 @@ MAX_TOP = 256
 RESERVED_TOP = 20
 """Top tokens per position that are counted and reserved: vLLM's default `max_logprobs`."""
 
-FLOAT32_BYTES = 4
-FLOAT64_BYTES = 8
 VOCABULARY_PADDING = 64
 """vLLM pads the rows of the vocabulary projection to a multiple of this."""
 
@@ -81,7 +79,7 @@ def row_bytes_compared(
 
 def block_bytes(shape: LogitsShape) -> int:
     """Peak memory of `torch_kernels` in addition to logits and results: a block in four float64 buffers, and a mask."""
-    return max(BLOCK_ENTRIES, shape.padded) * (4 * FLOAT64_BYTES + 1)
+    return max(BLOCK_ENTRIES, shape.padded) * (4 * 8 + 1)
 
 
 def _entry_bytes(shape: LogitsShape, copies: int | None, sharded: bool) -> float:
@@ -95,9 +93,10 @@ def _entry_bytes(shape: LogitsShape, copies: int | None, sharded: bool) -> float
 
 
 def _row_bytes(shape: LogitsShape, entry_bytes: float, num_results: int, num_top: int) -> int:
-    """Add up the bytes of a row, including the lanes' maxima and the candidates from the chosen ones."""
+    """Add up the bytes of a row, including the lanes' maxima and the candidates from the chosen ones,
+    which are float32."""
     entries = TILING.lanes + num_top * TILING.lane_entries(shape.padded) if 1 < num_top <= MAX_TOP else 0
-    return math.ceil(shape.padded * entry_bytes) + RESULT_BYTES * num_results + entries * FLOAT32_BYTES
+    return math.ceil(shape.padded * entry_bytes) + RESULT_BYTES * num_results + 4 * entries
 
 
 def rows_per_chunk(budget_bytes: int, row_bytes: int) -> int:

@@ -67,10 +67,6 @@ class ScoredSequence:
     least_top: int = 0
     """Top tokens that the rows have at least."""
 
-    @property
-    def num_candidates(self) -> int:
-        return 0 if self.candidates is None else int(self.candidates.shape[-1])
-
     def spec(self, settings: ScoreSettings, block_size: int) -> RowSpec:
         """The rows that the engine's workers compute. Rows before `first` are left out, except those in the same block
         as `first`, if that block can be stored."""
@@ -85,7 +81,7 @@ class ScoredSequence:
                 first=first,
                 num_top=max(settings.top_logprobs, self.least_top),
                 temperature=settings.temperature,
-                num_candidates=self.num_candidates,
+                num_candidates=0 if candidates is None else candidates.shape[-1],
                 candidates=b"" if candidates is None else candidates.tobytes(),
             )
         )
