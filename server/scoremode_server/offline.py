@@ -109,10 +109,13 @@ def score(
     ]
     for index, token_ids in enumerate(sequences):
         limits.check_sequence(token_ids, f"prompt[{index}]")
-    scores = [SequenceScore.from_rows(token_ids, Rows.empty(0, top_logprobs + 1)) for token_ids in sequences]
-    fed = [index for index, token_ids in enumerate(sequences) if len(token_ids) > 1]
-    prompts_fed = [TokensPrompt(prompt_token_ids=sequences[index][:-1]) for index in fed]
-    params = [score_params(sequences[index], top_logprobs) for index in fed]
-    for index, output in zip(fed, llm.generate(prompts_fed, params, use_tqdm=use_tqdm) if fed else (), strict=True):
-        scores[index] = read_score(sequences[index], top_logprobs, output)
-    return scores
+    fed = [token_ids for token_ids in sequences if len(token_ids) > 1]
+    prompts_fed = [TokensPrompt(prompt_token_ids=token_ids[:-1]) for token_ids in fed]
+    params = [score_params(token_ids, top_logprobs) for token_ids in fed]
+    outputs = iter(llm.generate(prompts_fed, params, use_tqdm=use_tqdm) if fed else ())
+    return [
+        read_score(token_ids, top_logprobs, next(outputs))
+        if len(token_ids) > 1
+        else SequenceScore.from_rows(token_ids, Rows.empty(0, top_logprobs + 1))
+        for token_ids in sequences
+    ]

@@ -99,12 +99,10 @@ def prompt_logprobs(
     parts.sort(key=lambda part: part.row)
     on_device = async_tensor_h2d(targets, device=runner.device)
     found = scorer.score(parts, hidden_states, on_device, runner.model.compute_logits)
-    complete = {}
     for part in parts:
         if part.position + part.num_tokens >= part.num_fed:
             del runner.num_prompt_logprobs[part.request_id]
-            if part.request_id in found:
-                complete[part.request_id] = found[part.request_id].to_cpu_nonblocking()
+    complete = {request_id: rows.to_cpu_nonblocking() for request_id, rows in found.items()}
     if complete:
         # Copies to the host do not block.
         runner._sync_device()
