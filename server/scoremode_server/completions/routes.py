@@ -29,7 +29,7 @@ from scoremode_server.completions.requests import (
     is_scoring_generation,
 )
 from scoremode_server.http.json_fields import read_fields
-from scoremode_server.http.requests import ScoremodeRoute, until_disconnect
+from scoremode_server.http.requests import EVENT_RESPONSES, ScoremodeRoute, until_disconnect
 from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.tokenizer import as_prompts
 from scoremode_server.vllm_compat.served_models import shorten_name
@@ -46,7 +46,7 @@ HANDLERS = {
 """vLLM's own: their names in the app's state, the methods that answer, and the fields with a request's sequences."""
 
 STOCK_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {}}},
+    **EVENT_RESPONSES,
     **{status: {"model": ErrorResponse} for status in (400, 404, 500)},
 }
 
