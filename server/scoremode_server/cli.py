@@ -10,11 +10,6 @@ from scoremode_server.settings import PLUGIN, add_arguments, allow_plugin, confi
 
 USAGE = "scoremode serve MODEL [any option of vllm serve]"
 
-SHUTDOWN_TIMEOUT = 30
-"""Seconds in which requests may finish after SIGTERM; vLLM's own default is none."""
-MAX_TOKENIZER_THREADS = 4
-"""Each thread has a copy of the tokenizer."""
-
 MMAP_THRESHOLD_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 MMAP_THRESHOLD = 128 * 1024
 """Bytes from which glibc gives an allocation its own pages, in the processes of a CPU engine."""
@@ -66,7 +61,8 @@ def parse(command: Any, arguments: list[str]) -> argparse.Namespace:
     # lm-eval's remote tokenizer needs `/tokenizer_info`.
     subparser.set_defaults(
         enable_tokenizer_info_endpoint=True,
-        shutdown_timeout=SHUTDOWN_TIMEOUT,
+        # Seconds in which requests may finish after SIGTERM; vLLM's own default is none.
+        shutdown_timeout=30,
         renderer_num_workers=tokenizer_threads(),
         model=None,
     )
@@ -87,9 +83,9 @@ def parse(command: Any, arguments: list[str]) -> argparse.Namespace:
 
 
 def tokenizer_threads() -> int:
-    """One for every four cores. A thread encodes some 250,000 tokens per second, as many as a GPU scores of a model
-    with a billion parameters."""
-    return max(1, min(MAX_TOKENIZER_THREADS, len(os.sched_getaffinity(0)) // 4))
+    """One for every four cores, and at most four, because each has a copy of the tokenizer. A thread encodes some
+    250,000 tokens per second, as many as a GPU scores of a model with a billion parameters."""
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
 
 def keep_tensors_off_the_heap() -> None:

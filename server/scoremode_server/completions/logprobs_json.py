@@ -26,9 +26,6 @@ STORED_BYTES = 64 * 1024**2
 MAX_STORED_COLUMNS = 32
 """JSON of rows with more columns is not stored: one prompt with its top 100 would evict a hundred questions."""
 
-_ENTRY_BYTES = 512
-"""Memory of a stored piece in addition to its text."""
-
 _UNKNOWN, _WHOLE, _WITHIN_CHARACTER = range(3)
 """Kinds of tokens: not in the table yet, complete characters, or ending within a character."""
 
@@ -71,8 +68,8 @@ class Written:
 
     @property
     def num_bytes(self) -> int:
-        """Roughly: OpenAI's parts are together about as long as `full`."""
-        return _ENTRY_BYTES + 2 * len(self.full)
+        """Roughly: 512 in addition to the text, and OpenAI's parts are together about as long as `full`."""
+        return 512 + 2 * len(self.full)
 
 
 class Entries(NamedTuple):

@@ -18,7 +18,6 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from scoremode_server.http import page
 
 HEADER = "X-Request-Id"
-LONGEST = 128
 
 _STARTS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
 """Messages that carry the headers of an answer."""
@@ -93,7 +92,7 @@ class RequestIds:
             return
         given = Headers(scope=scope).get(HEADER)
         request_id = secrets.token_hex(16)
-        if given and len(given) <= LONGEST and given.isascii() and given.isprintable():
+        if given and len(given) <= 128 and given.isascii() and given.isprintable():
             request_id = given
         if given is not None:
             MutableHeaders(scope=scope)[HEADER] = request_id

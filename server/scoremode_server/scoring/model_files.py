@@ -38,8 +38,6 @@ MAX_TENSORS = 4096
 """The most tensors of a safetensors file of which a block is read, evenly chosen."""
 _MAX_HEADER_BYTES = 100_000_000
 """The bound of the safetensors format."""
-_NUM_THREADS = 16
-"""Files that are read at once, because storage can be slow per block."""
 
 _CONFIG_FILES = (
     *("config.json", "params.json", "adapter_config.json"),
@@ -120,7 +118,8 @@ def num_parameters(config: Any, trust_remote_code: bool) -> int | None:
 
 def digest_of(files: Sequence[Path]) -> str:
     """A digest of the contents of files in this order, except for what lies between samples."""
-    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+    # Storage can be slow per block.
+    with ThreadPoolExecutor(16) as threads:
         return xxh3_128(b"".join(threads.map(_file_digest, files))).hexdigest()
 
 

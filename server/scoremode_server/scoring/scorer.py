@@ -21,9 +21,6 @@ from scoremode_server.rows import Rows
 from scoremode_server.vllm_compat.scheduler import has_lanes
 from scoremode_server.worker.row_spec import RowSpec
 
-ANSWERS_AT_ONCE = 12
-"""Answers that are written, each in about a millisecond, before the event loop reads new requests."""
-
 WRITTEN_AT_ONCE = 32_768
 """Logprobs that are written as JSON without a break, in some ten milliseconds."""
 
@@ -89,9 +86,10 @@ class ScoredSequence:
 
 class Turns:
     """Lets a few tasks continue at a time, first come, first served; in between, the event loop reads new requests. The
-    engine finishes many requests in one step, and would wait while all of them are answered."""
+    engine finishes many requests in one step, and would wait while all of them are answered, each in about a
+    millisecond."""
 
-    def __init__(self, at_once: int = ANSWERS_AT_ONCE) -> None:
+    def __init__(self, at_once: int = 12) -> None:
         self._places = asyncio.Semaphore(at_once)
 
     async def wait(self) -> None:

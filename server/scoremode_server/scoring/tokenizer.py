@@ -25,9 +25,6 @@ TEXT_CONTEXT = 8
 """Tokens before a place that decide how the text continues: up to four that can be part of a character, and one more
 that decides about a space."""
 
-_ENTRY_CHARACTERS = 256
-"""Memory of a stored text in addition to its characters."""
-
 
 class Tokenizer:
     """Encodes and decodes in the threads of vLLM's renderer."""
@@ -149,9 +146,8 @@ class PromptTexts:
         self._get_tokenizer = get_tokenizer
         self._block_size = block_size
         self._context_text = lru_cache(maxsize=1024)(self._decode)
-        self._stored: LRUCache[bytes, str] = LRUCache(
-            STORED_CHARACTERS, getsizeof=lambda text: len(text) + _ENTRY_CHARACTERS
-        )
+        # An entry has some 256 bytes in addition to its text.
+        self._stored: LRUCache[bytes, str] = LRUCache(STORED_CHARACTERS, getsizeof=lambda text: len(text) + 256)
 
     def text(self, token_ids: Sequence[int], block_hashes: Sequence[bytes]) -> str:
         """The text of a prompt. The text of its first blocks, which have these hashes, is stored for other prompts."""
