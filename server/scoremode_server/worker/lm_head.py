@@ -60,11 +60,11 @@ def examine(logits_fn: LogitsFunction, hidden_size: int, dtype: torch.dtype, gro
         plain = isinstance(method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod)
         copies = 1 if plain and call.bias is None and call.processor.soft_cap is None else 2
         shard = _shard(call, group)
-    if call is not None and shard is not None:
-        project = _without_gathering(logits_fn, call.processor)
-        # What a rank computes by itself must be the very columns that it gets from all.
-        gathered = call.output[:, shard.first : shard.first + shard.columns]
-        is_local = torch.equal(project(example)[:, : shard.columns], gathered)
+        if shard is not None:
+            project = _without_gathering(logits_fn, call.processor)
+            # What a rank computes by itself must be the very columns that it gets from all.
+            gathered = call.output[:, shard.first : shard.first + shard.columns]
+            is_local = torch.equal(project(example)[:, : shard.columns], gathered)
     if group.world_size > 1 and not agreed(group, [is_local])[0]:
         logger.warning("Prompt logprobs gather the vocabulary on each rank: what computes logits is not known")
         project, shard = logits_fn, None
