@@ -1,7 +1,6 @@
 """The references of a server. Threads read and write their files."""
 
 import asyncio
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -121,7 +120,7 @@ class References:
     def _without_folder(self, name: str, reason: object) -> str:
         """A reason without the server's folder, whose path clients do not learn."""
         root = self.directory.root
-        return str(reason).replace(f"{root / name}{os.sep}", "").replace(f"{root}{os.sep}", "")
+        return str(reason).replace(f"{root / name}/", "").replace(f"{root}/", "")
 
 
 def _describe(reference: StoredReference) -> Reference:
