@@ -24,6 +24,11 @@ from scoremode.corpus import CorpusProgress, OnCorpusProgress
 from scoremode.runs.export import OnBytes
 from scoremode.runs.run import OnProgress, Progress
 
+SECONDS_PER_LINE = 30.0
+"""Between lines on progress where stderr is not a terminal, which shows a bar instead."""
+
+_log = logging.getLogger(__name__)
+
 
 class _LinesOnStderr(logging.Handler):
     """Not logging's own handler: that would keep the stderr of now, which a progress bar replaces while it is shown."""
@@ -101,11 +106,16 @@ def _bar(
     bar = ProgressBar(*columns, so_far, console=Console(stderr=True), disable=quiet)
     bar.add_task("", total=None, documents="0", rate="-", figure="-")
     [task] = bar.tasks
+    is_logged, next_line = not quiet and not bar.console.is_terminal, SECONDS_PER_LINE
 
     def advance(progress: Any) -> None:
+        nonlocal next_line
         shown = fields(progress)
         num_tokens = shown.pop("num_tokens")
-        bar.update(task.id, rate=f"{num_tokens / task.elapsed:,.0f}" if task.elapsed else "-", **shown)
+        bar.update(task.id, rate=f"{num_tokens / task.elapsed:,.0f}" if num_tokens and task.elapsed else "-", **shown)
+        if is_logged and task.elapsed is not None and task.elapsed > next_line:
+            next_line = task.elapsed + SECONDS_PER_LINE
+            _log.info("%s: %d of %s after %.0f s", counted, task.completed, shown["total"], task.elapsed)
 
     bar.start()
     try:

@@ -61,8 +61,9 @@ def _names(models: Sequence[str]) -> list[str]:
 COMMAND = Command(
     "quick",
     "Serve an original and its quantizations one after another, measure them on one text, and compare them: tables, a "
-    "report, a card, and a verdict on each. The same command again resumes. Words after -- are flags of `scoremode "
-    "serve` for every model. `ppl-client sweep` does it by a file.",
+    "report, a card, and a verdict on each. The original is measured twice, for the noise floor. The same command "
+    "again resumes. Words after -- are flags of `scoremode serve` for every model. `ppl-client sweep` does it by a "
+    "file.",
     [
         Group(
             "models",
@@ -103,7 +104,9 @@ COMMAND = Command(
                 ),
                 Option("--html FILE", "the report; default: report.html in the folder", type=Path),
                 Option(
-                    "--write-card FILE.md", "write the card too, as `ppl-client compare --write-card` does", type=Path
+                    "--write-card FILE.md",
+                    "write the card too: between <!-- scoremode --> and <!-- /scoremode --> in the file, or at its end",
+                    type=Path,
                 ),
                 Option("--api-key KEY", "of all servers", default=None),
                 QUIET,

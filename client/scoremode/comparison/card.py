@@ -127,13 +127,13 @@ def _number(value: float | None, stderr: float | None, sign: str = "") -> str:
     if math.isinf(value):
         return "∞"
     if stderr is None or not math.isfinite(stderr) or not stderr:
-        return f"{value:{sign}.2f}" if abs(value) >= 10 else f"{value:{sign}#.3g}"
+        return f"{value:{sign},.2f}" if abs(value) >= 10 else f"{value:{sign}#.3g}"
     digits = max(0, 1 - math.floor(math.log10(stderr)))
     if digits > _MANY_DIGITS:
         digits -= 1
     if digits > _MOST_DIGITS:
         return f"{value:{sign}.1e} ± {stderr:.0e}"
-    return f"{value:{sign}.{digits}f} ± {stderr:.{digits}f}"
+    return f"{value:{sign},.{digits}f} ± {stderr:,.{digits}f}"
 
 
 def _provenance(comparison: RunComparison) -> str:

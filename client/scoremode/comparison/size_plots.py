@@ -119,6 +119,8 @@ def _set_size_scale(axes: Axes, sizes: Sequence[float]) -> None:
     low, high = min(sizes), max(sizes)
     if low <= 0 or high / low <= _LOG_SIZE_RATIO:
         axes.margins(x=0.15)
+        if low == high:
+            axes.set_xlim(0, 1.3 * high)
         return
     axes.set_xscale("log")
     axes.set_xlim(low / 1.25, high * 1.25)

@@ -48,7 +48,8 @@ def summary(comparison: RunComparison) -> list[str]:
 def verdict_line(comparison: RunComparison, figures: RunFigures) -> str:
     """One line on the cost of a run against the base, with the verdict."""
     verdict = comparison.base_pairs[figures.run.label].verdict
-    return f"{figures.run.label}: {', '.join(effects(comparison, figures))}: {verdict}"
+    line = f"{figures.run.label}: {', '.join(effects(comparison, figures))}: {verdict}"
+    return f"{line} ({SATURATION})" if figures.run.server.saturates else line
 
 
 def exceeded(
@@ -193,8 +194,12 @@ def in_words(computed_by: ComputedBy | None) -> str:
     return "; ".join(f"{words} {_value(values[name])}" for name, words in _IN_WORDS.items() if name in values)
 
 
+SATURATION = "INT8 sums saturate on a CPU without VNNI: not a figure of the quantization"
+
+
 def computed_differently(runs: Sequence[RunFile]) -> list[str]:
-    """A sentence of what two runs are known to differ by, or a run and its reference; none where there is nothing.
+    """A sentence of what two runs are known to differ by, or a run and its reference, and one of each run whose kernel
+    computes wrongly; none where there is nothing.
 
     Kernels are those of a quantization: they are compared among equal ones.
     """
@@ -215,9 +220,10 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
         if len(alike) > 1:
             values = ", ".join(f"{value} ({', '.join(labels)})" for value, labels in alike.items())
             parts.append(f"{_IN_WORDS.get(name, name)}: {values}")
-    if not parts:
-        return []
-    return [f"Not all was computed alike, which may be a part of the differences. {'; '.join(parts)}."]
+    warnings = [f"{run.label}: {SATURATION}." for run in runs if run.server.saturates]
+    if parts:
+        warnings.append(f"Not all was computed alike, which may be a part of the differences. {'; '.join(parts)}.")
+    return warnings
 
 
 def _value(value: object) -> str:

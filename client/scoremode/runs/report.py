@@ -20,7 +20,8 @@ RECORD_VERSION = 1
 
 def weights_in_words(model: ServerInfo | Reference) -> str:
     words = f"{model.quantization or 'not quantized'}, {model.dtype}"
-    if model.stored_dtype in (None, model.dtype):
+    # Of quantized weights it says little that a checkpoint's other tensors have another dtype.
+    if model.quantization is not None or model.stored_dtype in (None, model.dtype):
         return words
     return f"{words} (stored in {model.stored_dtype})"
 

@@ -2,12 +2,14 @@
 llama-perplexity on a GGUF file. What they print is in a log."""
 
 import asyncio
+import logging
 import os
 import re
 import shutil
 import signal
 import socket
 import sys
+import time
 from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
@@ -21,9 +23,13 @@ import numpy as np
 from scoremode._tasks import Result
 from scoremode.errors import ScoremodeError
 
+_log = logging.getLogger(__name__)
+
 STOP_SECONDS = 60.0
 """Until a server is killed that was asked to end: its own `--shutdown-timeout` is 30."""
 _POLL_SECONDS = 0.5
+_SECONDS_PER_LINE = 60.0
+"""Between lines that say that a server is still loading."""
 _TAIL_LINES = 200
 """Of a log, in which an error is looked for."""
 # No part of a name is read twice, however long a line is.
@@ -101,6 +107,7 @@ async def model_server(
                 raise ProcessError(f"the server was not ready after {start_seconds:.0f} s{_reason(log)}") from None
             yield server
         finally:
+            _log.info("stopping the server")
             await _stop(process)
 
 
@@ -133,8 +140,12 @@ def _reserved_port() -> Iterator[int]:
 
 
 async def _healthy(url: str) -> None:
+    started = last_line = time.monotonic()
     async with httpx.AsyncClient(base_url=url, timeout=5, trust_env=False) as http:
         while True:
+            if (now := time.monotonic()) - last_line > _SECONDS_PER_LINE:
+                last_line = now
+                _log.info("still loading after %.0f s", now - started)
             with suppress(httpx.TransportError):
                 async with http.stream("GET", "/health") as response:
                     if response.is_success:

@@ -22,7 +22,7 @@ from scoremode.runs.corpora import Corpus
 from scoremode.runs.divergence import KldMeasurement, measure_kld, measure_noise_floor
 from scoremode.runs.evaluate import Evaluation, evaluate
 from scoremode.runs.export import export_llama_cpp
-from scoremode.runs.journal import Journal, Measurement
+from scoremode.runs.journal import Journal, Measurement, open_locked
 from scoremode.runs.lanes import in_lane
 from scoremode.runs.output import Output
 from scoremode.runs.plan import WindowNlls
@@ -80,7 +80,12 @@ async def run_sweep(
     output = (folder / plan.output).resolve()
     with file_errors(OutputError, f"make {output / 'references'}"):
         (output / "references").mkdir(parents=True, exist_ok=True)
-    sweep = _Sweep(plan, folder, corpus, output, api_key, open_bar)
+    with open_locked(output / ".lock"):
+        return await _run(_Sweep(plan, folder, corpus, output, api_key, open_bar))
+
+
+async def _run(sweep: "_Sweep") -> SweepResult:
+    plan = sweep.plan
     for entry in plan.models:
         started = time.monotonic()
         try:

@@ -310,6 +310,10 @@ class ComputedBy(BaseModel):
     batch_invariant: bool | None = None
 
 
+SATURATES = "saturates"
+"""In the name of a kernel whose sums this server's CPU cuts off."""
+
+
 class ServerInfo(BaseModel):
     """Response of `GET /v1/score`: what a client needs to cut windows and to repeat a run."""
 
@@ -343,6 +347,12 @@ class ServerInfo(BaseModel):
     """Of the weight files that the server loads; None where it cannot know, or is older."""
     num_parameters: NonNegativeInt | None = None
     """Weights of the model before any quantization; None where the server cannot know, or is older."""
+
+    @property
+    def saturates(self) -> bool:
+        """Whether the CPU cuts off sums of INT8 products, so that figures are not the quantization's."""
+        kernels = self.computed_by and self.computed_by.kernels
+        return any(SATURATES in kernel for kernel in kernels or ())
 
     @property
     def devices(self) -> str | None:

@@ -10,7 +10,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from scoremode.wire.protocol import ComputedBy
+from scoremode.wire.protocol import SATURATES, ComputedBy
 from scoremode_server.vllm_compat.engine_client import call_workers
 
 # vLLM shows only the messages of loggers below its own.
@@ -19,6 +19,7 @@ logger = init_logger("vllm.scoremode.computed_by")
 _RUNNERS = {"vllm.v1.worker.gpu_model_runner": "v1", "vllm.v1.worker.gpu.model_runner": "v2"}
 """By the modules of the classes that they, or those of other platforms, are of."""
 _KERNELS = "vllm.model_executor.kernels."
+_INT8_ON_CPU = "CPUInt8ScaledMMLinearKernel"
 
 
 async def what_computes(client: EngineClient) -> ComputedBy:
@@ -31,6 +32,8 @@ async def what_computes(client: EngineClient) -> ComputedBy:
     # Such as of workers without our patches: a server without this knowledge is as good.
     except Exception as error:
         logger.warning("What computes is not known: %s", error)
+    if any(SATURATES in kernel for kernel in described.get("kernels", ())):
+        logger.warning("This CPU has no VNNI, so sums of INT8 products saturate: scores are not those of the model.")
     return ComputedBy(
         num_devices=parallel.world_size * parallel.data_parallel_size,
         tensor_parallel_size=parallel.tensor_parallel_size,
@@ -91,4 +94,14 @@ def _parts_of(owner: Any) -> Iterator[Any]:
 
 def _name(part: Any) -> str:
     function = getattr(part, "func", part)
-    return str(getattr(function, "__name__", type(function).__name__))
+    name = str(getattr(function, "__name__", type(function).__name__))
+    return f"{name} ({SATURATES})" if name == _INT8_ON_CPU and int8_products_saturate() else name
+
+
+def int8_products_saturate() -> bool:
+    """Whether this CPU lacks VNNI: oneDNN, vLLM's INT8 kernel on CPUs, then adds pairs of products in 16 bits.
+
+    oneDNN's documentation tells so under "Nuances of int8 Computations".
+    """
+    capabilities = torch.cpu.get_capabilities()
+    return capabilities["architecture"] == "x86_64" and not (capabilities["avx512_vnni"] or capabilities["avx_vnni"])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from run_files import kld_run, made_up_kld, made_up_nlls, made_up_reference, perplexity_run
 
-from scoremode.comparison import compare, summary
-from scoremode.comparison.tables import as_csv, as_text
+from scoremode.comparison import as_csv, as_markdown, as_text, card, compare, summary, verdict_line
+from scoremode.comparison.summary import SATURATION
 from scoremode.wire.protocol import ComputedBy
 from scoremode.wire.references import NoiseFloor
 
@@ -106,6 +106,18 @@ def test_lanes_are_told_apart_compared_and_each_has_its_floor(tmp_path):
     assert decode.kld_over_noise_floor == pytest.approx((0.01 + 99e-3 / 2) / 0.005, rel=0.1)
     found = "\n".join(summary(compare(runs, num_resamples=100)))
     assert "decode and prefill by KL divergence: decode differs from prefill: +0.04950 nats in the mean" in found
+
+
+def test_a_kernel_that_computes_wrongly_is_named_wherever_its_figures_are(tmp_path):
+    wrong = {"computed_by": ComputedBy(kernels=["Method: CPUInt8ScaledMMLinearKernel (saturates)"])}
+    runs = [
+        perplexity_run(tmp_path, "base", made_up_nlls(1)),
+        perplexity_run(tmp_path, "int8", made_up_nlls(2), server=wrong),
+    ]
+    comparison = compare(runs, num_resamples=100)
+    assert verdict_line(comparison, comparison.runs[1]).endswith(f" ({SATURATION})")
+    for text in (as_text(comparison), as_markdown(comparison), card(comparison)):
+        assert (text.count(f"int8: {SATURATION}."), f"base: {SATURATION}" in text) == (1, False)
 
 
 def test_what_computed_runs_differently_is_named(tmp_path):

@@ -19,6 +19,8 @@ from fake_server import ALLOWED, BOS, FakeServer, StoredReference, logprob, serv
 from safetensors.numpy import load_file
 
 from scoremode.cli.main import main
+from scoremode.errors import OutputError
+from scoremode.runs.journal import open_locked
 from scoremode.sweep import SweepPlan, SweepResult, compare_runs, run_sweep
 from scoremode.sweep.processes import ProcessError, _resolved
 from scoremode.wire.base_file import BaseFile
@@ -95,6 +97,11 @@ async def test_measured_runs_are_kept_until_the_first_model_is_another(swept: Pa
     assert (result.measured, list(result.runs)) == (["far"], ["base", "near", "far"])
     assert {path: path.stat().st_mtime_ns for path in files} == files
     assert (await sweep(swept, {**BASE, "serve": ["--flag", "1"]}, NEAR)).measured == ["base", "near"]
+
+
+async def test_two_sweeps_in_one_folder_are_refused(swept: Path):
+    with open_locked(swept / "runs" / ".lock"), pytest.raises(OutputError, match="another ppl-client is at work"):
+        await sweep(swept, BASE, NEAR)
 
 
 async def test_an_incomplete_reference_is_recorded(swept: Path):
