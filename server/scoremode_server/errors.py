@@ -1,15 +1,18 @@
 """The errors of the server. `http/requests.py` has the HTTP status of each error."""
 
 RETRY_AFTER_SECONDS = 1
-"""When a request that finds the server busy is to be sent again."""
+"""Seconds after which a client should send a request again that found the server busy."""
 
 MAX_NAME = 100
-"""Characters of a name that are repeated to the client, who chose it."""
+"""Characters of a name from a request that an error message repeats."""
 
 
 class RequestError(Exception):
-    """A request that is refused or fails; `param` names the field at fault, if one is. All code that works on a
-    request may raise it, so docstrings mention only subclasses. An error without a subclass is the request's fault."""
+    """A request that is refused or fails; `param` names the field at fault, if there is one.
+
+    A plain RequestError means that the request is at fault. All code that works on a request may raise it, so
+    docstrings mention only its subclasses.
+    """
 
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message)
@@ -21,7 +24,7 @@ class NotServedError(RequestError):
 
 
 class ConflictError(RequestError):
-    """A reference on disk is not the one that the request needs."""
+    """A reference on disk cannot serve the request: it is another model's or text's, incomplete, or unreadable."""
 
 
 class TooLargeError(RequestError):
@@ -37,7 +40,7 @@ class BusyError(RequestError):
 
 
 class UnavailableError(RequestError):
-    """The engine or a file system does not answer, or the server stops."""
+    """The engine or a file system does not answer, or the server is stopping."""
 
 
 class OverdueError(RequestError):
@@ -48,18 +51,18 @@ class StorageError(RequestError):
     """A file cannot be written."""
 
 
-def engine_has_died() -> UnavailableError:
-    """The error of requests that were with an engine which died, or came after it did."""
+def engine_dead_error() -> UnavailableError:
+    """The error of requests that meet an engine that is dead or dies."""
     return UnavailableError("the engine has died", None)
 
 
-def stopping() -> UnavailableError:
-    """The error of requests that a server which is about to stop does not answer."""
+def stopping_error() -> UnavailableError:
+    """The error of requests that a stopping server refuses."""
     return UnavailableError("the server is shutting down", None)
 
 
 class EngineOutputError(RuntimeError):
-    """The engine returned wrong or incomplete rows: status 500. All code that reads its output may raise this."""
+    """The engine returned wrong or incomplete rows. All code that reads its output may raise this."""
 
 
 class UnfinishedError(EngineOutputError):

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from scoremode_server.errors import BusyError, OverdueError, TooLargeError, stopping
+from scoremode_server.errors import BusyError, OverdueError, TooLargeError, stopping_error
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class Admission:
         it: TooLargeError if it never fits, BusyError if it does not fit now, UnavailableError if the server stops."""
         most = self.size.max_scoring_tokens
         if self._is_draining:
-            raise stopping()
+            raise stopping_error()
         limit = f"this server's limit of {most} tokens (--max-scoring-tokens)"
         if num_tokens > most:
             raise TooLargeError(f"the request's {num_tokens} tokens to score exceed {limit}", "prompt")
@@ -121,7 +121,7 @@ class Admission:
         try:
             await waiting.admitted
             if self.is_stopped:
-                raise stopping()
+                raise stopping_error()
             queue.entered = queue.entered or time.monotonic()
             queue.running.add(request_id)
             yield
@@ -200,7 +200,7 @@ class _Limit:
 
     async def __aenter__(self) -> None:
         if self.admission.is_stopped:
-            raise stopping()
+            raise stopping_error()
         self.timeout = await asyncio.timeout_at(_deadline.get()).__aenter__()
         self.admission.timeouts.add(self.timeout)
 
@@ -210,7 +210,7 @@ class _Limit:
             await self.timeout.__aexit__(*error)
         except TimeoutError:
             if self.admission.is_stopped:
-                raise stopping() from None
+                raise stopping_error() from None
             message = (
                 f"the request was not answered within {self.admission.size.request_timeout:g} s (--request-timeout)"
             )

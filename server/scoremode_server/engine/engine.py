@@ -89,7 +89,7 @@ class ScoringEngine:
 
     def _cacheable(self, request: RowsRequest) -> np.ndarray | None:
         """The tokens [n] int32 of a request that can use the cache."""
-        if not (request.use_cache and self._store.enabled and len(request.token_ids) > self.block_size):
+        if not (request.use_cache and self._store.is_usable and len(request.token_ids) > self.block_size):
             return None
         try:
             return np.frombuffer(array("i", request.token_ids), np.int32)

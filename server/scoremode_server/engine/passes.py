@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.engine.admission import RequestQueue
-from scoremode_server.errors import EngineOutputError, engine_has_died
+from scoremode_server.errors import EngineOutputError, engine_dead_error
 from scoremode_server.rows import Rows, check_finished, missing_row, read_columns, read_rows
 from scoremode_server.vllm_compat.engine_client import exempt_from_queue_bounds
 from scoremode_server.worker.row_spec import RowSpec, ScoringParams
@@ -131,4 +131,4 @@ async def in_engine(
         check_finished(output)
         return output
     except EngineDeadError:
-        raise engine_has_died() from None
+        raise engine_dead_error() from None

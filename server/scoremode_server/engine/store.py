@@ -1,8 +1,8 @@
-"""Blocks of rows in memory, and the hashes that are their keys, without an engine or metrics.
+"""The store of blocks of rows, and the hashes that are its keys. It knows no engine and no metrics.
 
 A block of rows has as many tokens as a block of the engine's KV cache, B, but is shifted by one: block b has the rows
-of the tokens at positions b*B+1 to (b+1)*B. If the engine reads m*B tokens from its prefix cache, it leaves out m
-blocks.
+of the tokens at positions b*B+1 to (b+1)*B, because the first token of a sequence has no row. An engine that reads m*B
+tokens from its prefix cache returns no rows for the first m blocks.
 """
 
 import secrets
@@ -18,60 +18,64 @@ from scoremode_server.rows import Rows
 
 HASH_BYTES = 16
 
-ENTRY_BYTES = 384
-"""Bytes of a block in addition to its rows, measured as growth of resident memory with CPython 3.11: up to 383."""
+BLOCK_OVERHEAD_BYTES = 384
+"""Memory of a stored block in addition to its rows. CPython 3.11 was measured to take at most 383 bytes."""
 
-_WORD_BYTES = 4
+_CELL_BYTES = 4
 
 
 @dataclass(slots=True, eq=False)
 class RowStore:
-    """Blocks of rows by block hash, the least recently used evicted first, of at most `max_bytes` with overhead; 0
-    turns it off. A block answers requests for as many columns or fewer, and is replaced by one with more.
+    """Blocks of rows by block hash. The least recently used are evicted first.
+
+    All blocks with their overhead take at most `max_bytes`; 0 turns the store off. A block serves requests for up to its
+    own number of columns, and a block with more columns replaces it.
     """
 
     block_size: int
     max_bytes: int
     num_bytes: int = 0
     generation: int = 0
-    """Increases when rows may have become wrong; rows of an earlier generation are not used."""
+    """Increases when rows may have become wrong. Rows of an earlier generation are not used."""
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(HASH_BYTES))
     """The key of hashes, so that no client can search for collisions."""
     _blocks: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
-    _num_changes: int = 0
+    _num_open_changes: int = 0
 
     @property
-    def enabled(self) -> bool:
-        """Whether rows may be read and stored: not without a budget, and not while weights change."""
-        return self.max_bytes > 0 and not self._num_changes
+    def is_usable(self) -> bool:
+        """Whether there is a budget, and no weights are being changed."""
+        return self.max_bytes > 0 and not self._num_open_changes
 
     def get(self, block_hashes: Sequence[bytes], num_columns: int) -> dict[bytes, bytes]:
-        """The stored blocks of a sequence with at least this many columns. They become the most recently used, the
-        first block last, since a block without those before it is useless."""
-        found: dict[bytes, bytes] = {}
-        wanted = self._block_bytes(num_columns)
+        """The stored blocks of a sequence that have at least `num_columns` columns, by hash.
+
+        They become the most recently used, the sequence's first block most of all: without it the others are useless.
+        """
+        hits: dict[bytes, bytes] = {}
+        min_bytes = self._block_bytes(num_columns)
         for block_hash in reversed(block_hashes):
             block = self._blocks.get(block_hash)
-            if block is not None and len(block) >= wanted:
+            if block is not None and len(block) >= min_bytes:
                 self._blocks.move_to_end(block_hash)
-                found[block_hash] = block
-        return found
+                hits[block_hash] = block
+        return hits
 
     def put(self, generation: int, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> int:
         """Store the computed blocks of a sequence, unless they are of an earlier generation. With them, all its stored
         blocks become the most recently used, as in `get`. Returns how many blocks were evicted."""
-        if not blocks or generation != self.generation or not self.enabled:
+        if not blocks or generation != self.generation or not self.is_usable:
             return 0
         for block_hash in reversed(block_hashes):
             block, stored = blocks.get(block_hash, b""), self._blocks.get(block_hash, b"")
             if len(block) > len(stored):
                 self._blocks[block_hash] = block
-                self.num_bytes += len(block) - len(stored) + (0 if stored else ENTRY_BYTES)
+                self.num_bytes += len(block) - len(stored) + (0 if stored else BLOCK_OVERHEAD_BYTES)
             if stored:
                 self._blocks.move_to_end(block_hash)
         num_evicted = 0
         while self.num_bytes > self.max_bytes:
-            self.num_bytes -= len(self._blocks.popitem(last=False)[1]) + ENTRY_BYTES
+            self.num_bytes -= len(self._blocks.popitem(last=False)[1]) + BLOCK_OVERHEAD_BYTES
             num_evicted += 1
         return num_evicted
 
@@ -85,11 +89,11 @@ class RowStore:
     def change(self) -> Iterator[None]:
         """The weights change inside: all rows are dropped, and none is read or stored meanwhile."""
         self.clear()
-        self._num_changes += 1
+        self._num_open_changes += 1
         try:
             yield
         finally:
-            self._num_changes -= 1
+            self._num_open_changes -= 1
             self.clear()
 
     def split(self, block_hashes: Sequence[bytes], rows: Rows) -> dict[bytes, bytes]:
@@ -106,13 +110,13 @@ class RowStore:
         return Rows.from_bytes(joined, num_columns)
 
     def _narrowed(self, block: bytes, num_columns: int) -> bytes:
-        stored = (len(block) // _WORD_BYTES // self.block_size) // 2
+        stored = (len(block) // _CELL_BYTES // self.block_size) // 2
         rows = Rows.from_bytes(block, stored)
         narrowed = Rows.from_arrays(rows.token_ids[:, :num_columns], rows.logprobs[:, :num_columns], rows.ranks)
         return narrowed.table.tobytes()
 
     def _block_bytes(self, num_columns: int) -> int:
-        return self.block_size * (2 * num_columns + 1) * _WORD_BYTES
+        return self.block_size * (2 * num_columns + 1) * _CELL_BYTES
 
     def hashes(self, token_ids: np.ndarray, identity: str) -> list[bytes]:
         """A hash per whole block of tokens [n] int32 after the first token: of all tokens up to the block's end, and of

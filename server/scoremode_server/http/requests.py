@@ -94,7 +94,7 @@ class ScoremodeRoute(APIRoute):
             except WindowError as error:
                 failure = errors.RequestError(str(error), error.field)
             except EngineDeadError:
-                failure = errors.engine_has_died()
+                failure = errors.engine_dead_error()
             except errors.RequestError as error:
                 failure = error
             can_retry = isinstance(failure, errors.BusyError | errors.UnavailableError)

@@ -26,8 +26,8 @@ from scoremode_server.errors import (
     EngineOutputError,
     RequestError,
     UnavailableError,
-    engine_has_died,
-    stopping,
+    engine_dead_error,
+    stopping_error,
 )
 from scoremode_server.references.files.manifest import HeadFormat
 from scoremode_server.references.worker.orders import (
@@ -212,7 +212,7 @@ class WorkerFiles:
             await self._call_workers()
             return
         except EngineDeadError:
-            failure: Exception = engine_has_died()
+            failure: Exception = engine_dead_error()
         except RequestError as error:
             failure = error
         except Exception as error:
@@ -226,7 +226,7 @@ class WorkerFiles:
         first, pause, known = self._client.vllm_config.parallel_config.data_parallel_index, POLL_SECONDS, None
         while any(engine.num_windows or engine.orders for engine in self._engines) or self._outcomes:
             if self._admission.is_stopped:
-                raise stopping()
+                raise stopping_error()
             self._wake.clear()
             # Answers apply only to what was asked in this call: a head may get another order before they arrive.
             asked, orders = self._outcomes.copy(), {}

@@ -1,4 +1,4 @@
-"""The bounds of every request to a server, which are checked before the engine gets it."""
+"""The limits of a request, which are checked before the engine gets it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,32 +10,32 @@ from scoremode_server.errors import RequestError, TooLargeError
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
 
 MAX_VALUES = {"base64": 2**26, "float": 2**23}
-"""Logprobs in an answer. They take 512 MiB with their token ids; `float` makes an object of each. Completions, which
-are written from arrays too, have the bound of `base64`."""
+"""Logprobs in an answer, by encoding. In base64 they take 512 MiB with their token ids; as `float` each is a Python
+object. Completions, which are written from arrays, have the limit of `base64`."""
 
-MAX_SEQUENCE_VALUES = 2**24
-"""Logprobs of one sequence. They take 128 MiB with their token ids on the device."""
+MAX_VALUES_PER_SEQUENCE = 2**24
+"""Logprobs of one sequence. On the device they take 128 MiB with their token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one served model. Each check refuses what is outside."""
+    """The limits of a server. Each check raises RequestError, or TooLargeError, if a limit is exceeded."""
 
     max_model_len: int
     vocab_size: int
     max_top_logprobs: int
     max_sequences: int
-    """Of one request."""
+    """Sequences in a request."""
     max_request_bytes: int
 
     @classmethod
     def from_model(
         cls, model: ModelConfig, max_sequences: int = MAX_SEQUENCES, max_request_bytes: int = MAX_REQUEST_BYTES
     ) -> "Limits":
-        """The bounds that the server's flags set."""
-        allowed = MAX_TOP_LOGPROBS if model.max_logprobs == -1 else min(MAX_TOP_LOGPROBS, model.max_logprobs)
+        """The limits that follow from the model and from the server's flags."""
+        max_top = MAX_TOP_LOGPROBS if model.max_logprobs == -1 else min(MAX_TOP_LOGPROBS, model.max_logprobs)
         vocab_size = model.get_vocab_size()
-        return cls(model.max_model_len, vocab_size, min(allowed, vocab_size), max_sequences, max_request_bytes)
+        return cls(model.max_model_len, vocab_size, min(max_top, vocab_size), max_sequences, max_request_bytes)
 
     def check_num_sequences(self, num_sequences: int, field: str) -> None:
         """Check the number of prompts, of continuations of all prompts together, or of windows."""
@@ -47,7 +47,7 @@ class Limits:
             )
 
     def check_sequence(self, token_ids: Sequence[int], name: str) -> None:
-        """`name` is its place in the request, such as `prompt[1]`."""
+        """Check the tokens of a sequence; `name` is its place in the request, such as `prompt[1]`."""
         if not token_ids:
             raise RequestError(f"{name} is empty: there is no token to score", name.partition("[")[0])
         self.check_length(len(token_ids), name)
@@ -68,10 +68,10 @@ class Limits:
                     name.partition("[")[0],
                 )
 
-    def check_single_tokens(self, token_ids: Sequence[int]) -> None:
+    def check_token_list(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) > self.vocab_size:
             raise RequestError(
-                f"token_ids has {len(token_ids)} tokens, and the vocabulary has {self.vocab_size}", "token_ids"
+                f"token_ids has {len(token_ids)} tokens, more than the vocabulary's {self.vocab_size}", "token_ids"
             )
         self.check_vocabulary(token_ids, "token_ids")
 
@@ -83,19 +83,19 @@ class Limits:
             )
 
     def check_num_values(
-        self, of_sequences: Sequence[int], encoding_format: str = "base64", field: str = "prompt"
+        self, num_values: Sequence[int], encoding_format: str = "base64", field: str = "prompt"
     ) -> None:
-        """The logprobs of an answer, top tokens and candidates included, in all and for each sequence."""
-        most, largest = MAX_VALUES[encoding_format], max(of_sequences, default=0)
-        if sum(of_sequences) > most:
+        """Check the number of logprobs of each sequence of an answer, top tokens and candidates included."""
+        limit, largest = MAX_VALUES[encoding_format], max(num_values, default=0)
+        if sum(num_values) > limit:
             raise TooLargeError(
-                f"the answer would have {sum(of_sequences)} logprobs with top tokens and candidates, and may have "
-                f"at most {most} in {encoding_format}: request fewer sequences or top tokens at once",
+                f"the answer would have {sum(num_values)} logprobs with top tokens and candidates, more than "
+                f"{limit} in {encoding_format}: request fewer sequences or top tokens at once",
                 field,
             )
-        if largest > MAX_SEQUENCE_VALUES:
+        if largest > MAX_VALUES_PER_SEQUENCE:
             raise TooLargeError(
-                f"a sequence would have {largest} logprobs with top tokens and candidates, and may have at most "
-                f"{MAX_SEQUENCE_VALUES}: request fewer per position",
+                f"a sequence would have {largest} logprobs with top tokens and candidates, more than "
+                f"{MAX_VALUES_PER_SEQUENCE}: request fewer top tokens or candidates",
                 field,
             )

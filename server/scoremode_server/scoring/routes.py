@@ -164,7 +164,7 @@ async def create_tokens(request: TokensRequest, raw_request: Request) -> Respons
     """The text of each token alone. An incomplete character becomes U+FFFD."""
     core: Core = raw_request.app.state.scoremode
     await core.models.resolve(request.model)
-    core.limits.check_single_tokens(request.token_ids)
+    core.limits.check_token_list(request.token_ids)
     tokens = await asyncio.to_thread(core.tokenizer.texts_of, request.token_ids)
     return json_response({"object": "tokens", "tokens": tokens})
 

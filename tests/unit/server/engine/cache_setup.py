@@ -18,7 +18,7 @@ from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, op
 from scoremode_server.engine.admission import EngineSize
 from scoremode_server.engine.engine import EngineResult, ScoringEngine
 from scoremode_server.engine.passes import RowsRequest, engine_id
-from scoremode_server.engine.store import ENTRY_BYTES, RowStore
+from scoremode_server.engine.store import BLOCK_OVERHEAD_BYTES, RowStore
 from scoremode_server.errors import UnfinishedError
 from scoremode_server.metrics import Metrics
 from scoremode_server.worker.row_spec import RowSpec, ScoringParams
@@ -103,7 +103,7 @@ class Setup:
         """Ask, and compare every row of the answer with what it has to be."""
         self.num_asked += 1
         first_weights = self.engine.weights[ask.adapter]
-        through_cache = ask.cached and self.store.enabled and len(ask.token_ids) > self.store.block_size
+        through_cache = ask.cached and self.store.is_usable and len(ask.token_ids) > self.store.block_size
         answer = await self.scoring.rows(ask.request(f"ask-{self.num_asked}"))
         weights = range(first_weights, self.engine.weights[ask.adapter] + 1)
         assert any(self.is_right(ask, answer, version) for version in weights), (ask, answer.num_cached_tokens)
@@ -134,7 +134,7 @@ class Setup:
 
     def num_bytes(self) -> int:
         """What the blocks take, added up anew."""
-        return sum(len(block) + ENTRY_BYTES for block in self.store._blocks.values())
+        return sum(len(block) + BLOCK_OVERHEAD_BYTES for block in self.store._blocks.values())
 
 
 def setup(max_bytes: int = ROOM, size: int = SIZE, **settings: Any) -> Setup:

@@ -138,7 +138,7 @@ def test_no_rows_are_stored_where_another_server_may_change_the_weights(
         parallel_config=SimpleNamespace(_api_process_count=count),
     )
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", mode)
-    assert make_store(config, 9).enabled == enabled
+    assert make_store(config, 9).is_usable == enabled
 
 
 # What the engine gets wrong

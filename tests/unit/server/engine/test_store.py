@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from scoremode_server.engine.store import ENTRY_BYTES, RowStore
+from scoremode_server.engine.store import BLOCK_OVERHEAD_BYTES, RowStore
 from scoremode_server.rows import Rows
 
 SIZE = 2
@@ -16,7 +16,7 @@ def block(value: int, num_columns: int = 1) -> bytes:
 
 
 def cost(*blocks: bytes) -> int:
-    return sum(len(each) + ENTRY_BYTES for each in blocks)
+    return sum(len(each) + BLOCK_OVERHEAD_BYTES for each in blocks)
 
 
 def test_rows_come_back_bit_for_bit_in_as_many_columns_as_requested():
