@@ -1,5 +1,5 @@
 """Facts about the served model from its files: a fingerprint of their contents, their size, the number of weights.
-Files are sampled, which takes seconds; docs/guide.md lists what samples cannot see. Nothing is downloaded."""
+Files are sampled, which takes seconds; docs/http-api.md lists what samples cannot see. Nothing is downloaded."""
 
 import asyncio
 import copy
