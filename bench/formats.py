@@ -5,7 +5,7 @@
 MODEL is the folder of a Llama-like model in bfloat16 safetensors with its tokenizer, TEXT what `ppl-client --dataset`
 reads, LOGS a folder for checkpoints, references and the servers' logs. All servers start at once on one GPU.
 
-scores  `/v1/score` of each format; docs/formats.md says what the columns are
+scores  `/v1/score` of each format; docs/benchmarks.md says what the columns are
 kld     each format's divergence from the model as served in bfloat16; the oracle's logits are float32
 lanes   the same divergence in the prefill and the decode lane, and what the lanes differ in
 repeat  whether sequences get the same logprobs again, with and without batch-invariant kernels

@@ -9,9 +9,10 @@ import pytest
 from tests.doc_examples import ROOT, examples, run
 from tests.e2e.metrics import metrics_of
 
-KLD = [code for name, (_, code) in examples("").items() if name.startswith("kld.md") and "bash" in name]
-"""In this order they are one story."""
-FOR_A_SERVER = {name: block for name, block in examples("localhost:8000").items() if not name.startswith("kld.md")}
+TUTORIAL = ("measure.md", "decode.md", "sharing.md")
+"""Pages whose examples are one story in this order."""
+STEPS = [code for page in TUTORIAL for name, (_, code) in examples("").items() if name.startswith(page)]
+FOR_A_SERVER = {name: block for name, block in examples("localhost:8000").items() if not name.startswith(TUTORIAL)}
 WITH_TOKEN_IDS = {name: FOR_A_SERVER.pop(name) for name in list(FOR_A_SERVER) if name.startswith("training.md")}
 """Of a real model's vocabulary."""
 STEP = "the next step of an example"
@@ -30,16 +31,18 @@ def test_examples_with_token_ids(smollm2_server, tmp_path, language, code):
     assert '"error"' not in printed
 
 
-def test_from_two_checkpoints_to_a_table(server, int8_server, tmp_path):
-    story = "".join(f"echo '{STEP}'\n{code}" for code in KLD)
+def test_from_two_checkpoints_to_a_card(server, int8_server, tmp_path):
+    story = "".join(f"echo '{STEP}'\n{code}" for code in STEPS)
     story = story.replace("http://localhost:8000", server).replace("http://localhost:8001", int8_server)
-    _, recorded, compared, floor, listed, deleted = run("bash", story, tmp_path).split(STEP)
+    _, recorded, floor, compared, lanes, listed, deleted = run("bash", story, tmp_path).split(STEP)
     assert "perplexity" in recorded
-    assert re.search(r"^Mean    KLD:  +0\.0\d+ ± ", compared, re.MULTILINE)
     assert "kept with the reference" in floor
-    [reference] = [each for each in json.loads(listed)["data"] if each["name"] == "base-pydoc"]
+    assert re.search(r"^Mean    KLD:  +0\.0\d+ ± ", compared, re.MULTILINE)
+    assert "<!-- scoremode -->" in (tmp_path / "README.md").read_text()
+    assert re.search(r"^decode (agrees with prefill|differs)", lanes, re.MULTILINE)
+    [reference] = [each for each in json.loads(listed)["data"] if each["name"] == "original"]
     assert reference["complete"]
-    divergence = json.loads((tmp_path / "run.json").read_text())["statistics"]["kld"]["mean"]
+    divergence = json.loads((tmp_path / "quantized.json").read_text())["statistics"]["kld"]["mean"]
     assert reference["noise_floor"]["mean"] < divergence
     assert json.loads(deleted)["deleted"]
 

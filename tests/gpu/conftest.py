@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 ON_GPU = torch.cuda.is_available()
 SCALE = 100 if ON_GPU else 1
 """Times what `oracle.assert_close` allows on a CPU. vLLM's attention multiplies float32 as TF32 on a GPU, which moves
-tokens by 0.002 nats in the mean and by 0.07 at most (docs/formats.md)."""
+tokens by 0.002 nats in the mean and by 0.07 at most (docs/benchmarks.md)."""
 DTYPE = "bfloat16" if ON_GPU else "float32"
 AT_ONCE = 9 if ON_GPU else 1
 """Families; each takes one or two cores while it starts."""
@@ -97,7 +97,7 @@ COLUMNS = ("family", "runner", "mean", "transformers' own", "median", "own", "la
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The table of docs/formats.md."""
+    """The table of docs/benchmarks.md."""
     results = config.stash.get(RESULTS, {})
     if not results:
         return

@@ -62,7 +62,7 @@ COMMAND = Command(
         Group(
             "",
             [
-                Option("plan PLAN", "a YAML file; docs/compare.md describes its fields", type=Path),
+                Option("plan PLAN", "a YAML file; docs/ppl-client.md describes its fields", type=Path),
                 Option("--api-key KEY", f"of all servers; {API_KEY_HELP}"),
                 QUIET,
             ],

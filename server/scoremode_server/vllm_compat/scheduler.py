@@ -1,7 +1,7 @@
 """Lanes: vLLM's scheduler gives a request as many tokens a step as its `RowSpec` says.
 
 vLLM chooses kernels by the number of sequences and of tokens in a step, so a given text that is fed one token a step is
-computed by the kernels that generate. docs/decode.md lists what else vLLM's runners and backends look at.
+computed by the kernels that generate. docs/architecture.md lists what else vLLM's runners and backends look at.
 """
 
 from typing import Any
