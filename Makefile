@@ -17,7 +17,7 @@ ENGINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve check lint test test-interpreter coverage test-slow test-avx2 test-gpu test-gpu-drafts test-gpu-lanes test-gpu-matrix openapi sync-client clean
+.PHONY: help install demo serve check lint test test-interpreter coverage test-slow test-avx2 test-gpu test-gpu-drafts test-gpu-lanes test-gpu-matrix openapi sync-client docs clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,24 @@ openapi: $(INSTALLED) ## Write openapi/openapi.json anew from the app
 sync-client: $(INSTALLED) ## Write ScoreClient anew from AsyncScoreClient
 	$(BIN)/python scripts/write_sync_client.py
 
+# Files that pages link to are copied too, so that links work in the site as they do in the repository.
+SITE := .cache/site
+docs: .venv-docs/installed ## Build the documentation into site/, and check every link and anchor
+	rm -rf site $(SITE) && mkdir -p $(SITE)/pages
+	cp zensical.toml $(SITE)
+	cp --parents -t $(SITE)/pages *.md LICENSE pyproject.toml docs/*.md docs/images/* bench/*.md bench/results/*.json \
+		bench/results/llama_cpp/* docker/* openapi/*.json tests/data/*.md
+	.venv-docs/bin/zensical build --strict --config-file $(SITE)/zensical.toml
+	mv $(SITE)/site site
+	$(PYTHON) scripts/check_site.py site
+
+# Without the engine: this takes seconds.
+.venv-docs/installed: pyproject.toml
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-docs/bin/python -m pip install --quiet --group docs
+	@touch $@
+
 install: $(INSTALLED) ## Set up .venv
 
 $(INSTALLED): pyproject.toml scripts/install.sh
@@ -95,5 +113,5 @@ $(INSTALLED): pyproject.toml scripts/install.sh
 	scripts/install.sh "$(if $(filter /%,$(BIN)),$(BIN),$(CURDIR)/$(BIN))/python" $(ENGINE) dev
 	@touch $@
 
-clean: ## Remove .venv and .cache
-	rm -rf .venv $(VENV) .cache
+clean: ## Remove .venv, .venv-docs, .cache and site
+	rm -rf .venv $(VENV) .venv-docs .cache site
