@@ -113,11 +113,13 @@ def _perplexity(comparison: RunComparison) -> Plot | None:
     )
 
 
-def _perplexity_ratio(comparison: RunComparison) -> Plot:
+def _perplexity_ratio(comparison: RunComparison) -> Plot | None:
     """Paired by token: difficulty that the text has for all runs alike cancels, and does not widen the intervals."""
     ratios = [Figure(0, None, None, None), *(pair.ln_ppl_ratio for pair in comparison.base_pairs.values())]
     base = comparison.base.label
     size, points = sizes.points(comparison, ratios)
+    if not points:
+        return None
     return Plot(
         "perplexity-ratio",
         f"Logarithm of the perplexity over that of {base}, against {size or 'runs'}",

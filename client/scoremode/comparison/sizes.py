@@ -49,7 +49,9 @@ def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple
 def is_simulated(run: RunFile, base: RunFile) -> bool:
     """Whether a run is of other weights of the base's dtype and size, so its files do not say what it would take."""
     server, original = run.server, base.server
-    if run is base or run.simulated_bits is not None or server.fingerprint in (None, original.fingerprint):
+    if run is base or run.simulated_bits is not None or server.weight_bytes is None:
+        return False
+    if server.fingerprint in (None, original.fingerprint):
         return False
     return server.quantization is None and (server.dtype, server.weight_bytes) == (
         original.dtype,

@@ -36,8 +36,11 @@ _TYPE_OF_TIMEOUTS = "GatewayTimeoutError"
 
 PATIENT_RETRY_FOR = 600.0
 """Seconds: `retry_for` of commands, whose runs take long."""
-FIRST_CONTACT_SECONDS = 30.0
+FIRST_CONTACT_SECONDS = 120.0
 """How long commands wait for a server that has not answered yet, unless --retry-for says how long."""
+_FIRST_CONTACT_HINT = (
+    "is a server started there? vLLM takes minutes to load a large model: --retry-for 1800 waits half an hour"
+)
 
 FIRST_WAIT = 0.5
 LONGEST_BACKOFF = 8.0
@@ -143,8 +146,9 @@ class Attempts(AbstractContextManager["Attempts"]):
         else:
             longest = self._first_failure + limit - now
             is_over = longest <= 0
-        if is_over and isinstance(error, TransportError) and limit == retries.first_contact is not None:
-            raise TransportError(f"{error}; is a server started there? (--retry-for waits longer)") from error
+        is_first_contact = isinstance(error, TransportError) and limit == retries.first_contact is not None
+        if is_over and is_first_contact:
+            raise TransportError(f"{error}; {_FIRST_CONTACT_HINT}") from error
         if is_over or (asked_wait is not None and asked_wait > longest):
             raise error
         if asked_wait is None:
@@ -159,7 +163,8 @@ class Attempts(AbstractContextManager["Attempts"]):
         # Once for all requests that wait, and not for a first, short pause.
         if retries.waiting_since is None and wait > FIRST_WAIT:
             retries.waiting_since = now
-            _log.info("waiting for %s, %s at most: %s", retries.address, patience, error)
+            hint = f"; {_FIRST_CONTACT_HINT}" if is_first_contact else ""
+            _log.info("waiting for %s, %s at most: %s%s", retries.address, patience, error, hint)
         return wait
 
 

@@ -28,8 +28,8 @@ _CELL_BYTES = 4
 class RowStore:
     """Blocks of rows by block hash. The least recently used are evicted first.
 
-    All blocks with their overhead take at most `max_bytes`; 0 turns the store off. A block serves requests for up to its
-    own number of columns, and a block with more columns replaces it.
+    All blocks with their overhead take at most `max_bytes`; 0 turns the store off. A block serves requests for up to
+    its own number of columns, and a block with more columns replaces it.
     """
 
     block_size: int
