@@ -17,7 +17,7 @@ ENGINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve check lint test test-interpreter coverage test-slow test-avx2 test-gpu test-gpu-drafts test-gpu-lanes test-gpu-matrix openapi sync-client docs clean
+.PHONY: help install demo serve check lint test test-interpreter coverage test-slow test-avx2 test-gpu test-gpu-drafts test-gpu-lanes test-gpu-matrix openapi sync-client dist docs clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ openapi: $(INSTALLED) ## Write openapi/openapi.json anew from the app
 
 sync-client: $(INSTALLED) ## Write ScoreClient anew from AsyncScoreClient
 	$(BIN)/python scripts/write_sync_client.py
+
+dist: $(INSTALLED) ## Build sdist and wheel, check them, and try the wheel in a new environment
+	scripts/dist.sh $(BIN)/python
 
 # Files that pages link to are copied too, so that links work in the site as they do in the repository.
 SITE := .cache/site

@@ -23,8 +23,7 @@ def extra(name: str) -> Iterator[None]:
         if package in ("", "scoremode"):
             raise
         raise MissingPackageError(
-            f"{package} is missing; to install it, run in a clone of Scoremode: "
-            f"scripts/install.sh {sys.executable} none {name}"
+            f"{package} is missing: it comes with an extra, scoremode[{name}], for the Python at {sys.executable}"
         ) from error
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from scoremode._texts import printable
-from scoremode.cli import compare, corpus, export, kld, perplexity, quick, record, sweep
+from scoremode.cli import compare, corpus, example, export, kld, perplexity, quick, record, sweep
 from scoremode.cli.options import Command, UsageError
 from scoremode.cli.progress import lines_on_stderr
 from scoremode.errors import ScoremodeError
@@ -22,6 +22,7 @@ COMMANDS = {
         export.COMMAND,
         compare.COMMAND,
         quick.COMMAND,
+        example.COMMAND,
         sweep.COMMAND,
         corpus.COMMAND,
     )
@@ -34,6 +35,7 @@ commands, each with its own --help:
   kld         another model's KL divergence from what was recorded
   compare     finished runs: tables, verdicts, a report, a card
   quick       an original and its quantizations, from checkpoints to a verdict
+  example     three measured runs and their report, without a server
   sweep       serve, measure and compare the models of a plan
   export      what was recorded, for llama.cpp
   corpus      the perplexity of every document of files"""

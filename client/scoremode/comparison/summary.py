@@ -1,5 +1,6 @@
 """A comparison in a few sentences, what computed its runs besides their weights, and the limits that they exceed."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -194,6 +195,7 @@ def in_words(computed_by: ComputedBy | None) -> str:
     return "; ".join(f"{words} {_value(values[name])}" for name, words in _IN_WORDS.items() if name in values)
 
 
+_SCHEME = re.compile(r"CompressedTensorsW\w+")
 SATURATION = "INT8 sums saturate on a CPU without VNNI: not a figure of the quantization"
 
 
@@ -201,7 +203,7 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
     """A sentence of what two runs are known to differ by, or a run and its reference, and one of each run whose kernel
     computes wrongly; none where there is nothing.
 
-    Kernels are those of a quantization: they are compared among equal ones.
+    Kernels are those of a quantization and its schemes: they are compared among equal ones.
     """
     sources: list[tuple[str, ServerInfo | Reference, str | None]] = [
         (run.label, run.server, run.lane) for run in runs if not run.is_reference
@@ -213,7 +215,7 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
         for label, model, lane in sources:
             fields = {"dtype": model.dtype, "lane": lane, **(dict(model.computed_by) if model.computed_by else {})}
             if fields.get(name) is not None:
-                alike = labels_by_value.setdefault((name, model.quantization if name == "kernels" else None), {})
+                alike = labels_by_value.setdefault((name, _scheme(model) if name == "kernels" else None), {})
                 alike.setdefault(_value(fields[name]), {})[label] = None
     parts = []
     for (name, _), alike in labels_by_value.items():
@@ -224,6 +226,12 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
     if parts:
         warnings.append(f"Not all was computed alike, which may be a part of the differences. {'; '.join(parts)}.")
     return warnings
+
+
+def _scheme(model: ServerInfo | Reference) -> str:
+    """The quantization and, of compressed-tensors, the classes of the schemes in which layers are quantized."""
+    kernels = (model.computed_by and model.computed_by.kernels) or ()
+    return " ".join([model.quantization or "", *sorted({*_SCHEME.findall(" ".join(kernels))})])
 
 
 def _value(value: object) -> str:

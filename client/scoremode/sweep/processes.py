@@ -121,8 +121,8 @@ def _resolved(command: Sequence[str], folder: Path) -> list[str]:
         path = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
     if path is None:
         raise ProcessError(
-            f"command {name!r} not found; to install the server, run in a clone of Scoremode (cpu without an NVIDIA "
-            f"GPU): scripts/install.sh {sys.executable} cuda report"
+            f"command {name!r} not found: it comes with an extra, scoremode[cuda], or scoremode[cpu] without an NVIDIA "
+            f"GPU, for the Python at {sys.executable}"
         )
     return [path, *rest]
 

@@ -298,5 +298,5 @@ async def test_a_sweep_scores_the_text_of_its_first_model_once(tmp_path: Path, m
 
 
 def test_a_command_that_is_not_there_is_named(tmp_path: Path):
-    with pytest.raises(ProcessError, match=r"^command 'no-such-server' not found; to install the server, run "):
+    with pytest.raises(ProcessError, match=r"^command 'no-such-server' not found: it comes with an extra, scoremode"):
         _resolved(["no-such-server"], tmp_path)

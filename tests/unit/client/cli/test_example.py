@@ -1,0 +1,39 @@
+"""The runs that come with the package."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scoremode.cli.example import RUNS
+from scoremode.cli.main import main
+from scoremode.comparison import load_run
+
+
+def test_the_runs_are_of_one_text_and_small(tmp_path: Path):
+    shutil.unpack_archive(RUNS, tmp_path)
+    runs = {path.stem: load_run(path) for path in tmp_path.glob("*.json")}
+    original = runs.pop("SmolLM2-135M")
+    assert [run.server.quantization for run in runs.values()] == ["compressed-tensors"] * 2
+    for run in runs.values():
+        assert run.reference is not None
+        assert run.reference.is_of(original.server)
+        assert run.token_ids.tolist() == original.token_ids.tolist()
+        # The reference's values of the text's tokens, recorded, and those of the original's run, scored again.
+        assert abs((run.reference_nlls - original.nlls).mean()) < 0.005
+    assert RUNS.stat().st_size <= 400 * 1000
+
+
+def test_the_example_writes_a_report_and_a_card_and_prints_verdicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["example"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[1:3]] == ["SmolLM2-135M-INT8", "SmolLM2-135M-W4A16"]
+    assert all(line.endswith(": worse") for line in lines[1:3])
+    folder = tmp_path / "scoremode-example"
+    assert "| SmolLM2-135M-W4A16 |" in (folder / "README.md").read_text()
+    assert "SmolLM2-135M-W4A16" in (folder / "report.html").read_text()
+    assert main(["example"]) == 1
+    assert "scoremode-example is there already: give another folder with --output" in capsys.readouterr().err
