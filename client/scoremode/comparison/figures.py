@@ -22,7 +22,6 @@ Size = Literal["gib", "bits_per_weight"]
 NEGLIGIBLE_KLD = 1e-9
 """Nats, in the mean: below what float32 logits can show, so it is shown as 0."""
 NOT_KNOWN = "-"
-_MAX_DECIMALS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,10 +313,10 @@ def digits_of(figure: Figure, scale: float) -> int:
 
 
 def decimals(size: float, significant: int) -> int:
-    """Digits after the point that show so many of a number's own."""
+    """Digits after the point that show so many of a number's own, eight at most."""
     if not size or not math.isfinite(size):
         return 0
-    return min(_MAX_DECIMALS, max(0, significant - 1 - math.floor(math.log10(abs(size)))))
+    return min(8, max(0, significant - 1 - math.floor(math.log10(abs(size)))))
 
 
 def number(value: float, digits: int, sign: str = "") -> str:

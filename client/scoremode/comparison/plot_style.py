@@ -30,7 +30,6 @@ WIDTH, HEIGHT = 5.6, 3.9
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 _TIP = "tip:"
 """Begins the ids of what has a tip, until those become titles."""
-_TIPS_OF_A_CURVE = 30
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 
@@ -181,11 +180,12 @@ def add_tip(artists: Iterable[Artist], text: str) -> None:
 
 
 def draw_curve(axes: Axes, theme: Theme, index: int, x: Floats, y: Floats, label: str, shown: str, form: str) -> None:
-    """A run's curve, as `shown` in the legend, and tips along it: its label, and `form` as a format of both values."""
+    """A run's curve, as `shown` in the legend, and some thirty tips along it: its label, and `form` as a format of both
+    values."""
     color = theme.run(index)
     axes.plot(x, y, color=color, linestyle=DASHES[index % len(DASHES)], linewidth=1.8, label=legend_label(shown))
     drawn = np.flatnonzero(np.isfinite(y))
-    for at in drawn[:: math.ceil(len(drawn) / _TIPS_OF_A_CURVE) or 1]:
+    for at in drawn[:: math.ceil(len(drawn) / 30) or 1]:
         # Nothing marks the place.
         unseen = axes.plot([x[at]], [y[at]], "s", color=color, markersize=12, alpha=0, scalex=False, scaley=False)
         add_tip(unseen, f"{label}: {form.format(x[at], y[at])}")

@@ -20,7 +20,7 @@ from scoremode.kld import POSITION_DTYPES, Floats
 from scoremode.results import TOP_DTYPES, TopTokens
 from scoremode.runs.lanes import in_lane
 from scoremode.runs.output import ARRAYS_SUFFIX
-from scoremode.runs.report import RECORD_VERSION, weights_in_words
+from scoremode.runs.report import RECORD_VERSION, Arrays, weights_in_words
 from scoremode.windows import Method
 from scoremode.wire.arrays import wrong_value
 from scoremode.wire.protocol import LOWEST_LOGPROB, Lane, ServerInfo
@@ -226,13 +226,13 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
     return _run(path, record, _read_arrays(path, record), label)
 
 
-def finished_run(record: Mapping[str, object], arrays: Mapping[str, NDArray[Any]]) -> RunFile:
+def finished_run(record: Mapping[str, object], arrays: Arrays) -> RunFile:
     """A run that was just measured, as `load_run` would read it from a file."""
     path = Path("run.json")
     return _run(path, _read_record(path, json.dumps(record).encode()), arrays)
 
 
-def _run(path: Path, record: _Record, arrays: Mapping[str, NDArray[Any]], label: str | None = None) -> RunFile:
+def _run(path: Path, record: _Record, arrays: Arrays, label: str | None = None) -> RunFile:
     _check_arrays(path, record, arrays)
     tops = {name: arrays.get(f"top_tokens.{name}", np.empty(0)) for name in TOP_DTYPES}
     try:
@@ -292,7 +292,7 @@ def _shown(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 
-def _read_arrays(path: Path, record: _Record) -> dict[str, NDArray[Any]]:
+def _read_arrays(path: Path, record: _Record) -> Arrays:
     """The arrays whose checksum the record has, also where both files were renamed together."""
     described = record.arrays
     if described is None:
@@ -310,7 +310,7 @@ def _read_arrays(path: Path, record: _Record) -> dict[str, NDArray[Any]]:
     raise RunError(f"{path}: the values of its tokens, {described.file}, are missing next to it or of another run")
 
 
-def _check_arrays(path: Path, record: _Record, arrays: Mapping[str, NDArray[Any]]) -> None:
+def _check_arrays(path: Path, record: _Record, arrays: Arrays) -> None:
     """Their checksum was right: what is left is a file of another version, or one that was made by hand."""
     needed = POSITION_DTYPES if record.kind == "kld" else ("token_ids", "logprobs")
     if missing := [name for name in (*needed, "window_sizes") if name not in arrays]:

@@ -23,7 +23,6 @@ from scoremode.comparison.sizes import MIN_FRONT, Point, pareto_front
 
 _LOG_RATIO = 8.0
 """Values that lie farther apart than this share a log axis."""
-_LOG_SIZE_RATIO = 2.0
 
 
 def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float | None, theme: Theme) -> Drawing:
@@ -117,7 +116,7 @@ def _set_scale(axes: Axes, all_points: Sequence[Point], floor: float | None, whi
 def _set_size_scale(axes: Axes, sizes: Sequence[float]) -> None:
     """Sizes that lie far apart, as those of 4 and of 16 bits, on a log axis with ticks at powers of 2 and between."""
     low, high = min(sizes), max(sizes)
-    if low <= 0 or high / low <= _LOG_SIZE_RATIO:
+    if low <= 0 or high / low <= 2:
         axes.margins(x=0.15)
         if low == high:
             axes.set_xlim(0, 1.3 * high)

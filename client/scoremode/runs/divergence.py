@@ -18,7 +18,7 @@ from scoremode.results import TOP_DTYPES, KldWindowValues, TopTokens, decode_pos
 from scoremode.runs.lanes import lane_fields, mean_batch
 from scoremode.runs.plan import differences, server_header
 from scoremode.runs.pool import Pool
-from scoremode.runs.report import origin_arrays, record_beginning, record_end
+from scoremode.runs.report import Arrays, origin_arrays, record_beginning, record_end
 from scoremode.runs.run import OnProgress, Run, StartJournal, measure
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
 from scoremode.wire.arrays import decode_top_logprobs, encode_top_logprobs
@@ -200,7 +200,7 @@ class KldMeasurement:
             **record_end(self.token_texts, self.origins),
         }
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
+    def arrays(self) -> Arrays:
         """The values of every target, in the order of windows, and the windows' sizes."""
         arrays = {name: getattr(self.positions, name).astype(dtype) for name, dtype in POSITION_DTYPES.items()}
         if (top := self.top_tokens) is not None:

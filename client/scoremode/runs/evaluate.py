@@ -6,7 +6,7 @@ The windows are cut here and scored over `/v1/score`, so that every token's NLL 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import compress
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from scoremode.runs.divergence import texts_of_occurring
 from scoremode.runs.lanes import lane_fields, mean_batch
 from scoremode.runs.plan import Plan, WindowNlls, make_plan
 from scoremode.runs.pool import Pool
-from scoremode.runs.report import origin_arrays, record_beginning, record_end
+from scoremode.runs.report import Arrays, origin_arrays, record_beginning, record_end
 from scoremode.runs.run import OnProgress, StartJournal, measure
 from scoremode.windows import WindowSettings
 from scoremode.wire.protocol import Lane
@@ -114,9 +114,9 @@ class Evaluation:
             **record_end(self.token_texts, plan.origins),
         }
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
+    def arrays(self) -> Arrays:
         """The values of every target, in the order of windows, and the windows' sizes."""
-        arrays: dict[str, NDArray[Any]] = {
+        arrays: Arrays = {
             "token_ids": np.array(self.target_ids, np.int32),
             # As the server sent them, which float32 holds.
             "logprobs": np.array([-nll for window in self.windows for nll in window.nlls], np.float32),

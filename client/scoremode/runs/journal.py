@@ -103,8 +103,7 @@ class Journal(AppendedFile, Generic[Result]):
         """The windows of earlier sessions, by their indices."""
         self.seconds = 0.0
         """Scoring time of the earlier sessions."""
-        self.num_windows = plan.num_windows
-        self._plan = plan
+        self.plan = plan
         try:
             header = _read_header(path)
             if header is None:
@@ -118,7 +117,7 @@ class Journal(AppendedFile, Generic[Result]):
             raise
 
     def add(self, window: Result, seconds: float) -> None:
-        self._append_line({**self._plan.to_line(window), "seconds": seconds})
+        self._append_line({**self.plan.to_line(window), "seconds": seconds})
         self.num_done += 1
 
     def _resume(self) -> None:
@@ -135,7 +134,7 @@ class Journal(AppendedFile, Generic[Result]):
         try:
             line = json.loads(text)
             seconds = _SECONDS.validate_python(line.pop("seconds", None))
-            window = self._plan.from_line(line)
+            window = self.plan.from_line(line)
             if window.index in self.windows:
                 raise ValueError("a window twice")
         except (ValueError, TypeError, AttributeError, RecursionError, ResponseError) as error:

@@ -9,11 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from scoremode.errors import OutputError, file_errors
 from scoremode.runs.journal import Journal, Measurement, Result, count_windows, open_locked
+from scoremode.runs.report import Arrays
 
 _log = logging.getLogger(__name__)
 
@@ -53,12 +53,12 @@ class Output:
             _log.info("resuming %s: it has %s", self._journal_path, _progress(journal))
         return journal
 
-    def write(self, record: dict[str, object], arrays: Mapping[str, NDArray[Any]]) -> None:
+    def write(self, record: dict[str, object], arrays: Arrays) -> None:
         """Put the result and its arrays in their places.
 
         The result says which file has its arrays, and the file's checksum, for a process may be killed between the two.
         """
-        content = save(dict(arrays))
+        content = save(arrays)
         described = {"file": self._arrays_path.name, "sha256": hashlib.sha256(content).hexdigest()}
         text = json.dumps({**record, "arrays": described}, indent=2, allow_nan=False) + "\n"
         _write_together({self._arrays_path: content, self.path: text.encode()})
@@ -101,7 +101,7 @@ class Output:
 
 
 def _progress(journal: Journal[Any]) -> str:
-    return f"{journal.num_done} of {journal.num_windows} windows"
+    return f"{journal.num_done} of {journal.plan.num_windows} windows"
 
 
 def _write_together(contents: Mapping[Path, bytes]) -> None:

@@ -17,6 +17,9 @@ from scoremode.wire.references import Reference, WindowOrigins
 RECORD_VERSION = 1
 """Of the JSON of every `kind`: fields may be added; none changes its meaning or is removed."""
 
+Arrays = dict[str, NDArray[Any]]
+"""Values of a run by their names."""
+
 
 def weights_in_words(model: ServerInfo | Reference) -> str:
     words = f"{model.quantization or 'not quantized'}, {model.dtype}"
@@ -32,13 +35,11 @@ def reference_in_words(reference: Reference) -> str:
     return weights if reference.revision is None else f"{weights}, revision {reference.revision}"
 
 
-def origin_arrays(
-    origins: WindowOrigins | None, run_arrays: Mapping[str, NDArray[Any]], token_texts: Mapping[int, str]
-) -> dict[str, NDArray[Any]]:
+def origin_arrays(origins: WindowOrigins | None, run_arrays: Arrays, token_texts: Mapping[int, str]) -> Arrays:
     """Where each window of a run is from, and the classes of its targets, as far as they are known."""
     if origins is None:
         return {}
-    arrays: dict[str, NDArray[Any]] = {"window_contexts": np.array(origins.num_context, np.int32)}
+    arrays: Arrays = {"window_contexts": np.array(origins.num_context, np.int32)}
     if origins.documents[-1] or origins.roles:
         arrays["window_documents"] = np.array(origins.documents, np.int32)
     if origins.labels is not None:

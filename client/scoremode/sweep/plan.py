@@ -24,7 +24,6 @@ from scoremode.windows import METHODS, Method, WindowSettings, resolve_stride
 from scoremode.wire.protocol import Lane
 from scoremode.wire.requests import server_root
 
-DEFAULT_COMMAND = ["scoremode", "serve"]
 _FLAGS_OF_THE_SWEEP = ("--host", "--port", "--reference-dir", "--uds")
 
 
@@ -171,7 +170,7 @@ class SweepPlan(_Part):
     text: TextOptions
     windows: WindowOptions = WindowOptions()
     models: Annotated[list[ModelEntry], Field(min_length=1)]
-    command: Command = DEFAULT_COMMAND
+    command: Command = ["scoremode", "serve"]
     """Command line that starts a server; each model's name or path is appended."""
     serve: Flags = []
     """Flags for each model, before its own."""

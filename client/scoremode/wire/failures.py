@@ -28,10 +28,6 @@ _WRONG_SERVER_HINT = (
     "; the server at this address has no such route, so it is probably not Scoremode: "
     "start it with `scoremode serve`, or `VLLM_PLUGINS=scoremode vllm serve`"
 )
-_TIMEOUT_HINT = (
-    "; raise the time limit of the server (--request-timeout) or of the proxy before it, "
-    "or make the windows smaller (--context-length)"
-)
 
 
 class _Failure(NamedTuple):
@@ -75,7 +71,10 @@ def protocol_error(error: ValidationError) -> ResponseError:
 
 def _exception(status_code: int, failure: _Failure, hint: str = "") -> APIStatusError:
     if status_code == HTTPStatus.GATEWAY_TIMEOUT:
-        hint = _TIMEOUT_HINT
+        hint = (
+            "; raise the time limit of the server (--request-timeout) or of the proxy before it, "
+            "or make the windows smaller (--context-length)"
+        )
     error_class = _CLASSES.get(status_code, ServerError if status_code >= 500 else APIStatusError)
     # On one line: a program that does not catch it shows it on a terminal.
     message = printable(" ".join(f"{failure.message} (HTTP {int(status_code)}){hint}".split()))
