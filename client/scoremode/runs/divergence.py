@@ -25,9 +25,6 @@ from scoremode.wire.arrays import decode_top_logprobs, encode_top_logprobs
 from scoremode.wire.protocol import Lane, ServerInfo, TopLogprobArrays
 from scoremode.wire.references import DivergentPosition, KldStatistics, Reference, WindowOrigins
 
-_IDENTITY = {"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}
-"""The fields of a reference that tell it from any other."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -329,7 +326,10 @@ async def _measurement(
 
 
 def _identity(reference: Reference) -> Mapping[str, object]:
-    return reference.model_dump(include=_IDENTITY)
+    """The fields of a reference that tell it from any other."""
+    return reference.model_dump(
+        include={"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}
+    )
 
 
 async def texts_of_occurring(client: AsyncScoreClient, *token_ids: Collection[int] | NDArray[Any]) -> dict[int, str]:

@@ -34,10 +34,7 @@ from scoremode.wire.references import WindowOrigins
 
 _log = logging.getLogger(__name__)
 
-_FIELDS_WITHOUT_INFLUENCE = {"object", "max_top_logprobs", "max_num_seqs", "weight_bytes", "num_parameters"}
 _COMPUTED_BY = "server.computed_by."
-_JOURNALED = ("method", "context_length", "stride", "max_tokens", "add_special_tokens", "return_ranks", "model")
-"""The settings of a plan that its journal has."""
 _TEXTS_AT_ONCE = 16
 """Tokenized by the server."""
 CONVERSATIONS_AT_ONCE = 64
@@ -132,7 +129,13 @@ class Plan:
         return {
             "kind": "perplexity",
             "sha256": self.corpus.fingerprint,
-            **{name: getattr(self, name) for name in _JOURNALED},
+            "method": self.method,
+            "context_length": self.context_length,
+            "stride": self.stride,
+            "max_tokens": self.max_tokens,
+            "add_special_tokens": self.add_special_tokens,
+            "return_ranks": self.return_ranks,
+            "model": self.model,
             **lane_fields(self.lane),
             **server_header(self.server),
             "num_tokens": len(self.tokens),
@@ -274,7 +277,9 @@ async def _with_turns(plan: Plan, client: AsyncScoreClient) -> Plan:
 def identity(server: ServerInfo) -> dict[str, object]:
     """The fields that decide the numbers of a server: servers with equal ones can share a run. GPUs and kernels, which
     decide the last digits, are left out."""
-    return server.model_dump(exclude={*_FIELDS_WITHOUT_INFLUENCE, "computed_by"})
+    return server.model_dump(
+        exclude={"object", "max_top_logprobs", "max_num_seqs", "weight_bytes", "num_parameters", "computed_by"}
+    )
 
 
 def server_header(server: ServerInfo) -> dict[str, object]:

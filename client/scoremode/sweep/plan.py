@@ -24,8 +24,6 @@ from scoremode.windows import METHODS, Method, WindowSettings, resolve_stride
 from scoremode.wire.protocol import Lane
 from scoremode.wire.requests import server_root
 
-_FLAGS_OF_THE_SWEEP = ("--host", "--port", "--reference-dir", "--uds")
-
 
 class PlanError(ScoremodeError):
     """A plan cannot be read, or says something that a sweep cannot do."""
@@ -33,7 +31,7 @@ class PlanError(ScoremodeError):
 
 def _flags(words: list[str]) -> list[str]:
     for word in words:
-        if word.partition("=")[0] in _FLAGS_OF_THE_SWEEP:
+        if word.partition("=")[0] in ("--host", "--port", "--reference-dir", "--uds"):
             raise ValueError(f"{word.partition('=')[0]} is set by the sweep")
     return words
 
