@@ -13,15 +13,12 @@ from scoremode.corpus import CorpusProgress, score_corpus
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT
 
 
-def run(options: argparse.Namespace) -> None:
-    print(as_text(asyncio.run(_score(options))))
-
-
-async def _score(options: argparse.Namespace) -> CorpusProgress:
+async def run(options: argparse.Namespace) -> None:
     names = ("text_column", "column_prefix", "per_token", "context_length", "concurrency", "resume")
     settings: dict[str, Any] = {name: getattr(options, name) for name in names}
     async with connected(options, corpus_bar(quiet=options.quiet)) as (clients, on_progress):
-        return await score_corpus(clients, options.inputs, options.output, **settings, on_progress=on_progress)
+        done = await score_corpus(clients, options.inputs, options.output, **settings, on_progress=on_progress)
+    print(as_text(done))
 
 
 def as_text(done: CorpusProgress) -> str:
@@ -100,7 +97,7 @@ COMMAND = Command(
         ),
         SEVERAL_SERVERS,
     ],
-    run,
+    lambda options: asyncio.run(run(options)),
     check_servers,
     success="every file is written",
     if_interrupted=": the same command with --resume resumes it",

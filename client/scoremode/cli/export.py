@@ -15,16 +15,12 @@ def check(options: argparse.Namespace) -> None:
     check_one_server(options, "export", "has all windows")
 
 
-def run(options: argparse.Namespace) -> None:
-    size = asyncio.run(_export(options))
-    print(printable(f"{options.llama_cpp}: {size:,} bytes"))
-
-
-async def _export(options: argparse.Namespace) -> int:
+async def run(options: argparse.Namespace) -> None:
     async with connected(options, export_bar(quiet=options.quiet)) as ([client], on_bytes):
-        return await export_llama_cpp(
+        size = await export_llama_cpp(
             client, options.reference, options.llama_cpp, force=options.force, on_bytes=on_bytes
         )
+    print(printable(f"{options.llama_cpp}: {size:,} bytes"))
 
 
 COMMAND = Command(
@@ -48,7 +44,7 @@ COMMAND = Command(
         ONE_SERVER,
         Group("output", [QUIET]),
     ],
-    run,
+    lambda options: asyncio.run(run(options)),
     check,
     success="the file is written",
     if_interrupted=": the same command resumes it",

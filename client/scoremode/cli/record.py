@@ -28,14 +28,13 @@ def check(options: argparse.Namespace) -> None:
     check_text(options)
 
 
-def run(options: argparse.Namespace) -> None:
-    print(as_text(asyncio.run(_record(options))))
-
-
-async def _record(options: argparse.Namespace) -> Recording:
+async def run(options: argparse.Namespace) -> None:
     corpus = corpus_of(options)
     async with connected(options, progress_bar("ppl", quiet=options.quiet)) as ([client], on_progress):
-        return await record_reference(client, corpus, options.reference, **windows_of(options), on_progress=on_progress)
+        recording = await record_reference(
+            client, corpus, options.reference, **windows_of(options), on_progress=on_progress
+        )
+    print(as_text(recording))
 
 
 def as_text(recording: Recording) -> str:
@@ -78,7 +77,7 @@ COMMAND = Command(
         ONE_SERVER,
         Group("output", [QUIET]),
     ],
-    run,
+    lambda options: asyncio.run(run(options)),
     check,
     if_interrupted=": the same command resumes it",
     example="ppl-client record --url http://localhost:8000 --dataset pydoc --num-samples 20 --reference base",
