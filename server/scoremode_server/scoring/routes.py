@@ -173,16 +173,13 @@ def _figures(texts: TextWindows, running: RunningPerplexity) -> dict[str, Any]:
     """The fields of a `PerplexityResponse` that texts and NLLs decide."""
     result = perplexity(np.concatenate(running.nlls).tolist())
     counts: dict[str, Any] = {name: getattr(texts, name) for name in ("num_tokens", "num_bytes", "num_words")}
-    of_text: dict[str, Any] = {"bits_per_byte": None, "word_perplexity": None}
-    if counts["num_bytes"] is not None:
-        of_text = asdict(text_metrics(result, texts.method, **counts))
     return {
         "method": texts.method,
         "context_length": texts.context_length,
         "stride": texts.stride,
         "num_windows": len(texts.windows),
         **asdict(result),
-        **of_text,
+        **asdict(text_metrics(result, texts.method, **counts)),
         **counts,
     }
 

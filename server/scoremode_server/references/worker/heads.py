@@ -65,12 +65,10 @@ def gather_weight(part: torch.Tensor, vocab_size: int, group: Any) -> torch.Tens
     one rank the result stays on its device, with several it is on the CPU."""
     if group.world_size == 1:
         return part[:vocab_size].contiguous()
-    rows = len(part)
     whole = torch.empty((group.world_size, *part.shape), dtype=part.dtype)
-    for start in range(0, rows, GATHERED_ROWS):
-        chunk = part[start : start + GATHERED_ROWS].contiguous()
-        gathered = group.all_gather(chunk, 0).view(group.world_size, *chunk.shape)
-        whole[:, start : start + len(chunk)] = gathered.cpu()
+    for chunk, places in zip(part.split(GATHERED_ROWS), whole.split(GATHERED_ROWS, 1), strict=True):
+        gathered = group.all_gather(chunk.contiguous(), 0)
+        places.copy_(gathered.view(places.shape))
     return whole.flatten(0, 1)[:vocab_size].contiguous()
 
 
