@@ -45,7 +45,7 @@ class RowSink:
     """
 
     spec: RowSpec
-    candidates: torch.Tensor | None = None
+    candidates: torch.Tensor = field(init=False)
     """[1 or rows, m] int32, if the request has any."""
     end: int = 0
     """The position after the last computed one."""
@@ -81,8 +81,7 @@ class RowSink:
         if num_top > working_memory.MAX_TOP:
             # With so many top tokens, a rank would send the others its whole part of the vocabulary anyway.
             head = replace(head, project=head.whole, shard=None)
-        tables = [(piece, table) for piece in pieces if (table := piece.sink.candidates) is not None]
-        candidates = torch.cat([piece.candidates(table) for piece, table in tables]) if tables else None
+        candidates = torch.cat([piece.candidates() for piece in pieces]) if self.spec.num_candidates else None
         limit = scorer.chunk_rows(head, num_top, self.spec.num_candidates)
         return fused_logprobs.compute(
             targets, hidden_states, head.project, num_top, limit, head.shard, candidates, self.spec.temperature
@@ -121,9 +120,9 @@ class RowPiece:
     rows: slice
     num_wanted: int
 
-    def candidates(self, table: torch.Tensor) -> torch.Tensor:
+    def candidates(self) -> torch.Tensor:
         """Select [rows, m] of the request's table."""
-        num_rows = self.rows.stop - self.rows.start
+        num_rows, table = self.rows.stop - self.rows.start, self.sink.candidates
         own = self.sink.spec.has_own_candidates
         return table[self.first : self.first + num_rows] if own else table.expand(num_rows, -1)
 
