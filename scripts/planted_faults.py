@@ -102,8 +102,11 @@ SERVER_FAULTS = {
         ("blake2b(first, key=key", "blake2b(key=key"),
         ("len(data) - step + 1, step", "len(data) - step, step"),
         ("in reversed(block_hashes):\n            block = self", "in block_hashes:\n            block = self"),
-        ("popitem(last=False)[1]) + ENTRY_BYTES", "popitem(last=False)[1])"),
-        ("if not blocks or generation != self.generation or not self.enabled:", "if not blocks or not self.enabled:"),
+        ("popitem(last=False)[1]) + BLOCK_OVERHEAD_BYTES", "popitem(last=False)[1])"),
+        (
+            "if not blocks or generation != self.generation or not self.is_usable:",
+            "if not blocks or not self.is_usable:",
+        ),
     ],
     "engine/engine.py < engine scoring/test_scorer.py": [
         ("repr((self._store.generation, adapter, salt,", "repr((self._store.generation, salt,"),

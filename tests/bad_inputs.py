@@ -199,7 +199,7 @@ WITH_ONE_FIELD: list[tuple[str, str, str, Any, str]] = [
     (REFERENCES, "a name with a line break", "name", "a\n", "name: String should match pattern"),
     (KLD, "one window", "windows", [1], "windows: List should have at least 2 items"),
     (TOKENS, "a token past the vocabulary", "token_ids", [5, 10**6], "token_ids has token id 1000000"),
-    (TOKENS, "more than the vocabulary", "token_ids", [5] * 10**6, "token_ids has 1000000 tokens, and"),
+    (TOKENS, "more than the vocabulary", "token_ids", [5] * 10**6, "token_ids has 1000000 tokens, more than"),
 ]
 """(route, what is wrong, field, its value, message) of a body that is valid but for this field."""
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from scoremode_server.engine.engine import EngineResult
-from scoremode_server.engine.store import ENTRY_BYTES
+from scoremode_server.engine.store import BLOCK_OVERHEAD_BYTES
 from tests.unit.server.engine.cache_setup import LORAS, ROOM, Ask, Setup, outcome, setup
 
 
@@ -48,7 +48,7 @@ async def run_stream(seed: int, num_asks: int, *, trouble: float, changes: float
     """In-flight requests that share prefixes, some of them cancelled at any moment."""
     draws = random.Random(seed)
     size = draws.choice([1, 2, 3, 4])
-    max_bytes = draws.choice([ROOM, 20 * ENTRY_BYTES, 3 * ENTRY_BYTES, ENTRY_BYTES])
+    max_bytes = draws.choice([ROOM, 20 * BLOCK_OVERHEAD_BYTES, 3 * BLOCK_OVERHEAD_BYTES, BLOCK_OVERHEAD_BYTES])
     chances = dict.fromkeys(("losses", "aborts", "evictions", "preemptions"), trouble)
     made = setup(max_bytes, size, seed=seed, latency=draws.choice([0, 3, 8]), **chances)
     known: list[list[int]] = []
