@@ -248,7 +248,7 @@ def test_a_calibration_text_does_not_need_the_server_that_was_lost(folder, refer
 
 
 @pytest.mark.parametrize(
-    ("has_answered", "options", "seconds"), [(False, "", 30), (False, "--retry-for 90", 90), (True, "", 600)]
+    ("has_answered", "options", "seconds"), [(False, "", 120), (False, "--retry-for 90", 90), (True, "", 600)]
 )
 def test_a_server_that_never_answered_is_waited_for_half_a_minute(has_answered, options, seconds, waits, clock):
     with serve(Server(allowed=0) if has_answered else lambda request: None) as url:
