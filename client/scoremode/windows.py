@@ -10,7 +10,7 @@ from itertools import pairwise, takewhile
 from typing import Literal, TypedDict, get_args
 
 Method = Literal["sliding", "overlapping", "disjoint", "llama.cpp", "rolling", "conversation"]
-METHODS: tuple[Method, ...] = get_args(Method)[:-1]
+METHODS: tuple[Method, ...] = tuple(method for method in get_args(Method) if method != "conversation")
 """Those that cut a text; `conversation` has a window for each scored turn, with all before it as context."""
 
 STRIDED_METHODS: frozenset[Method] = frozenset({"sliding", "overlapping"})

@@ -26,16 +26,16 @@ from matplotlib.transforms import Bbox
 from scoremode.kld import Floats
 
 WIDTH, HEIGHT = 5.6, 3.9
-"""Inches; two of them are as wide as a page, and one is readable on a telephone."""
+"""Inches. Two plots fill a page's width; one is readable on a phone."""
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 _TIP = "tip:"
-"""Begins the ids of what has a tip, until those become titles."""
+"""The beginning of the SVG ids that `as_svg` turns into titles."""
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Colors. No two of one theme are equal, so that one theme's SVG is another's with the colors replaced."""
+    """The colors of a plot. All colors of a theme differ, so that a page can replace them by another theme's."""
 
     paper: str
     ink: str
@@ -43,12 +43,12 @@ class Theme:
     """The color of ticks, and of lines that belong to no run."""
     grid: str
     runs: tuple[str, ...]
-    """Okabe and Ito's hues in lightnesses that stand out from the paper: told apart with any kind of color vision."""
+    """Okabe and Ito's hues, which any kind of color vision tells apart, with contrast to the paper."""
     note: str = ""
     """The line below a picture that says what was measured."""
 
     def run(self, index: int) -> str:
-        """The color of the run with this place; colors repeat after the last, with other markers and dashes."""
+        """The color of the run at this index; colors repeat after the last, with other markers and dashes."""
         return self.runs[index % len(self.runs)]
 
 
@@ -67,7 +67,7 @@ _VARIABLES = {
 
 
 def marker(index: int) -> str:
-    """Marker of the run with this place."""
+    """The marker of the run at this index."""
     return MARKERS[index % len(MARKERS)]
 
 
@@ -89,7 +89,7 @@ def new_axes(theme: Theme, height: float = HEIGHT) -> tuple[Figure, Axes]:
 
 
 def plain_log_axis(axes: Axes, which: str) -> None:
-    """A log axis whose ticks are numbers as a text has them: 0.01, not a power, unless they are too small for that."""
+    """Make an axis logarithmic, with decimals as ticks (0.01) unless they are below 1e-4."""
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = sorted(axis.get_view_interval())
@@ -102,17 +102,17 @@ def _tick(value: float, _position: int | None = None) -> str:
 
 
 def _minor_tick(value: float, _position: int | None = None) -> str:
-    """Two of nine ticks have numbers: more would cover each other."""
+    """Only 2 and 5 of each decade have numbers: more would cover each other."""
     return _tick(value) if f"{value:e}"[0] in "25" else ""
 
 
 def legend_label(name: str) -> str:
-    """A name as matplotlib shows it in a legend, where it leaves out those that begin with an underscore."""
+    """The name, after a space if it begins with an underscore: matplotlib hides such names."""
     return f" {name}" if name.startswith("_") else name
 
 
 def legend(figure: Figure, axes: Axes, theme: Theme) -> None:
-    """All that has a label, above the axes, in as many columns as fit its longest text."""
+    """Put a legend above the axes, in as many columns as fit its longest text."""
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
@@ -161,7 +161,7 @@ def _overlap(one: Bbox, other: Bbox) -> float:
 
 
 def line_box(axes: Axes, start: tuple[float, float], end: tuple[float, float], half_width: float = 2) -> Bbox:
-    """Where a vertical or horizontal line between two points in data coordinates is, in pixels."""
+    """The box in pixels of a vertical or horizontal line between two points in data coordinates."""
     (left, bottom), (right, top) = axes.transData.transform([start, end])
     x, y = sorted((left, right)), sorted((bottom, top))
     return Bbox([[x[0] - half_width, y[0] - half_width], [x[1] + half_width, y[1] + half_width]])
@@ -174,7 +174,7 @@ def as_png(figure: Figure) -> bytes:
 
 
 def add_tip(artists: Iterable[Artist], text: str) -> None:
-    """Text that an SVG shows where the pointer is on one of them."""
+    """Give the artists a text that an SVG shows under the pointer."""
     for artist in artists:
         artist.set_gid(_TIP + text)
 
@@ -186,13 +186,14 @@ def draw_curve(axes: Axes, theme: Theme, index: int, x: Floats, y: Floats, label
     axes.plot(x, y, color=color, linestyle=DASHES[index % len(DASHES)], linewidth=1.8, label=legend_label(shown))
     drawn = np.flatnonzero(np.isfinite(y))
     for at in drawn[:: math.ceil(len(drawn) / 30) or 1]:
-        # Nothing marks the place.
+        # An invisible marker has the tip.
         unseen = axes.plot([x[at]], [y[at]], "s", color=color, markersize=12, alpha=0, scalex=False, scaley=False)
         add_tip(unseen, f"{label}: {form.format(x[at], y[at])}")
 
 
 def as_svg(figure: Figure, *, text_as_paths: bool) -> str:
-    """The same bytes for the same figure. Text as paths looks alike everywhere; as text it takes the page's font."""
+    """The figure as SVG, byte by byte the same each time. Text as paths looks alike everywhere; as text it takes the
+    page's font."""
     content = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "path" if text_as_paths else "none", "svg.hashsalt": "scoremode"}):
         figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None})
@@ -215,11 +216,11 @@ def as_element(figure: Figure, name: str, label: str) -> str:
 
 
 def _take_attributes(element: ElementTree.Element, prefix: str) -> None:
-    """Ids that no other plot of the page has, and attributes in place of `style`."""
+    """Prefix the element's ids, and turn its `style` into attributes."""
     for declaration in filter(None, map(str.strip, element.attrib.pop("style", "").split(";"))):
         name, value = (part.strip() for part in declaration.split(":", 1))
         if name == "font":
-            # The family is the page's.
+            # Only the size stays: the family is the page's.
             name, value = "font-size", re.findall(r"[\d.]+(?=px)", value)[0]
         element.set(name, _VARIABLES.get(value, value))
     if "id" in element.attrib:

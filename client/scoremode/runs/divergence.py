@@ -40,14 +40,14 @@ class _Line(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class KldPlan:
-    """A comparison, as its journal has it."""
+    """What a run compares. Its journal begins with these fields."""
 
     server: ServerInfo
     model: str
     reference: Reference
     top_logprobs: int = 0
     lane: Lane = "prefill"
-    """Of the served model; the reference's is prefill."""
+    """The served model's lane; the reference was recorded in prefill."""
 
     @property
     def num_windows(self) -> int:
@@ -103,26 +103,27 @@ class KldPlan:
 
 @dataclass(frozen=True, slots=True)
 class DivergentToken:
-    """A position with one of the largest KL divergences. Texts are None where the server did not give them."""
+    """A token of the text where the KL divergence is among the largest. Texts are None if the server gave none."""
 
     index: int
-    """Among the positions of all windows, in order, from 0."""
+    """Its place among the targets of all windows, in order, from 0."""
     window: int
     """Index of its window in the reference."""
     kld: float | None
     """Nats; None for infinity."""
     token_id: int
     reference_probability: float
-    """Of the text's token."""
+    """The probability that the reference gives this token."""
     probability: float
+    """The probability that the served model gives this token."""
     reference_top_token_id: int
     """The top token of the reference."""
     reference_confidence: float
-    """The reference's probability of it."""
+    """The probability that the reference gives its own top token."""
     top_token_id: int
     """The top token of the served model."""
     text_before: str | None
-    """Of the targets before it, sixteen at most."""
+    """The text of up to sixteen targets before it."""
     num_context: int
     """Tokens of its window before the first target, which are not scored."""
     token: str | None
@@ -137,26 +138,26 @@ class KldMeasurement:
     server: ServerInfo
     model: str
     reference: Reference
-    """As it was at the end, with its noise floor."""
+    """As read after the last window, with its noise floor."""
     concurrency: int | None
     """Windows in flight at once, at all servers together; None where the server decided."""
     as_noise_floor: bool
     window_sizes: list[int]
-    """Positions of each window."""
+    """The number of targets of each window."""
     positions: KldPositions
-    """Of all windows, in order."""
+    """The values of all windows' targets, in order."""
     statistics: KldStatistics
     most_divergent: list[DivergentToken]
     seconds: float
-    """From the first request for a window to the last answer; of a run in several sessions, the sum."""
+    """From the first request for a window to the last answer, summed over sessions."""
     token_texts: dict[int, str] = field(default_factory=dict)
-    """Of every token id in `positions` and `top_tokens`, where they were asked for and a server gave them."""
+    """The text of every token id in `positions` and `top_tokens`; empty unless requested and given by a server."""
     top_tokens: TopTokens | None = None
     origins: WindowOrigins | None = None
-    """Of the windows."""
+    """The place of each window in the text."""
     lane: Lane = "prefill"
     mean_batch: float | None = None
-    """Mean of the windows'."""
+    """The mean of the windows' mean batches."""
 
     @property
     def target_ids(self) -> NDArray[np.int32]:
@@ -164,9 +165,9 @@ class KldMeasurement:
         return self.positions.token_ids
 
     def figures_of(self, windows: NDArray[np.bool_]) -> KldStatistics:
-        """The figures of some windows, [windows] true for each."""
-        inside = np.repeat(windows, self.window_sizes)
-        positions = KldPositions(**{name: getattr(self.positions, name)[inside] for name in POSITION_DTYPES})
+        """The statistics of the windows that a mask [windows] selects."""
+        is_selected = np.repeat(windows, self.window_sizes)
+        positions = KldPositions(**{name: getattr(self.positions, name)[is_selected] for name in POSITION_DTYPES})
         return statistics(positions, np.array(self.window_sizes)[windows].tolist())
 
     @property
@@ -217,31 +218,31 @@ async def measure_kld(
     start_journal: StartJournal[KldWindowValues] | None = None,
     on_progress: OnProgress | None = None,
 ) -> KldMeasurement:
-    """Measure the KL divergence of a served model from a reference, spread over servers of the same model.
+    """Measure the KL divergence of a served model from a reference, on one server or on several of the same model.
 
     Args:
-        clients: One, or one for each server; all must have the reference.
-        name: Of a complete reference.
-        return_token_texts: Keep the text of every token that is a target or the top token of either. A server that
-            cannot give them costs the texts, not the run: the log says so.
+        clients: One, or one for each server; every server must have the reference.
+        name: The name of a complete reference.
+        return_token_texts: Keep the text of every token that is a target or either model's top token. If the server
+            cannot give them, the run has no texts, and the log says so.
         top_logprobs: Keep the k top tokens of both models where they diverge most, or as many as the server gives.
-        concurrency: Windows in flight at once at each server; as many sequences as it runs at once when left out.
-        lane: Of the served model, as for `AsyncScoreClient.score`.
-        start_journal: Opens the journal once it is known what is to be measured. Windows that are in it are not
-            measured again, and every other is added to it. Closing it is left to the caller.
-        on_progress: Called for the windows of the journal together, and then for each that was compared.
+        concurrency: Windows in flight at each server; by default as many as it runs sequences at once.
+        lane: The served model's lane, as for `AsyncScoreClient.score`.
+        start_journal: Called with the plan; returns the journal. Windows in the journal are not measured again, and
+            every other is added to it. The caller closes it.
+        on_progress: Called once for all windows of the journal, and then for each window that was compared.
 
     Raises:
-        ScoremodeError: the only server or the last of several fails, the servers or their references differ, the
+        ScoremodeError: no server is left that answers, the servers or their references differ, the
             reference is refused or was replaced meanwhile, or the journal cannot be written. Windows in flight are
             cancelled.
     """
     pool = await Pool.connect(clients, concurrency)
     references = [await client.reference(name) for client in pool.clients]
-    for client, other in zip(pool.clients, references, strict=True):
-        if differing := differences(_identity(other), _identity(references[0])):
+    for client, reference in zip(pool.clients, references, strict=True):
+        if difference := differences(_identity(reference), _identity(references[0])):
             raise ServersDifferError(
-                f"{client.address} has another reference {name!r} than {pool.clients[0].address}: {differing}"
+                f"{client.address} has another reference {name!r} than {pool.clients[0].address}: {difference}"
             )
     num_top = min(top_logprobs, pool.info.max_top_logprobs)
     plan = KldPlan(pool.info, pool.clients[0].model or pool.info.model, references[0], num_top, lane)
@@ -259,8 +260,8 @@ async def measure_noise_floor(
 ) -> KldMeasurement:
     """Compare a reference with the model that it was recorded from, and keep the result with it as its noise floor.
 
-    One request: the server, whose fingerprint must equal the reference's, scores the windows again, in other batches
-    than in the recording. Each lane has its own floor. The arguments are those of `measure_kld`.
+    This is one request. The server's fingerprint must equal the reference's. It scores the windows again, in other
+    batches than in the recording. Each lane has its own floor. The arguments mean the same as in `measure_kld`.
 
     Raises:
         ScoremodeError: the server fails, or serves another model.
@@ -288,22 +289,23 @@ async def _measurement(
     """Make the result of a finished run; `concurrency` is None for a noise floor."""
     windows, seconds = run.in_order(), run.seconds()
     positions = KldPositions.concatenate([window.positions for window in windows])
-    if len(positions) != (wanted := plan.reference.num_scored):
-        raise ResponseError(f"the server gave {len(positions)} positions for the {wanted} of the reference")
+    if len(positions) != (num_expected := plan.reference.num_scored):
+        raise ResponseError(f"the server gave {len(positions)} positions for the {num_expected} of the reference")
     reference = await client.reference(plan.reference.name)
-    if differing := differences(_identity(reference), _identity(plan.reference)):
-        raise ResponseError(f"the reference was replaced while it was compared with: {differing}")
+    if difference := differences(_identity(reference), _identity(plan.reference)):
+        raise ResponseError(f"the reference was replaced while the model was compared with it: {difference}")
     window_sizes = [window.num_scored for window in windows]
     try:
         top_tokens = most_divergent(windows, positions.kld) if plan.top_logprobs else None
     except ValueError as error:
         raise ResponseError(f"the server's top tokens do not fit the windows: {error}") from error
-    occurring = [positions.token_ids, positions.top_token_ids, positions.reference_top_token_ids]
-    occurring += [] if top_tokens is None else [top_tokens.token_ids.ravel()]
-    figures, origins = statistics(positions, window_sizes), await client.reference_windows(reference.name)
-    fields = (origins.num_context, origins.documents, origins.labels, origins.roles, origins.prompts)
-    if any(each is not None and len(each) != len(windows) for each in fields):
-        raise ResponseError(f"the server's windows of the reference {reference.name} are not {len(windows)}")
+    shown_ids = [positions.token_ids, positions.top_token_ids, positions.reference_top_token_ids]
+    shown_ids += [] if top_tokens is None else [top_tokens.token_ids.ravel()]
+    figures = statistics(positions, window_sizes)
+    origins = await client.reference_windows(reference.name)
+    lists = (origins.num_context, origins.documents, origins.labels, origins.roles, origins.prompts)
+    if any(each is not None and len(each) != len(windows) for each in lists):
+        raise ResponseError(f"the server described another number of windows of {reference.name} than {len(windows)}")
     return KldMeasurement(
         server=plan.server,
         model=plan.model,
@@ -317,7 +319,7 @@ async def _measurement(
             client, figures["most_divergent"], positions, window_sizes, reference.method, origins
         ),
         seconds=seconds,
-        token_texts=await texts_of_occurring(client, *occurring, *origins.prompts or ()) if return_token_texts else {},
+        token_texts=await texts_of_occurring(client, *shown_ids, *origins.prompts or ()) if return_token_texts else {},
         top_tokens=top_tokens,
         origins=origins,
         lane=plan.lane,
@@ -333,8 +335,8 @@ def _identity(reference: Reference) -> Mapping[str, object]:
 
 
 async def texts_of_occurring(client: AsyncScoreClient, *token_ids: Collection[int] | NDArray[Any]) -> dict[int, str]:
-    """The text of every token id that occurs in some arrays, by the tokenizer of a server. One that fails, or is older
-    than the route, costs the texts."""
+    """The text of every token id that occurs in some arrays, by a server's tokenizer; none if the server fails or is
+    older than the route."""
     occurring = np.unique(np.concatenate([np.asarray(ids, np.int32) for ids in token_ids])).tolist()
     try:
         return await client.token_texts(occurring)
@@ -351,10 +353,10 @@ async def _divergent_tokens(
     method: Method,
     origins: WindowOrigins,
 ) -> list[DivergentToken]:
-    """Look up the texts of these positions with a server's tokenizer. If it fails, the log says so."""
+    """Describe these positions, with texts by a server's tokenizer: None if that fails, and the log says so."""
     firsts = np.cumsum([0, *window_sizes[:-1]])
     if method in EXHAUSTIVE_METHODS:
-        # Targets follow one another through a whole document, with the other methods within a window.
+        # Here targets follow one another through a whole document; with other methods only within a window.
         firsts = np.maximum.accumulate(np.where(np.diff(origins.documents, prepend=-1) != 0, firsts, 0))
     starts = np.repeat(firsts, window_sizes)
     shown = (positions.token_ids, positions.reference_top_token_ids, positions.top_token_ids)

@@ -103,7 +103,7 @@ REPLACED = iter([1, 2])
         ("/v1/references/base", lambda answer: answer.update(num_scored=36), ResponseError, "35 positions for the 36"),
         (
             *("/v1/references/base", lambda answer: answer.update(created=next(REPLACED))),
-            *(ResponseError, "replaced while it was compared.*: created is"),
+            *(ResponseError, "replaced while the model was compared.*: created is"),
         ),
     ],
 )
