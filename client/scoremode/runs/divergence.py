@@ -40,7 +40,7 @@ class _Line(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class KldPlan:
-    """What a run compares. Its journal begins with these fields."""
+    """The models and the reference that a run compares, as its journal has them."""
 
     server: ServerInfo
     model: str
