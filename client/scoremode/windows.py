@@ -88,7 +88,7 @@ def turn_windows(turns: Iterable[tuple[int, int]], context_length: int) -> list[
     return [Window(0, min(end, context_length), first) for first, end in turns if first < context_length]
 
 
-def turn_prompts(windows: Iterable[tuple[int, Sequence[int], int]]) -> list[list[int]]:
+def turn_prompts(windows: Iterable[tuple[int, list[int], int]]) -> list[list[int]]:
     """The tokens before each window's targets that the window before it, of the same conversation, does not begin with.
 
     Args:
@@ -97,13 +97,13 @@ def turn_prompts(windows: Iterable[tuple[int, Sequence[int], int]]) -> list[list
     prompts: list[list[int]] = []
     last_conversation, last_tokens = -1, list[int]()
     for conversation, token_ids, first_scored in windows:
-        context = [*token_ids[:first_scored]]
+        context = token_ids[:first_scored]
         if conversation != last_conversation:
             last_tokens = []
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(last_tokens, context, strict=False))
         num_shared = sum(1 for _ in shared)
         prompts.append(context[num_shared:])
-        last_conversation, last_tokens = conversation, [*token_ids]
+        last_conversation, last_tokens = conversation, token_ids
     return prompts
 
 

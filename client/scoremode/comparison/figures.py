@@ -206,7 +206,7 @@ class RunComparison:
     @property
     def base(self) -> RunFile:
         """The first run, which others are compared with."""
-        return self.files[0]
+        return self.runs[0].run
 
     @property
     def base_pairs(self) -> dict[str, PairFigures]:

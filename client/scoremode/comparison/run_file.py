@@ -50,9 +50,9 @@ class _Record:
     token_texts: dict[int, str] = field(default_factory=dict)
     """The text of every token id that occurs in the arrays; empty for a run that has none."""
     labels: Sequence[str] = ()
+    """The values of the `--by` column."""
     prompts: Sequence[str] = ()
     """The text before each window of a conversation since its last turn."""
-    """The values of the `--by` column."""
     reference: Reference | None = None
     """What the run was compared with; None for kind `perplexity`."""
     as_noise_floor: bool = False

@@ -81,6 +81,8 @@ class Plan:
     """The index of each window's document or conversation; empty for one text."""
     roles: list[str] = field(default_factory=list)
     """Of each window's turn, for conversations."""
+    prompts: list[list[int]] = field(default_factory=list)
+    """The tokens before each window's turn since the last one, for conversations."""
 
     @property
     def origins(self) -> WindowOrigins:
@@ -88,12 +90,12 @@ class Plan:
         contexts = [window.first_scored for window in self.windows]
         documents = self.documents or [0] * len(self.windows)
         labels = [self.corpus.labels[index] for index in documents] if self.corpus.labels else None
-        prompts = None
-        if self.roles:
-            tokens = [window.token_ids(self.tokens) for window in self.windows]
-            prompts = turn_prompts(zip(documents, tokens, contexts, strict=True))
         return WindowOrigins(
-            num_context=contexts, documents=documents, labels=labels, roles=self.roles or None, prompts=prompts
+            num_context=contexts,
+            documents=documents,
+            labels=labels,
+            roles=self.roles or None,
+            prompts=self.prompts or None,
         )
 
     @property
@@ -271,7 +273,11 @@ async def _with_turns(plan: Plan, client: AsyncScoreClient) -> Plan:
         raise WindowError(f"no turn begins within the first {context_length} tokens", "context_length")
     corpus.warn_of_unscored(documents)
     corpus.warn_of_rows(merged, "have a turn whose first token begins before it, and is scored whole")
-    return replace(plan, tokens=tokens, windows=windows, documents=documents, roles=roles)
+    prompts = turn_prompts(
+        (document, window.token_ids(tokens), window.first_scored)
+        for document, window in zip(documents, windows, strict=True)
+    )
+    return replace(plan, tokens=tokens, windows=windows, documents=documents, roles=roles, prompts=prompts)
 
 
 def identity(server: ServerInfo) -> dict[str, object]:

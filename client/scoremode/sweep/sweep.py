@@ -18,6 +18,7 @@ from scoremode.comparison.plots import write_plots
 from scoremode.comparison.report import write_report
 from scoremode.errors import NotFoundError, OutputError, RunError, ScoremodeError, file_errors
 from scoremode.results import NUM_TOP
+from scoremode.runs.calibration import FinishedRun
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.divergence import KldMeasurement, measure_kld, measure_noise_floor
 from scoremode.runs.evaluate import Evaluation, evaluate
@@ -279,7 +280,7 @@ class _Sweep:
     ) -> None:
         output, reference = Output(path, resume=reuse.prepare_resume(path, marks), force=True), marks["reference"]
         try:
-            run: Evaluation | KldMeasurement
+            run: FinishedRun
             if reference is None or (self._is_first(entry) and lane == "prefill"):
                 run, figures = await self._perplexity(client, entry, output)
             else:

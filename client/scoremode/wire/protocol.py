@@ -285,6 +285,10 @@ class ScoreResponse(TypedDict):
     """Sequences of these lanes in the engine on average while the request ran; null if it had none there."""
 
 
+SATURATES = "saturates"
+"""In the name of a kernel whose sums this server's CPU cuts off."""
+
+
 class ComputedBy(BaseModel):
     """The code and hardware that compute with the weights; a field is null if the server cannot know it."""
 
@@ -309,9 +313,10 @@ class ComputedBy(BaseModel):
     """"none" without speculative decoding."""
     batch_invariant: bool | None = None
 
-
-SATURATES = "saturates"
-"""In the name of a kernel whose sums this server's CPU cuts off."""
+    @property
+    def saturates(self) -> bool:
+        """Whether the CPU cuts off sums of INT8 products, so that figures are not the quantization's."""
+        return any(SATURATES in kernel for kernel in self.kernels or ())
 
 
 class ServerInfo(BaseModel):
@@ -350,9 +355,8 @@ class ServerInfo(BaseModel):
 
     @property
     def saturates(self) -> bool:
-        """Whether the CPU cuts off sums of INT8 products, so that figures are not the quantization's."""
-        kernels = self.computed_by and self.computed_by.kernels
-        return any(SATURATES in kernel for kernel in kernels or ())
+        """Whether a kernel of this server is known to saturate, as in `ComputedBy`."""
+        return self.computed_by is not None and self.computed_by.saturates
 
     @property
     def devices(self) -> str | None:

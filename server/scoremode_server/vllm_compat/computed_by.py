@@ -32,9 +32,7 @@ async def what_computes(client: EngineClient) -> ComputedBy:
     # Such as of workers without our patches: a server without this knowledge is as good.
     except Exception as error:
         logger.warning("What computes is not known: %s", error)
-    if any(SATURATES in kernel for kernel in described.get("kernels", ())):
-        logger.warning("This CPU has no VNNI, so sums of INT8 products saturate: scores are not those of the model.")
-    return ComputedBy(
+    computed_by = ComputedBy(
         num_devices=parallel.world_size * parallel.data_parallel_size,
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
@@ -43,6 +41,9 @@ async def what_computes(client: EngineClient) -> ComputedBy:
         speculative_method="none" if drafts is None else drafts.method,
         **described,
     )
+    if computed_by.saturates:
+        logger.warning("This CPU has no VNNI, so sums of INT8 products saturate: scores are not those of the model.")
+    return computed_by
 
 
 def describe_worker(wrapper: Any) -> dict[str, Any] | None:

@@ -292,7 +292,6 @@ function showMore(direction) {
 
 function makePassage(passage) {
   const made = element("section", `passage${passage.kept ? "" : " left-out"}`, element("small", "place"));
-  // Methods that score a part of each window leave out text before it.
   const prompt = data.prompts[passage.index];
   if (prompt) {
     const before = element("span", "prompt", prompt);
@@ -300,6 +299,7 @@ function makePassage(passage) {
     before.dir = "auto";
     made.append(before);
   } else if (data.has_gaps && passage.first === 0) {
+    // Methods that score a part of each window leave out text before it.
     const gap = element("small", "quiet", "[…] ");
     gap.title = "text that is not scored";
     made.append(gap);
