@@ -294,4 +294,4 @@ def test_commands_name_the_missing_extra_that_they_need(folder, missing, command
     done = subprocess.run([sys.executable, "-c", code, *shlex.split(command)], capture_output=True, text=True)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
-    assert (f": {missing} is missing;" in line, f"an extra, scoremode[{extra}], for" in line) == (True, True)
+    assert f": {missing} is missing: it comes with an extra, scoremode[{extra}], for" in line
