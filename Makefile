@@ -17,7 +17,7 @@ ENGINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve check lint test test-interpreter coverage test-slow test-avx2 test-gpu test-gpu-drafts test-gpu-lanes test-gpu-matrix openapi sync-client dist docs clean
+.PHONY: help install demo serve check lint test test-interpreter coverage test-slow test-avx2 test-gpu test-gpu-drafts test-gpu-lanes test-gpu-layers test-gpu-matrix openapi sync-client dist docs clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ test-gpu-drafts: $(INSTALLED) ## Score on an NVIDIA GPU next to n-grams, a draft
 
 test-gpu-lanes: $(INSTALLED) ## Compare the decode lane on an NVIDIA GPU with what vLLM generates, and plant faults
 	$(ON_GPU) --capture=no tests/gpu/test_lanes.py
+
+test-gpu-layers: $(INSTALLED) ## Resume families of models on an NVIDIA GPU from their own boundaries, on both model runners
+	$(ON_GPU) --capture=no tests/gpu/test_resuming.py
 
 PART ?= v1-eager
 test-gpu-matrix: $(INSTALLED) ## Run families in another way: PART=v1-eager, v1-graphs or v2-eager

@@ -181,3 +181,29 @@ def _targets(tokens: Tokens) -> torch.Tensor:
 @lru_cache(maxsize=3)
 def _float64_model(path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+
+
+@torch.inference_mode()
+def resumed_divergences(base: PreTrainedModel, other: PreTrainedModel, tokens: Tokens) -> np.ndarray:
+    """KL divergences [boundaries, n - 1] of a Llama from a base when its residual stream is replaced by the base's at
+    each boundary: before each layer, before each MLP, and after the last layer."""
+    streams: list[torch.Tensor] = []
+    hooks = [
+        place.register_forward_pre_hook(lambda module, args: streams.append(args[0].clone()))
+        for place in _boundaries(base)
+    ]
+    base_logits = logits(base, tokens)
+    for hook in hooks:
+        hook.remove()
+    found = []
+    for place, stream in zip(_boundaries(other), streams, strict=True):
+        # In place: the layer keeps the tensor that it gives its norm.
+        hook = place.register_forward_pre_hook(lambda module, args, stream=stream: (args[0].copy_(stream), None)[1])
+        found.append(divergence(base_logits, logits(other, tokens), tokens).kld)
+        hook.remove()
+    return np.array(found)
+
+
+def _boundaries(model: PreTrainedModel) -> list[torch.nn.Module]:
+    inside = [(layer, layer.post_attention_layernorm) for layer in model.model.layers]
+    return [*(module for pair in inside for module in pair), model.model.norm]

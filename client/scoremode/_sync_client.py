@@ -25,7 +25,14 @@ from scoremode.wire.protocol import (
     Tools,
     TurnSequence,
 )
-from scoremode.wire.references import CorpusInfo, Reference, ReferenceDeleted, ReferenceList, ReferenceWindows
+from scoremode.wire.references import (
+    CorpusInfo,
+    Reference,
+    ReferenceDeleted,
+    ReferenceList,
+    ReferenceWindows,
+    ServedLayers,
+)
 from scoremode.wire.requests import (
     API_KEY_VARIABLE,
     DEFAULT_MAX_RETRIES,
@@ -232,6 +239,7 @@ class ScoreClient:
         labels: Sequence[str] | None = None,
         corpus: CorpusInfo | None = None,
         return_ranks: bool = False,
+        layers: bool = False,
         on_window: OnWindow | None = None,
         model: str | None = None,
         **windows: Unpack[WindowSettings],
@@ -246,6 +254,7 @@ class ScoreClient:
             labels: A label for each text or conversation, such as its language, kept with the reference.
             corpus: Where the text is from, kept with the reference.
             return_ranks: Have the logprobs and ranks of its targets in each window.
+            layers: Record the residual stream at the boundaries of the decoder layers too, for `kld` to resume from.
             on_window: An ordinary function, called with each window as it is recorded, and the running perplexity.
             model: In place of the client's.
             **windows: As for `perplexity`.
@@ -266,6 +275,7 @@ class ScoreClient:
                 texts=texts,
                 corpus=None if corpus is None else corpus.model_dump(exclude_none=True),
                 return_ranks=return_ranks or None,
+                layers=layers or None,
                 messages=messages,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
@@ -284,6 +294,11 @@ class ScoreClient:
                 fixed_bytes=LISTING_BYTES,
             )
         )
+
+    def layers(self) -> ServedLayers:
+        """Look up how the served model's decoder layers can be cut, and the free space for references.
+        `BadRequestError` says why they cannot."""
+        return self.send(call("GET", "/v1/layers", ServedLayers.model_validate))
 
     def reference(self, name: str) -> Reference:
         """Look up a reference."""
@@ -325,6 +340,7 @@ class ScoreClient:
         top_logprobs: int = 0,
         num_positions: int = MAX_POSITIONS,
         as_noise_floor: bool = False,
+        from_boundary: int | None = None,
         on_window: Callable[[KldWindowValues], object] | None = None,
         lane: Lane = "prefill",
         context: int | None = None,
@@ -340,6 +356,8 @@ class ScoreClient:
             num_positions: The most that these windows have: an answer with many more is refused.
             as_noise_floor: Keep the result with the reference as its noise floor in this lane; all windows, and the
                 reference's own model.
+            from_boundary: Replace the served model's residual stream by the reference's at this boundary of its decoder
+                layers; 0 is before the first. The reference must be recorded with `layers`.
             on_window: An ordinary function, called with each window as it is done.
             lane: The served model's lane, as for `score`, with its `context`. References are of the prefill lane.
             model: In place of the client's.
@@ -355,6 +373,7 @@ class ScoreClient:
             "top_logprobs": top_logprobs,
             "as_noise_floor": as_noise_floor,
             "encoding_format": "base64",
+            "from_boundary": from_boundary,
             **lane_request(lane, context),
         }
         if on_window is not None or as_noise_floor:

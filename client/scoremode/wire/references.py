@@ -68,6 +68,9 @@ class ReferenceRequest(PerplexityRequest):
     """Of each text or conversation, such as its language, kept with the reference."""
     return_ranks: bool = False
     """With `stream`, each window's event has the logprobs and ranks of its targets."""
+    layers: bool = False
+    """Record the residual stream at each boundary of the decoder layers, from which `/v1/kld` can resume. The server
+    must run with `--enforce-eager`."""
 
 
 class NoiseFloor(BaseModel):
@@ -78,6 +81,50 @@ class NoiseFloor(BaseModel):
     max: Nats
     num_scored: int
     created: int
+
+
+BlockKind = Literal["attention", "linear_attention", "mamba", "mlp", "moe", "layer"]
+"""What a block computes: a mixer of tokens, an MLP or experts, or a whole layer that cannot be cut."""
+
+
+class LayerBlock(BaseModel):
+    """A part of a decoder layer between two boundaries of the residual stream."""
+
+    model_config = ConfigDict(frozen=True)
+
+    modules: list[str]
+    """Those that it calls and that can be quantized, as vLLM names them."""
+    kind: BlockKind
+
+    @property
+    def name(self) -> str:
+        return " + ".join(self.modules) or self.kind
+
+
+class ReferenceLayers(BaseModel):
+    """A model's decoder layers, as they are cut into blocks: there is one boundary more than blocks."""
+
+    model_config = ConfigDict(frozen=True)
+
+    layer_class: str
+    """In vLLM."""
+    hidden_size: PositiveInt
+    blocks: list[LayerBlock]
+    floor: list[Nats] | None = None
+    """The recorded model's mean KL divergence from itself when it is resumed from each boundary, on the first window;
+    None until it is measured."""
+
+    def token_bytes(self, dtype: str) -> int:
+        """The bytes that the residual stream of one token takes at all boundaries."""
+        return (len(self.blocks) + 1) * self.hidden_size * (4 if dtype == "float32" else 2)
+
+
+class ServedLayers(ReferenceLayers):
+    """Response of `GET /v1/layers`."""
+
+    object: Literal["layers"] = "layers"
+    free_bytes: NonNegativeInt
+    """On the disk of the server's references."""
 
 
 class Reference(BaseModel):
@@ -128,6 +175,8 @@ class Reference(BaseModel):
     noise_floor: NoiseFloor | None = None
     lane_noise_floors: dict[Lane, NoiseFloor] = {}
     """Of the other lanes: the reference's model in one of them, compared with what it recorded."""
+    layers: ReferenceLayers | None = None
+    """Of the model, if the residual stream at the boundaries of its layers is recorded."""
 
     def is_of(self, server: ServerInfo) -> bool:
         """Whether the server has the model that was recorded: it diverges from this by rounding alone."""
@@ -190,6 +239,9 @@ class KldRequest(LaneFields):
     as_noise_floor: bool = False
     """Keep the result with the reference as its noise floor in this lane; all windows, and the reference's own
     model."""
+    from_boundary: int | None = Field(None, ge=0)
+    """Replace the served model's residual stream by the reference's at this boundary of its decoder layers: 0 is before
+    the first layer. The reference must be recorded with `layers`."""
     stream: bool = False
     """Send server-sent events: one per window, then the result."""
 

@@ -2,7 +2,7 @@
 read files, the event loop none."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -75,8 +75,12 @@ class MarkedWindow:
         reference: StoredReference,
         index: int,
         settings: ScoreSettings,
+        *,
+        num_boundaries: int = 0,
+        from_boundary: int | None = None,
     ) -> "MarkedWindow":
-        """A window of a reference whose text was read. Its tokens count in the queue until it is done."""
+        """A window of a reference whose text was read. Its tokens count in the queue until it is done. The last two
+        arguments are those of a `WindowMark`."""
         token_ids, first = reference.text.window(index)
         settings.queue.add(1, len(token_ids))
         mark = WindowMark(
@@ -87,6 +91,9 @@ class MarkedWindow:
             num_scored=len(token_ids) - first,
             ticket=random_uuid(),
             head=f"{reference.name}/{reference.manifest.identity}",
+            num_fed=len(token_ids) - 1,
+            num_boundaries=num_boundaries,
+            from_boundary=from_boundary,
         )
         return cls(token_ids, first, mark, settings)
 
@@ -97,7 +104,8 @@ class MarkedWindow:
         return RowsRequest.score(
             self.token_ids,
             self.settings.in_lane(spec),
-            request_id=f"{self.settings.request_id}-{self.mark.index}",
+            # A request may have a window once for each boundary.
+            request_id=f"{self.settings.request_id}-{self.mark.index}-{self.mark.from_boundary}",
             # Cached positions have no hidden states, so a window must not hit another's prefix.
             cache_salt=random_uuid(),
             use_cache=False,
@@ -140,10 +148,27 @@ class Comparer:
         raise RequestError(f"reference {name!r} {reason}", "reference")
 
     def compare(
-        self, reference: StoredReference, indices: list[int], settings: ScoreSettings
+        self,
+        reference: StoredReference,
+        indices: Sequence[int],
+        settings: ScoreSettings,
+        from_boundary: int | None = None,
     ) -> AsyncGenerator[tuple[int, ComparedRows], None]:
-        """Score the windows of an opened reference with the served model. Yields the index of each and its rows, in the
-        order of `indices`."""
+        """Score the windows of an opened reference with the served model, from a boundary of its layers on or as a
+        whole. Yields the index of each and its rows, in the order of `indices`."""
+        return self.compare_windows(
+            reference,
+            (
+                MarkedWindow.begin("compare", reference, index, settings, from_boundary=from_boundary)
+                for index in indices
+            ),
+            settings,
+        )
+
+    def compare_windows(
+        self, reference: StoredReference, windows: Iterable[MarkedWindow], settings: ScoreSettings
+    ) -> AsyncGenerator[tuple[int, ComparedRows], None]:
+        """Score windows of an opened reference that begin when they are taken."""
 
         async def compared(window: MarkedWindow) -> tuple[int, ComparedRows]:
             columns = await self._columns(reference, window)
@@ -153,7 +178,7 @@ class Comparer:
             return window.mark.index, ComparedRows.unpack(columns)
 
         # Read further ahead than the engine computes: workers report a file only between two steps.
-        return self._in_order("compare", reference, indices, settings, compared, loads=STEPS_READ_AHEAD)
+        return self._in_order(reference, windows, settings, compared, loads=STEPS_READ_AHEAD)
 
     async def export(
         self, reference: StoredReference, indices: range, settings: ScoreSettings
@@ -170,7 +195,8 @@ class Comparer:
         window_bytes = base_file_of(reference).window_size
         num_ahead = max(1, BYTES_AHEAD // window_bytes)
         with self._reserved(num_ahead * window_bytes):
-            windows = self._in_order("export", reference, indices, settings, exported, most=num_ahead)
+            marked = (MarkedWindow.begin("export", reference, index, settings) for index in indices)
+            windows = self._in_order(reference, marked, settings, exported, most=num_ahead)
             async with aclosing(windows) as in_order:
                 async for rows in in_order:
                     yield rows
@@ -192,16 +218,14 @@ class Comparer:
 
     async def _in_order(
         self,
-        action: Literal["compare", "export"],
         reference: StoredReference,
-        indices: Sequence[int],
+        windows: Iterable[MarkedWindow],
         settings: ScoreSettings,
         answer: Callable[[MarkedWindow], Coroutine[Any, Any, T]],
         **how_many: int,
     ) -> AsyncGenerator[T, None]:
-        """The answers of some windows, in the order of `indices`."""
-        windows = (answer(MarkedWindow.begin(action, reference, index, settings)) for index in indices)
-        async with aclosing(settings.queue.in_order(windows, **how_many)) as in_order:
+        """The answers of some windows, in their order."""
+        async with aclosing(settings.queue.in_order(map(answer, windows), **how_many)) as in_order:
             async for each in in_order:
                 yield each
         # Fail if the reference was deleted meanwhile.
@@ -225,7 +249,9 @@ class Comparer:
         head, rank = reference.manifest.head, window.settings.options.get("data_parallel_rank")
         assert head is not None
         try:
-            async with self.files.loaded(window.mark, head, len(window.token_ids), rank) as loaded_rank:
+            # With a residual stream, workers keep two tensors of the window.
+            num_tokens = len(window.token_ids) * (1 if window.mark.from_boundary is None else 2)
+            async with self.files.loaded(window.mark, head, num_tokens, rank) as loaded_rank:
                 return await self.core.scorer.engine.prompt_columns(window.request(loaded_rank))
         except UnreadableFileError as error:
             await self.references.current(reference)

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
-from scoremode.wire.references import CorpusInfo
+from scoremode.wire.references import CorpusInfo, LayerBlock, ReferenceLayers
 from scoremode_server.errors import ConflictError, RequestError
 from scoremode_server.references.comparer import MarkedWindow
 from scoremode_server.references.exchange import UnreadableFileError, WorkerFiles
 from scoremode_server.references.files.directory import StoredReference, StoredText
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, Result, TextPlan, text_fingerprint
 from scoremode_server.references.files.tensors import BrokenFileError
+from scoremode_server.references.layers import LayerParts
 from scoremode_server.references.service import References
 from scoremode_server.rows import json_logprobs
 from scoremode_server.scoring.core import Core
@@ -28,6 +30,9 @@ from scoremode_server.vllm_compat.engine_client import call_workers
 
 # vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode.references")
+
+MAX_UNWRITTEN_BYTES = 2 * 1024**3
+"""Of windows with layers that are computed and not on disk yet, unless one alone has more."""
 
 SECONDS_TO_WRITE = 120
 """The time in which a computed window must be on disk, and after all windows the LM head."""
@@ -41,16 +46,31 @@ class Recorder:
     references: References
     core: Core
     files: WorkerFiles
+    layers: LayerParts
 
     async def begin(
-        self, name: str, texts: TextWindows, labels: list[str] | None = None, corpus: CorpusInfo | None = None
+        self,
+        name: str,
+        texts: TextWindows,
+        labels: list[str] | None = None,
+        corpus: CorpusInfo | None = None,
+        layers: ReferenceLayers | None = None,
     ) -> StoredReference:
         """The reference to record into: a new one, or an incomplete one of the same model and text. `labels` has one
-        for each text or conversation. ConflictError if there is another reference of that name."""
+        for each text or conversation; with `layers` the residual stream at their boundaries is recorded. ConflictError
+        if there is another reference of that name."""
         text, plan = await asyncio.to_thread(_plan, texts, labels)
+        if layers is not None:
+            await self.layers.check_space(name, text)
         head, model = await self._served_head(), self.references.model
         new = Manifest(
-            identity=uuid.uuid4().hex, created=int(time.time()), model=model, head=head, text=plan, corpus=corpus
+            identity=uuid.uuid4().hex,
+            created=int(time.time()),
+            model=model,
+            head=head,
+            text=plan,
+            corpus=corpus,
+            layers=layers,
         )
         try:
             return await self.references.in_thread(name, partial(self.references.directory.create, name, new, text))
@@ -65,6 +85,12 @@ class Recorder:
             if is_same_model and plan.method == "conversation":
                 what += " (a chat template that writes the date renders another text each day)"
             raise ConflictError(f"there is a reference {name!r} already, of another {what}", "name")
+        if _blocks(of_disk.layers) != _blocks(layers):
+            recorded = "without layers" if of_disk.layers is None else "with layers"
+            raise ConflictError(
+                f"there is a reference {name!r} already, recorded {recorded}: delete it, or take another name",
+                "layers",
+            )
         before, now = of_disk.model.computed_by, model.computed_by
         if None not in (before, now) and before != now:
             logger.warning("Reference %s was begun on other GPUs or kernels: %s; here: %s", name, before, now)
@@ -85,13 +111,15 @@ class Recorder:
         recorded = await self.references.in_thread(reference.name, reference.recorded)
         head_ticket = await self._write_head(reference)
         windows = (
-            self._found(reference, index, settings)
-            if index in recorded
-            else self._recorded(reference, MarkedWindow.begin("record", reference, index, settings))
+            self._found(reference, index, settings) if index in recorded else self._missing(reference, index, settings)
             for index in range(len(text.windows))
         )
+        most = None
+        if (layers := reference.manifest.layers) is not None:
+            window_bytes = int(text.num_tokens.max()) * layers.token_bytes(reference.manifest.model.dtype)
+            most = max(1, MAX_UNWRITTEN_BYTES // window_bytes)
         # One load is in the engine while another is written.
-        async with aclosing(settings.queue.in_order(windows, loads=2)) as in_order:
+        async with aclosing(settings.queue.in_order(windows, loads=2, most=most)) as in_order:
             async for window in in_order:
                 yield window
         if head_ticket is not None:
@@ -108,14 +136,22 @@ class Recorder:
         return None
 
     async def _found(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
-        """A window that has a file. If that is damaged, the window is recorded again."""
+        """A window that has a file. If that or one of its layers' is damaged, the window is recorded again."""
+
+        def read() -> torch.Tensor:
+            for boundary in range(_num_boundaries(reference)):
+                reference.read_stream(index, boundary)
+            return reference.read_shard(index)[1]
+
         try:
-            _, logprobs = await self.references.in_thread(reference.name, partial(reference.read_shard, index))
+            logprobs = await self.references.in_thread(reference.name, read)
         except BrokenFileError:
-            return await self._recorded(reference, MarkedWindow.begin("record", reference, index, settings))
+            return await self._missing(reference, index, settings)
         return -json_logprobs(logprobs.numpy()), None
 
-    async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> WindowOnDisk:
+    async def _missing(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
+        num_boundaries = _num_boundaries(reference)
+        window = MarkedWindow.begin("record", reference, index, settings, num_boundaries=num_boundaries)
         _, columns, ranks = await self.core.scorer.engine.prompt_columns(window.request())
         window.check_rows(np.isnan(columns[:, 0]))
         await self._written(reference, window.mark.ticket, f"window {window.mark.index}")
@@ -138,11 +174,22 @@ class Recorder:
             await self.references.current(reference)
             raise self.references.unwritable(reference.name, str(error)) from None
 
-    async def finish(self, reference: StoredReference, nlls: list[np.ndarray]) -> None:
-        """Store the perplexity of a reference, after all windows are recorded."""
+    async def finish(self, reference: StoredReference, nlls: list[np.ndarray], settings: ScoreSettings) -> None:
+        """Store the perplexity of a reference, and the floor of its layers, after all windows are recorded."""
+        await self.layers.measure_floor(reference, settings)
         figures = await asyncio.to_thread(lambda: perplexity(np.concatenate(nlls).tolist()))
         result = Result.model_validate(figures, from_attributes=True)
         await self.references.save(reference, lambda _: {"result": result})
+
+
+def _num_boundaries(reference: StoredReference) -> int:
+    """The boundaries at which a reference has the residual stream."""
+    layers = reference.manifest.layers
+    return 0 if layers is None else len(layers.blocks) + 1
+
+
+def _blocks(layers: ReferenceLayers | None) -> list[LayerBlock] | None:
+    return None if layers is None else layers.blocks
 
 
 def _plan(texts: TextWindows, labels: list[str] | None) -> tuple[StoredText, TextPlan]:

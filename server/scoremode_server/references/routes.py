@@ -25,6 +25,7 @@ from scoremode.wire.references import (
     ReferenceList,
     ReferenceRequest,
     ReferenceWindows,
+    ServedLayers,
 )
 from scoremode_server.engine.admission import RequestQueue
 from scoremode_server.engine.passes import engine_id
@@ -34,6 +35,7 @@ from scoremode_server.http.responses import Stream, owned, respond, top_entries
 from scoremode_server.references.comparer import Comparer, base_file_of, llama_cpp_header
 from scoremode_server.references.exchange import WorkerFiles
 from scoremode_server.references.files.directory import ReferenceDirectory
+from scoremode_server.references.layers import LayerParts
 from scoremode_server.references.recorder import Recorder
 from scoremode_server.references.service import References
 from scoremode_server.references.worker.packing import ComparedRows
@@ -57,6 +59,7 @@ class ReferenceParts:
     stored: References
     recorder: Recorder
     comparer: Comparer
+    layers: LayerParts
 
 
 def start(core: Core, state: State) -> None:
@@ -68,7 +71,8 @@ def start(core: Core, state: State) -> None:
         stored = References(ReferenceDirectory(root), core.identity, "name")
         files = WorkerFiles(core.client, core.admission)
         comparer = Comparer(replace(stored, param="reference"), core, files)
-        state.scoremode_references = ReferenceParts(stored, Recorder(stored, core, files), comparer)
+        layers = LayerParts(stored, core, comparer)
+        state.scoremode_references = ReferenceParts(stored, Recorder(stored, core, files, layers), comparer, layers)
 
 
 def references_of(raw_request: Request) -> ReferenceParts:
@@ -137,7 +141,8 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
             raise RequestError("lane: a reference is recorded in the prefill lane, for all lanes", "lane")
         if model.lora is not None:
             raise RequestError("an adapter cannot be recorded as a reference", "model")
-        reference = await references.recorder.begin(request.name, texts, request.labels, request.corpus)
+        layers = await references.layers.served() if request.layers else None
+        reference = await references.recorder.begin(request.name, texts, request.labels, request.corpus, layers)
     request_id = f"ppl-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
@@ -153,7 +158,7 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
                 if request.return_ranks:
                     so_far.logprobs, so_far.ranks = (-nlls).tolist(), ranks.tolist()
                 yield so_far.model_dump(exclude=None if request.return_ranks else {"logprobs", "ranks"})
-        await references.recorder.finish(reference, running.nlls)
+        await references.recorder.finish(reference, running.nlls, settings)
         yield (await references.stored.describe(reference.name)).model_dump()
 
     return await respond(core.admission, ROUTE, request_id, events, stream=request.stream)
@@ -195,6 +200,13 @@ async def export_reference(name: str, raw_request: Request, first: int = 0) -> R
     return Stream(written, await anext(written), media_type="application/octet-stream", headers=headers)
 
 
+@router.get("/v1/layers", summary="How the served model's decoder layers can be cut")
+async def get_layers(raw_request: Request) -> ServedLayers:
+    """The blocks between the boundaries of the residual stream, as a reference recorded with `layers` has them, and the
+    free space for references."""
+    return await references_of(raw_request).layers.describe()
+
+
 @router.post(
     KLD_ROUTE,
     response_model=KldResponse,
@@ -219,6 +231,10 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
             raise RequestError(
                 "a noise floor is of the reference's own model, and this server serves another", "as_noise_floor"
             )
+        if request.from_boundary is not None:
+            await references.layers.check_resumable(reference, request.from_boundary, request)
+            if request.as_noise_floor:
+                raise RequestError("from_boundary: a noise floor is of the whole model", "from_boundary")
         lane = lane_settings(core.lanes, request)
     request_id = f"kld-{raw_request.state.request_id}"
 
@@ -229,7 +245,7 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         settings = ScoreSettings(
             request_id=engine_id(request_id), queue=queue, top_logprobs=request.top_logprobs, options=options, **lane
         )
-        compared = references.comparer.compare(reference, indices, settings)
+        compared = references.comparer.compare(reference, indices, settings, request.from_boundary)
         positions: dict[int, KldPositions] = {}
         async with aclosing(compared) as in_order:
             async for index, rows in in_order:

@@ -140,4 +140,5 @@ def _describe(reference: StoredReference) -> Reference:
         **(dict(result) if result else dict.fromkeys(Result.model_fields)),
         noise_floor=manifest.noise_floor,
         lane_noise_floors=manifest.lane_noise_floors,
+        layers=manifest.layers,
     )

@@ -6,6 +6,7 @@ from nothing that one rank alone knows.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -109,6 +110,12 @@ class SinkMaker(Protocol):
     def reserve(self, scorer: "RowScorer", runner: Any, hidden_states: torch.Tensor, head: LMHead) -> None:
         """Allocate all memory that sinks need at most. Called while vLLM profiles, with its model runner."""
 
+    def around_forward(
+        self, model: torch.nn.Module, parts: Sequence[tuple[RowSink, StepPart]]
+    ) -> AbstractContextManager[None]:
+        """Enclose the model's forward pass of a step that computes these parts of sinks of this maker, or of a dummy
+        run, which has none. Called only where the model runs eagerly, and first for a dummy run."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowPiece:
@@ -150,6 +157,15 @@ class RowScorer:
             table = torch.frombuffer(bytearray(spec.candidates), dtype=torch.int32).view(-1, spec.num_candidates)
             sink.candidates = async_tensor_h2d(table, device=self.group.device)
         self.requests[request_id] = sink
+
+    def around_forward(self, model: torch.nn.Module, parts: Sequence[StepPart]) -> AbstractContextManager[Any]:
+        """Enclose the forward pass of a step that computes these parts: see `SinkMaker`."""
+        stack = ExitStack()
+        for name, maker in self.sinks.items():
+            sinks = [(self.requests[part.request_id], part) for part in parts]
+            own = [(sink, part) for sink, part in sinks if sink.spec.sink == name]
+            stack.enter_context(maker.around_forward(model, own))
+        return stack
 
     def score(
         self,

@@ -5,6 +5,7 @@ vLLM profiles, and a server that has given the rest to its KV cache dies of it.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 import numpy as np
@@ -51,6 +52,24 @@ def patch_v1(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
             self._scoremode_early = prompt_logprobs(self, scorer_of(self), hidden_states, step.num_scheduled_tokens)
         return stock_sample_tokens(self, grammar_output)
 
+    stock_forward, stock_dummy_run = GPUModelRunner._model_forward, GPUModelRunner._dummy_run
+
+    def model_forward(self: Any, *args: Any, **options: Any) -> Any:
+        if not _has_hooks(self, sinks):
+            return stock_forward(self, *args, **options)
+        request_ids = self.input_batch.req_ids
+        num_tokens = np.diff(self.query_start_loc.np[: len(request_ids) + 1]).tolist()
+        scorer = scorer_of(self)
+        parts = step_parts(self, scorer, dict(zip(request_ids, num_tokens, strict=True)))
+        with scorer.around_forward(self.model, parts):
+            return stock_forward(self, *args, **options)
+
+    def dummy_run(self: Any, *args: Any, **options: Any) -> Any:
+        if not _has_hooks(self, sinks):
+            return stock_dummy_run(self, *args, **options)
+        with scorer_of(self).around_forward(self.model, []):
+            return stock_dummy_run(self, *args, **options)
+
     def reserve(runner: Any, hidden_states: torch.Tensor) -> None:
         # A step still holds the logits that it sampled from when it computes prompt logprobs.
         sampled_logits = runner.model.compute_logits(hidden_states)
@@ -59,6 +78,8 @@ def patch_v1(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
 
     GPUModelRunner._get_prompt_logprobs_dict = get_prompt_logprobs_dict
     GPUModelRunner.sample_tokens = sample_tokens
+    GPUModelRunner._model_forward = model_forward
+    GPUModelRunner._dummy_run = dummy_run
     GPUModelRunner._scoremode_sinks = sinks
     if current_platform.is_cpu():
         Sampler.compute_logprobs = staticmethod(exact_logprobs)
@@ -71,14 +92,16 @@ def exact_logprobs(logits: torch.Tensor) -> torch.Tensor:
     return logits.double().log_softmax(-1).float()
 
 
-def prompt_logprobs(
-    runner: Any, scorer: RowScorer, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
-) -> dict[str, LogprobsTensors]:
-    """The rows of the prompts that are complete with this step."""
+def _has_hooks(runner: Any, sinks: Mapping[str, SinkMaker]) -> bool:
+    """Whether sinks take part in forward passes: a compiled model, or a CUDA graph, calls no hooks."""
+    return bool(sinks) and runner.model_config.enforce_eager
+
+
+def step_parts(runner: Any, scorer: RowScorer, num_scheduled_tokens: Mapping[str, int]) -> list[StepPart]:
+    """The parts of prompts that a step of the V1 runner computes, by row. Begins the requests that are new to it."""
     for request_id in scorer.requests.keys() - runner.requests.keys():
         del scorer.requests[request_id]
     parts = []
-    targets = np.zeros(len(hidden_states), np.int64)
     for request_id in runner.num_prompt_logprobs:
         request, num_tokens = runner.requests[request_id], num_scheduled_tokens.get(request_id)
         # Preempted in its prefill; or given as embeddings, without tokens to score.
@@ -90,13 +113,25 @@ def prompt_logprobs(
             spec = RowSpec.read(request.sampling_params)
             assert spec is not None
             scorer.begin(request_id, spec)
+            # Another call for the same step does not begin it again.
+            scorer.requests[request_id].end = position
         row = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]].item()
-        following = request.prompt_token_ids[position + 1 : position + 1 + num_tokens]
-        targets[row : row + len(following)] = following
         parts.append(StepPart(request_id, position, row, num_tokens, len(request.prompt_token_ids)))
+    return sorted(parts, key=lambda part: part.row)
+
+
+def prompt_logprobs(
+    runner: Any, scorer: RowScorer, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+) -> dict[str, LogprobsTensors]:
+    """The rows of the prompts that are complete with this step."""
+    parts = step_parts(runner, scorer, num_scheduled_tokens)
     if not parts:
         return {}
-    parts.sort(key=lambda part: part.row)
+    targets = np.zeros(len(hidden_states), np.int64)
+    for part in parts:
+        after = part.position + 1
+        following = runner.requests[part.request_id].prompt_token_ids[after : after + part.num_tokens]
+        targets[part.row : part.row + len(following)] = following
     on_device = async_tensor_h2d(targets, device=runner.device)
     found = scorer.score(parts, hidden_states, on_device, runner.model.compute_logits)
     for part in parts:
@@ -120,10 +155,33 @@ def patch_v2(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
         if self.prompt_logprobs_worker is not None:
             self.prompt_logprobs_worker._scoremode_scorer = _make_scorer(self, budget_bytes, sinks)
 
+    prepare_inputs, execute_model = GPUModelRunnerV2.prepare_inputs, GPUModelRunnerV2.execute_model
+
+    def execute_within_hooks(self: Any, *args: Any, **options: Any) -> Any:
+        if not _has_hooks(self, sinks) or self.prompt_logprobs_worker is None:
+            return execute_model(self, *args, **options)
+        with ExitStack() as hooks:
+            self._scoremode_hooks = hooks
+            if options.get("dummy_run"):
+                hooks.enter_context(self.prompt_logprobs_worker._scoremode_scorer.around_forward(self.model, []))
+            return execute_model(self, *args, **options)
+
+    def prepare_inputs_then_hook(self: Any, *args: Any, **options: Any) -> Any:
+        input_batch = prepare_inputs(self, *args, **options)
+        if _has_hooks(self, sinks) and self.prompt_logprobs_worker is not None:
+            scorer = self.prompt_logprobs_worker._scoremode_scorer
+            has_sinks = any(sink.spec.sink for sink in scorer.requests.values())
+            parts = batch_parts(scorer, input_batch, self.req_states.prompt_len.np) if has_sinks else []
+            # Until the step is executed, of which the model's forward pass comes next.
+            self._scoremode_hooks.enter_context(scorer.around_forward(self.model, parts))
+        return input_batch
+
     def reserve(runner: Any, hidden_states: torch.Tensor) -> None:
         runner.prompt_logprobs_worker._scoremode_scorer.reserve(runner, hidden_states)
 
     GPUModelRunnerV2.load_model = load_model_then_set_scorer
+    GPUModelRunnerV2.execute_model = execute_within_hooks
+    GPUModelRunnerV2.prepare_inputs = prepare_inputs_then_hook
     GPUModelRunnerV2._scoremode_sinks = sinks
     _patch_worker(prompt_logprob.PromptLogprobsWorker)
     _add_to_profile(GPUModelRunnerV2, reserve)
@@ -157,7 +215,19 @@ def compute_prompt_logprobs(
     prompt_lens: np.ndarray,
 ) -> dict[str, LogprobsTensors]:
     """The rows of the prompts that are complete with this step."""
-    scorer, parts = self._scoremode_scorer, []
+    scorer = self._scoremode_scorer
+    parts = batch_parts(scorer, input_batch, prompt_lens)
+    if not parts:
+        return {}
+    targets = prompt_logprob.get_prompt_logprobs_token_ids(
+        input_batch.num_tokens, input_batch.query_start_loc, input_batch.idx_mapping, num_computed_tokens, all_token_ids
+    )
+    return cast(dict[str, LogprobsTensors], scorer.score(parts, hidden_states, targets, logits_fn))
+
+
+def batch_parts(scorer: RowScorer, input_batch: Any, prompt_lens: np.ndarray) -> list[StepPart]:
+    """The parts of prompts that a step of the V2 runner computes."""
+    parts = []
     for place, req_id in enumerate(input_batch.req_ids):
         if req_id not in scorer.requests:
             continue
@@ -169,12 +239,7 @@ def compute_prompt_logprobs(
             continue
         row, num_tokens = int(input_batch.query_start_loc_np[place]), int(input_batch.num_scheduled_tokens[place])
         parts.append(StepPart(req_id, position, row, num_tokens, num_fed))
-    if not parts:
-        return {}
-    targets = prompt_logprob.get_prompt_logprobs_token_ids(
-        input_batch.num_tokens, input_batch.query_start_loc, input_batch.idx_mapping, num_computed_tokens, all_token_ids
-    )
-    return cast(dict[str, LogprobsTensors], scorer.score(parts, hidden_states, targets, logits_fn))
+    return parts
 
 
 def _add_to_profile(runner_class: Any, reserve: Callable[[Any, torch.Tensor], None]) -> None:

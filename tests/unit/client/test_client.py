@@ -184,7 +184,7 @@ def test_references_are_listed_looked_up_and_deleted(call, server):
 def test_some_windows_and_top_tokens_can_be_requested(call, server):
     result = call(server, "kld", "base", (1, 2), top_logprobs=2, model="m")
     lane = {"lane": "prefill", "context": None}
-    defaults = {"encoding_format": "base64", "as_noise_floor": False, "stream": False, **lane}
+    defaults = {"encoding_format": "base64", "as_noise_floor": False, "stream": False, "from_boundary": None, **lane}
     sent = KldRequest.model_validate(server.requests[0][2]).model_dump()
     assert sent == {"model": "m", "reference": "base", "windows": [1, 2], "top_logprobs": 2, **defaults}
     [window] = result.data

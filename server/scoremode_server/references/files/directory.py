@@ -6,6 +6,8 @@
     lm_head.safetensors     weight [vocabulary, hidden] without padding; bias [vocabulary] where there is one
     windows/000000.safetensors, ...
                             hidden_states [scored, hidden] after the final norm; logprobs [scored] float32, nats
+    layers/000000/000.safetensors, ...
+                            stream [fed, hidden] of a window at each boundary of decoder layers, where they are recorded
 
 A row of `windows` has the position of the document's first token in `token_ids`, and the window's start, end, first
 target and head (-1 for none) within the document. The targets are predicted from these hidden states. A row of
@@ -78,6 +80,18 @@ class StoredReference:
         """Hidden states and logprobs of a window."""
         tensors = read_tensors(self.shard(index), self.about(f"window {index}"))
         return tensors["hidden_states"], tensors["logprobs"]
+
+    def stream(self, index: int, boundary: int) -> Path:
+        return self.path / "layers" / f"{index:06}" / f"{boundary:03}.safetensors"
+
+    def write_stream(self, index: int, boundary: int, stream: torch.Tensor) -> None:
+        """Write a window's residual stream [fed, hidden] at a boundary, in the served dtype."""
+        path = self.stream(index, boundary)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_tensors(path, {"stream": stream}, self.about(f"window {index}, boundary {boundary}"))
+
+    def read_stream(self, index: int, boundary: int) -> torch.Tensor:
+        return read_tensors(self.stream(index, boundary), self.about(f"window {index}, boundary {boundary}"))["stream"]
 
     @property
     def head_path(self) -> Path:
@@ -177,6 +191,13 @@ class ReferenceDirectory:
             raise self._unknown(name) from None
         except (OSError, ValueError) as error:
             raise BrokenFileError(f"{path / _MANIFEST}: {error}") from None
+
+    def recorded(self, name: str) -> set[int]:
+        """The windows that a reference has on disk; none if there is no reference of that name."""
+        try:
+            return self.open(name).recorded()
+        except NoReferenceError:
+            return set()
 
     def open_same(self, name: str, identity: str) -> StoredReference:
         """The reference of a name, if it still has this identity."""

@@ -16,6 +16,7 @@ class ReferenceWorker:
     exception vLLM makes one line that names neither its type nor the worker."""
 
     model_runner: Any
+    execute_dummy_batch: Any
 
     def scoremode_describe_head(self) -> dict[str, Any] | str:
         """The served model's LM head (`HeadFormat`), or why references cannot keep it."""
@@ -23,6 +24,17 @@ class ReferenceWorker:
             return self._scoremode_head()[1].model_dump()
         except ValueError as error:
             return str(error)
+
+    def scoremode_describe_layers(self) -> dict[str, Any] | str:
+        """The served model's decoder layers (`ReferenceLayers`), or why their residual stream cannot be cut."""
+        windows = self._scoremode_windows()
+        if windows.layers is None:
+            # On a CPU vLLM profiles nothing.
+            self.execute_dummy_batch()
+        layers = windows.layers
+        if layers is None or layers.described is None:
+            return "no forward pass was seen" if layers is None else layers.refusal
+        return layers.described.model_dump()
 
     def scoremode_write_head(self, name: str, identity: str, ticket: str) -> None:
         """Begin to write the served model's LM head into a reference. Whether it was, `scoremode_exchange` says of the

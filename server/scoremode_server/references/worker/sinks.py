@@ -1,9 +1,12 @@
 """The sinks of references' windows in an engine worker, and the files and the memory that they need."""
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -19,6 +22,7 @@ from scoremode_server.references.files.manifest import HeadFormat
 from scoremode_server.references.files.tensors import BrokenFileError
 from scoremode_server.references.worker import kl_divergence, llama_cpp
 from scoremode_server.references.worker.heads import HeadLayer, LeasedHead, ReferenceHead, copy_through_pinned
+from scoremode_server.references.worker.layers import DecoderLayers, Stream
 from scoremode_server.references.worker.orders import (
     IN_USE,
     SINK,
@@ -33,7 +37,7 @@ from scoremode_server.references.worker.packing import ComparedRows
 from scoremode_server.settings import reference_directory
 from scoremode_server.threads import CallThreads
 from scoremode_server.worker.lm_head import LMHead
-from scoremode_server.worker.row_scorer import Columns, RowPiece, RowScorer, RowSink, SinkMaker, zeros
+from scoremode_server.worker.row_scorer import Columns, RowPiece, RowScorer, RowSink, SinkMaker, StepPart, zeros
 from scoremode_server.worker.row_spec import RowSpec
 
 COMPARISON_BUDGETS = 4
@@ -55,6 +59,19 @@ class ComparedWindow(RowSink):
     recorded: torch.Tensor | None
     """The reference's hidden states, on the host; None if they could not be read."""
     leased: LeasedHead
+    stream: torch.Tensor | None = None
+    """The reference's residual stream at `mark.from_boundary`, on the host; None if it is not needed, or could not be
+    read."""
+    num_replaced: int = 0
+    """Tokens whose stream was replaced."""
+
+    def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
+        """Replace the residual stream by the reference's."""
+        num_tokens = rows.stop - rows.start
+        if self.stream is not None and self.num_replaced == position:
+            recorded = self.stream[position : position + num_tokens]
+            stream.replace(rows, recorded.to(stream.hidden_states.device, non_blocking=True))
+            self.num_replaced += num_tokens
 
     @property
     def key(self) -> Hashable:
@@ -65,7 +82,8 @@ class ComparedWindow(RowSink):
         return None if self.recorded is None else self.leased.find(self.mark.head, local=local)
 
     def is_ready(self, *, local: bool) -> bool:
-        return self.head(local=local) is not None
+        has_resumed = self.mark.from_boundary is None or self.num_replaced == self.end
+        return has_resumed and self.head(local=local) is not None
 
     def missing(self, num_rows: int, device: torch.device) -> Columns:
         return ComparedRows.pack_missing(num_rows, self.spec.num_top, device)
@@ -147,8 +165,15 @@ class RecordedWindow(RowSink):
     write: Callable[["RecordedWindow"], None]
     hidden_states: list[torch.Tensor] = field(default_factory=list)
     logprobs: list[torch.Tensor] = field(default_factory=list)
+    streams: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    """The residual stream at each boundary, if it is recorded."""
     copied: Any = None
-    """An event of the device, after which both are on the host; None on a CPU."""
+    """An event of the device, after which all are on the host; None on a CPU."""
+
+    def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
+        """Copy the residual stream."""
+        copied = stream.copy(rows)
+        self.streams[boundary].append(_to_host(copied) if copied.is_cuda else copied)
 
     def store(self, columns: Columns, hidden_states: torch.Tensor) -> None:
         super().store(columns, hidden_states)
@@ -160,6 +185,10 @@ class RecordedWindow(RowSink):
             self.copied = torch.cuda.Event()
             self.copied.record()
         self.write(self)
+
+
+WindowTensors = tuple[torch.Tensor, torch.Tensor | None]
+"""A window's hidden states [scored, hidden] of a reference, and its residual stream [fed, hidden] if it is needed."""
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,8 +210,10 @@ class WorkerWindows:
     _pins: bool = False
     """Whether hidden states are read to pinned memory, from which a GPU copies them."""
     _threads: CallThreads = field(default_factory=CallThreads)
-    _read: dict[str, Future[torch.Tensor]] = field(default_factory=dict)
-    """Hidden states by ticket."""
+    layers: DecoderLayers | None = None
+    """Of the model, once a dummy run has shown them; none where a compiled model calls no hooks."""
+    _read: dict[str, Future[WindowTensors]] = field(default_factory=dict)
+    """By ticket."""
     _written: FIFOCache[str, Future[str]] = field(default_factory=lambda: FIFOCache(MAX_WRITTEN))
     """By ticket: why something was not written, or "" if it was."""
     _unwritten: list[tuple[Future[str], str, int]] = field(default_factory=list)
@@ -194,14 +225,28 @@ class WorkerWindows:
         if mark.action == "record":
             return RecordedWindow(spec, mark=mark, write=self._write_window_later) if writes else RowSink(spec)
         read = self._read.get(mark.ticket)
-        recorded = None if read is None or not read.done() or read.exception() else read.result()
+        recorded, stream = (None, None) if read is None or not read.done() or read.exception() else read.result()
         make_sink = ExportedWindow if mark.action == "export" else ComparedWindow
-        return make_sink(spec, mark=mark, recorded=recorded, leased=self.leased)
+        return make_sink(spec, mark=mark, recorded=recorded, leased=self.leased, stream=stream)
+
+    def around_forward(
+        self, model: torch.nn.Module, parts: Sequence[tuple[RowSink, StepPart]]
+    ) -> AbstractContextManager[None]:
+        """Let windows copy or replace their residual stream; watch the model's first pass. See `SinkMaker`."""
+        if self.layers is None or self.layers.model is not model:
+            self.layers = DecoderLayers(model)
+            return self.layers.watched()
+        windows = [(sink, part) for sink, part in parts if isinstance(sink, ComparedWindow | RecordedWindow)]
+        crossing = [(window, part) for window, part in windows if window.mark.boundaries]
+        return self.layers.hooked(crossing) if crossing else nullcontext()
 
     def reserve(self, scorer: RowScorer, runner: Any, hidden_states: torch.Tensor, head: LMHead) -> None:
         """Allocate the memory for a reference's head, and compare as many rows as a step has: see `SinkMaker`."""
         self.allocate_head(runner.vllm_config, hidden_states.device)
         targets, states = zeros(runner.max_num_tokens, hidden_states)
+        if self.layers is not None:
+            # What a hook holds: both parts of the stream, and a step's rows of it.
+            Stream(zeros(len(states), states)[1], zeros(len(states), states)[1]).copy(slice(None))
         reference = ReferenceHead(head.project, scorer.shape.logit_bytes)
         _compared(scorer, targets, states, states, head, reference, working_memory.RESERVED_TOP)
 
@@ -247,14 +292,20 @@ class WorkerWindows:
             return None
         return "" if (error := begun.exception()) is None else _reason(error)
 
-    def _read_shard(self, mark: WindowMark) -> torch.Tensor:
+    def _read_shard(self, mark: WindowMark) -> WindowTensors:
         # Opened anew for each: it may have been deleted or moved, and another may have its name.
         reference = self.root.open_same(mark.reference, mark.identity)
         hidden_states, _ = reference.read_shard(mark.index)
         head = reference.manifest.head
         if head is None or hidden_states.shape != (mark.num_scored, head.hidden_size):
             raise BrokenFileError(f"{reference.shard(mark.index)} has hidden states {tuple(hidden_states.shape)}")
-        return hidden_states.pin_memory() if self._pins else hidden_states
+        stream = None if mark.from_boundary is None else reference.read_stream(mark.index, mark.from_boundary)
+        if stream is not None and stream.shape[0] != mark.num_fed:
+            raise BrokenFileError(f"{reference.stream(mark.index, mark.from_boundary or 0)} has {len(stream)} tokens")
+        return self._on_host(hidden_states), None if stream is None else self._on_host(stream)
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory() if self._pins else tensor
 
     def write_head_later(self, name: str, identity: str, ticket: str, weights: list[torch.Tensor]) -> None:
         """Write an LM head into a reference while windows are computed: it takes as long as dozens of them."""
@@ -267,7 +318,8 @@ class WorkerWindows:
 
     def _write_window_later(self, window: RecordedWindow) -> None:
         mark = window.mark
-        num_bytes = sum(states.numel() * states.itemsize for states in window.hidden_states)
+        tensors = [*window.hidden_states, *chain(*window.streams.values())]
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
 
         def write() -> None:
             if window.copied is not None:
@@ -276,6 +328,12 @@ class WorkerWindows:
             if logprobs.isnan().any():
                 raise ValueError("the model computed NaN")
             reference = self.root.open_same(mark.reference, mark.identity)
+            for boundary in range(mark.num_boundaries):
+                parts = window.streams[boundary]
+                if (num_tokens := sum(map(len, parts))) != mark.num_fed:
+                    raise ValueError(f"{num_tokens} of {mark.num_fed} tokens passed boundary {boundary} of the layers")
+                reference.write_stream(mark.index, boundary, torch.cat(parts))
+            # Last: a window that has this file has the others.
             reference.write_shard(mark.index, torch.cat(window.hidden_states), logprobs)
 
         self._submit_write(mark.reference, mark.ticket, write, num_bytes)
@@ -290,7 +348,9 @@ class WorkerWindows:
             return ""
 
         self._unwritten = [each for each in self._unwritten if not each[0].done()]
-        if num_bytes + sum(size for _, other, size in self._unwritten if other == name) > MAX_UNWRITTEN_BYTES:
+        waiting = sum(size for _, other, size in self._unwritten if other == name)
+        # One window with its layers may be larger.
+        if waiting and num_bytes + waiting > MAX_UNWRITTEN_BYTES:
             written = Future[str]()
             written.set_result(f"{MAX_UNWRITTEN_BYTES} bytes wait for the disk already")
         else:

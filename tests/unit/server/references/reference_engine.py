@@ -9,9 +9,11 @@ import httpx
 import torch
 from vllm.outputs import CompletionOutput, RequestOutput
 
+from scoremode.wire.references import LayerBlock, ReferenceLayers
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.files.manifest import HeadFormat
 from scoremode_server.references.worker.heads import LeasedHead, ReferenceHead
+from scoremode_server.references.worker.layers import Stream
 from scoremode_server.references.worker.orders import SINK
 from scoremode_server.references.worker.sinks import WorkerWindows
 from scoremode_server.rows import PromptLogprobs
@@ -26,6 +28,14 @@ from tests.unit.server.worker.linear_scorer import LinearWorker, make_scorer
 CPU = torch.device("cpu")
 HEAD_FORMAT = HEAD.model_copy(update={"vocab_size": VOCABULARY, "weight_dtype": "float32", "head_dtype": "float32"})
 TOKENS = [(37 * position + position**2) % 997 for position in range(60)]
+LAYERS = ReferenceLayers(
+    layer_class="LinearLayer",
+    hidden_size=HIDDEN,
+    blocks=[
+        LayerBlock(modules=["model.layers.0.mixer"], kind="mamba"),
+        LayerBlock(modules=["model.layers.0.mlp"], kind="mlp"),
+    ],
+)
 BODY: dict[str, Any] = {"name": "base", "prompt": TOKENS, "method": "sliding", "context_length": 16, "stride": 8}
 NUM_WINDOWS = 7
 """Of 16 tokens each, of which the last 8 are scored; of the first one all but the first are."""
@@ -45,9 +55,19 @@ class LinearModel:
         self.embeddings, weight, more = (torch.randn(VOCABULARY, HIDDEN, generator=generator) for _ in range(3))
         self.weight = weight + noise * more
         self.project = lambda hidden_states: hidden_states @ self.weight.T
+        self.leak, self.calls_no_hooks = 0.0, False
 
     def hidden_states(self, token_ids: list[int]) -> torch.Tensor:
         return self.embeddings[token_ids] * (1 + torch.arange(len(token_ids))[:, None] / 100)
+
+    def through_layers(self, stream: torch.Tensor, sink: Any) -> torch.Tensor:
+        """Let a window copy or replace its stream at the boundaries of blocks that change nothing, unless `leak` is
+        set: then the last depends on more than the stream."""
+        stream, at_first = stream.clone(), stream.clone()
+        for boundary in range(len(LAYERS.blocks) + 1):
+            if boundary in sink.mark.boundaries and not self.calls_no_hooks:
+                sink.cross(boundary, Stream(stream, None), slice(0, len(stream)), 0)
+        return stream + self.leak * at_first
 
 
 class HeadInMemory:
@@ -74,6 +94,8 @@ class ReferenceEngine(HeldEngine):
         asked: methods of the worker that were called.
         nan_at: row of every window that is NaN.
         head: the worker's description of the served model's head.
+        layers: the same of its decoder layers, or why they cannot be cut.
+        config: of vLLM, as far as it decides whether layers can be cut.
     """
 
     def __init__(self, root: Path, noise: float = 0.0, **identity: Any) -> None:
@@ -91,11 +113,19 @@ class ReferenceEngine(HeldEngine):
         self.asked: list[str] = []
         self.nan_at: int | None = None
         self.head: dict[str, Any] | str = HEAD_FORMAT.model_dump()
+        self.layers: dict[str, Any] | str = LAYERS.model_dump()
+        self.config = self.vllm_config
+        self.config.model_config = SimpleNamespace(enforce_eager=True)
+        self.config.speculative_config = None
+        vars(self.config.parallel_config).update(
+            pipeline_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False
+        )
         self.engine_core = SimpleNamespace(call_utility_all_async=self._call_utility)
 
     async def _call_utility(self, call: str, method: str, *rest: Any) -> Any:
         methods = {
             "scoremode_describe_head": lambda: self.head,
+            "scoremode_describe_layers": lambda: self.layers,
             "scoremode_write_head": lambda *of: self.windows.write_head_later(*of, [self.model.weight]),
             "scoremode_exchange": lambda orders: self.windows.exchange(*orders[0]),
         }
@@ -111,7 +141,11 @@ class ReferenceEngine(HeldEngine):
         if self.nan_at is not None:
             hidden_states[spec.first - 1 + self.nan_at] = torch.nan
         worker = LinearWorker(make_scorer(VOCABULARY, {SINK: self.windows}, chunk=100), self.model.project)
-        logprobs = PromptLogprobs(worker.whole(spec, hidden_states, token_ids))
+        worker.scorer.begin("whole", spec)
+        if (sink := worker.scorer.requests["whole"]).mark.boundaries:
+            hidden_states = self.model.through_layers(hidden_states, sink)
+        rows = worker.step("whole", 0, hidden_states, torch.tensor(token_ids), len(token_ids))
+        logprobs = PromptLogprobs(rows)
         self.computed.append(spec.sink_data["index"])
         completion = CompletionOutput(0, "", [7], None, None, finish_reason="length")
         return RequestOutput(request_id, None, token_ids, logprobs, [completion], True, num_cached_tokens=0)

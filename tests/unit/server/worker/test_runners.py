@@ -155,7 +155,7 @@ def test_prompt_logprobs_are_made_before_drafts(monkeypatch: pytest.MonkeyPatch)
             self, state.hidden_states, state.scheduler_output.num_scheduled_tokens
         )
 
-    for name in ("_get_prompt_logprobs_dict", "_dummy_sampler_run"):
+    for name in ("_get_prompt_logprobs_dict", "_dummy_sampler_run", "_model_forward", "_dummy_run"):
         monkeypatch.setattr(GPUModelRunner, name, getattr(GPUModelRunner, name))
     monkeypatch.setattr(GPUModelRunner, "_scoremode_sinks", None, raising=False)
     monkeypatch.setattr(GPUModelRunner, "sample_tokens", draft_then_bookkeep)

@@ -1,0 +1,148 @@
+"""Resuming from boundaries of decoder layers in an engine, next to transformers in float64."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import LLM, SamplingParams, TokensPrompt
+
+from scoremode_server.settings import REFERENCE_VARIABLE, WORKER_EXTENSION
+from tests import models, oracle
+from tests.engine.conftest import LENGTH, STEP_TOKENS
+from tests.engine.test_engine_lanes import note_steps
+from tests.gpu.lanes import lane_logprobs
+from tests.gpu.layers import Job, LayeredEngine
+
+NUM_LAYERS = 3
+NUM_BOUNDARIES = 2 * NUM_LAYERS + 1
+TEXTS = [np.random.default_rng(31).integers(3, 1000, length).tolist() for length in (LENGTH, 33)]
+"""The first takes several steps."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.random_llama(tmp_path_factory.mktemp("models") / "three", num_layers=NUM_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def layered(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LayeredEngine]:
+    root = tmp_path_factory.mktemp("references")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(REFERENCE_VARIABLE, str(root))
+        engine = LLM(
+            str(model),
+            dtype="float32",
+            max_model_len=LENGTH,
+            max_num_seqs=4,
+            max_num_batched_tokens=STEP_TOKENS,
+            enable_prefix_caching=True,
+            enforce_eager=True,
+            worker_extension_cls=WORKER_EXTENSION,
+        )
+    yield LayeredEngine(engine, root)
+    engine.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def reference(layered: LayeredEngine):
+    return layered.record("base", TEXTS)
+
+
+def test_blocks_are_named_as_the_checkpoints_modules(layered: LayeredEngine):
+    layers = layered.layers()
+    assert (layers.layer_class, layers.hidden_size) == ("LlamaDecoderLayer", 128)
+    expected = [
+        ([f"model.layers.{index}.{name}"], kind)
+        for index in range(NUM_LAYERS)
+        for name, kind in (("self_attn", "attention"), ("mlp", "mlp"))
+    ]
+    assert [(block.modules, block.kind) for block in layers.blocks] == expected
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_model_resumed_from_its_own_stream_is_itself(layered: LayeredEngine, reference, shift):
+    """Exactly, also when it is fed other tokens: then all comes from the stream."""
+    jobs = [(index, boundary) for index in range(2) for boundary in range(NUM_BOUNDARIES)]
+    assert max(kld.max() for kld in layered.kld(reference, jobs, shift)) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "expected_cost"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", "block 3"),
+        ("model.layers.2.self_attn.o_proj.weight", "block 4"),
+        ("model.embed_tokens.weight", "embeddings"),
+        ("lm_head.weight", "head"),
+    ],
+)
+def test_one_disturbed_part_has_the_whole_cost(
+    layered: LayeredEngine, model: Path, reference, name, expected_cost, tmp_path
+):
+    """And each D(k) is that of transformers. Windows that resume from all boundaries, and such as do not, share
+    steps."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    other = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    weight = other.get_parameter(name)
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(37)) * 0.2 * weight.data.std()
+    changed = weight.data.float() + noise
+    weight.data.copy_(changed)
+    torch.save(changed, tmp_path / "weight")
+    layered.call(plant, name, str(tmp_path / "weight"))
+    jobs: list[Job] = [(index, boundary) for boundary in (None, *range(NUM_BOUNDARIES)) for index in range(2)]
+    try:
+        found = np.array([kld.mean(dtype="f8") for kld in layered.kld(reference, jobs)]).reshape(-1, 2)
+    finally:
+        layered.call(lambda worker: worker.restore())
+    resumed = [oracle.resumed_divergences(base, other, text).mean(1) for text in TEXTS]
+    whole = [
+        oracle.divergence(oracle.logits(base, text), oracle.logits(other, text), text).kld.mean() for text in TEXTS
+    ]
+    exact = np.array([whole, *np.transpose(resumed)])
+    assert np.allclose(found, exact, rtol=1e-4, atol=0)
+    parts = ["embeddings", *(f"block {index}" for index in range(2 * NUM_LAYERS)), "head"]
+    costs = [*-np.diff(found, axis=0), found[-1]]
+    assert [part for part, cost in zip(parts, costs, strict=True) if cost.any()] == [expected_cost]
+
+
+def plant(worker, name: str, file: str) -> None:
+    """Give a weight in a file to a layer of the model in a worker."""
+    layer, planted = worker.model_runner.model.get_submodule(name.removesuffix(".weight")), torch.load(file)
+    if "embed" in name:
+        before = layer.weight.data
+        worker.restore = lambda: setattr(layer.weight, "data", before)
+        layer.weight.data = planted
+    else:
+        # On a CPU its weight is in a kernel.
+        before = layer.cpu_linear
+        worker.restore = lambda: setattr(layer, "cpu_linear", before)
+        layer.cpu_linear = lambda x, _, bias: torch.nn.functional.linear(x, planted, bias)
+
+
+def test_scores_and_answers_of_a_resumed_text_are_those_from_before(layered: LayeredEngine, reference):
+    """With the prefix cache on: keys and values of a replaced stream are neither left nor read."""
+
+    def scored() -> tuple[np.ndarray, list[int]]:
+        (answer,) = layered.engine.generate(TokensPrompt(prompt_token_ids=TEXTS[1]), greedy, use_tqdm=False)
+        return lane_logprobs(layered.engine, TEXTS[:1], 0)[0], list(answer.outputs[0].token_ids)
+
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    logprobs, answer = scored()
+    layered.kld(reference, [(index, boundary) for index in range(2) for boundary in range(NUM_BOUNDARIES)], shift=1)
+    again, same_answer = scored()
+    assert np.array_equal(again, logprobs)
+    assert same_answer == answer
+
+
+def test_a_resumed_window_shares_steps_with_plain_scores(layered: LayeredEngine, model: Path, reference):
+    """The rows of the plain one are its own; the resumed one, fed other tokens, is the recorded text all the same."""
+    layered.call(note_steps)
+    *resumed, logprobs = layered.kld(reference, [(0, 3), (0, None), (0, 3)], shift=1, plain=TEXTS[:1])
+    steps = layered.call(lambda worker: worker.steps)
+    # The last two, of which none ends with a step.
+    assert any(len(step) > 1 for step in steps[-6:])
+    assert (resumed[0].max(), resumed[2].max()) == (0, 0)
+    assert resumed[1].mean() > 0.1
+    oracle.assert_close(logprobs, oracle.logprobs(model, TEXTS[:1])[0])

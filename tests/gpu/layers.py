@@ -1,0 +1,204 @@
+"""An engine in process that records a reference with layers and resumes from its boundaries, without a server.
+
+    python -m tests.gpu.layers FAMILY [--runner v1] [--dtype float32]
+
+prints how far a random model of the family is from itself when it is resumed, or why it is refused.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import transformers
+
+from scoremode.windows import Window
+from scoremode.wire.references import ReferenceLayers
+from scoremode_server.engine.passes import RowsRequest
+from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference, StoredText
+from scoremode_server.references.files.manifest import HeadFormat, Manifest, TextPlan
+from scoremode_server.references.worker.orders import SINK, ForgetWindow, HoldReference, ReadWindow, WindowMark
+from scoremode_server.references.worker.packing import ComparedRows
+from scoremode_server.rows import read_columns
+from scoremode_server.scoring.model_identity import ModelIdentity
+from scoremode_server.settings import REFERENCE_VARIABLE, WORKER_EXTENSION
+from scoremode_server.worker.row_spec import RowSpec
+from tests import models
+from tests.gpu.family import FAMILIES, SIZES
+
+ODD_FAMILIES: dict[str, Any] = {
+    "Cohere (norms with one tensor twice)": lambda: transformers.CohereConfig(**SIZES),
+    "Granite (scaled residuals)": lambda: transformers.GraniteConfig(**SIZES, residual_multiplier=0.5),
+    "OLMo 2 (norms after)": lambda: transformers.Olmo2Config(**SIZES),
+    "GPT-2 (adds by itself)": lambda: transformers.GPT2Config(
+        vocab_size=4096, n_embd=256, n_layer=4, n_head=4, n_positions=2048, bos_token_id=0, eos_token_id=1
+    ),
+    "Nemotron-H": lambda: transformers.NemotronHConfig(
+        **SIZES, layers_block_type=["mamba", "attention", "mlp", "mamba"], mamba_num_heads=8, mamba_head_dim=64
+    ),
+}
+"""Whose streams are not, or not in all versions, what a layer is called with."""
+
+Tokens = Sequence[int]
+Job = tuple[int, int | None]
+"""A window, and the boundary from which it is resumed."""
+
+
+@dataclass
+class LayeredEngine:
+    engine: Any
+    """A `vllm.LLM` with the worker extension and a folder for references."""
+    root: Path
+
+    def call(self, method: Any, *args: Any) -> Any:
+        """What the only worker answers."""
+        return self.engine.collective_rpc(method, args=args)[0]
+
+    def layers(self) -> ReferenceLayers:
+        described = self.call("scoremode_describe_layers")
+        assert isinstance(described, dict), described
+        return ReferenceLayers.model_validate(described)
+
+    def record(self, name: str, texts: Sequence[Tokens]) -> StoredReference:
+        """Record each text as one window."""
+        lengths = [len(text) for text in texts]
+        stored = StoredText.from_documents(
+            [(text, [Window(0, len(text), 1)]) for text in texts], [(index, -1, -1) for index in range(len(texts))]
+        )
+        plan = TextPlan(
+            fingerprint="", method="disjoint", context_length=max(lengths), stride=max(lengths),
+            num_tokens=sum(lengths), num_windows=len(texts), num_scored=sum(lengths) - len(texts),
+            num_bytes=None, num_words=None,
+        )  # fmt: skip
+        model = ModelIdentity(
+            model=name, revision=None, dtype="float32", quantization=None, scoremode_version="", vllm_version="",
+            fingerprint=name, tokenizer_fingerprint="",
+        )  # fmt: skip
+        head = HeadFormat.model_validate(self.call("scoremode_describe_head"))
+        layers = self.layers()
+        manifest = Manifest(identity=uuid.uuid4().hex, created=0, model=model, head=head, text=plan, layers=layers)
+        reference = ReferenceDirectory(self.root).create(name, manifest, stored)
+        self.call("scoremode_write_head", name, manifest.identity, "head")
+        marks = [
+            self._mark("record", reference, index, num_boundaries=len(layers.blocks) + 1) for index in range(len(texts))
+        ]
+        self._generate(marks, texts)
+        self._wait("head", *[mark.ticket for mark in marks])
+        return reference
+
+    def kld(
+        self, reference: StoredReference, jobs: Sequence[Job], shift: int = 0, plain: Sequence[Tokens] = ()
+    ) -> list[np.ndarray]:
+        """The divergences [n - 1] of windows, whose tokens are fed moved by `shift`, and the logprobs of plain texts.
+        The engine has all of them at once."""
+        marks = [self._mark("compare", reference, index, from_boundary=boundary) for index, boundary in jobs]
+        head = reference.manifest.head
+        assert head is not None
+        orders = [HoldReference(marks[0], "me", head.model_dump()), *map(ReadWindow, marks)]
+        self._wait(marks[0].head, *[mark.ticket for mark in marks], orders=orders)
+        texts = [[(token + shift) % head.vocab_size for token in reference.text.window(index)[0]] for index, _ in jobs]
+        columns = self._generate([*marks, *[None] * len(plain)], [*texts, *plain])
+        self._exchange([ForgetWindow(mark.ticket) for mark in marks], [])
+        compared = [ComparedRows.unpack(each).positions.kld for each in columns[: len(marks)]]
+        return [*compared, *(logprobs[:, 0] for _, logprobs, _ in columns[len(marks) :])]
+
+    def _mark(self, action: Any, reference: StoredReference, index: int, **fields: Any) -> WindowMark:
+        num_fed = len(reference.text.window(index)[0]) - 1
+        identity = reference.manifest.identity
+        return WindowMark(
+            action, reference.name, identity, index, num_fed, uuid.uuid4().hex, identity, num_fed=num_fed, **fields
+        )
+
+    def _generate(self, marks: Sequence[WindowMark | None], texts: Sequence[Tokens]) -> list[Any]:
+        from vllm import TokensPrompt
+
+        specs = [
+            RowSpec() if mark is None else RowSpec(sink=SINK, sink_data=msgspec.to_builtins(mark)) for mark in marks
+        ]
+        requests = [RowsRequest.score(list(text), spec, request_id="") for text, spec in zip(texts, specs, strict=True)]
+        for request in requests:
+            request.params.skip_reading_prefix_cache = True
+        prompts = [
+            TokensPrompt(prompt_token_ids=request.prompt["prompt_token_ids"], cache_salt=uuid.uuid4().hex)
+            for request in requests
+        ]
+        outputs = self.engine.generate(prompts, [request.params for request in requests], use_tqdm=False)
+        return [read_columns(output.prompt_logprobs, 0) for output in outputs]
+
+    def _exchange(self, orders: Sequence[Any], tickets: Sequence[str]) -> dict[str, str | None]:
+        answer = self.call("scoremode_exchange", {0: (msgspec.to_builtins(list(orders)), list(tickets))})
+        outcomes: dict[str, str | None] = answer["outcomes"]
+        return outcomes
+
+    def _wait(self, *tickets: str, orders: Sequence[Any] = ()) -> None:
+        waiting = list(tickets)
+        while waiting:
+            outcomes = self._exchange(orders, waiting)
+            assert not any(outcomes.values()), outcomes
+            waiting, orders = [ticket for ticket, outcome in outcomes.items() if outcome is None], ()
+            time.sleep(0.01)
+
+
+def result_of(family: str, path: Path, root: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """What the engine says of the layers, and its distance from itself resumed from each boundary, fed other tokens."""
+    os.environ[REFERENCE_VARIABLE] = str(root)
+    from vllm import LLM
+
+    from scoremode_server import enable
+
+    enable()
+    engine = LLM(
+        str(path),
+        dtype=options.dtype,
+        max_model_len=1024,
+        max_num_seqs=8,
+        max_num_batched_tokens=1024,
+        enforce_eager=True,
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=2**30,
+        worker_extension_cls=WORKER_EXTENSION,
+        **({"gdn_prefill_backend": "triton"} if "linear attention" in family else {}),
+    )
+    layered = LayeredEngine(engine, root)
+    described = layered.call("scoremode_describe_layers")
+    if isinstance(described, str):
+        return {"refusal": described}
+    (text,) = np.random.default_rng(5).integers(3, 4000, (1, options.length)).tolist()
+    reference = layered.record("itself", [text])
+    num_boundaries = len(described["blocks"]) + 1
+    resumed = layered.kld(reference, [(0, boundary) for boundary in range(num_boundaries)], shift=1)
+    (other,) = layered.kld(reference, [(0, None)], shift=1)
+    return {
+        "layer_class": described["layer_class"],
+        "kinds": [block["kind"] for block in described["blocks"]],
+        "floor": [float(kld.mean(dtype="f8")) for kld in resumed],
+        "not resumed": float(other.mean(dtype="f8")),
+    }
+
+
+def main() -> None:
+    """Make a random model of a family, and print one line of JSON."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("family", choices=FAMILIES | ODD_FAMILIES)
+    parser.add_argument("--runner", choices=("v1", "v2"), default="v2")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--length", type=int, default=257)
+    options = parser.parse_args()
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(options.runner == "v2"))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    with tempfile.TemporaryDirectory() as folder:
+        config = (FAMILIES | ODD_FAMILIES)[options.family]()
+        path = models.random_model_of(config, Path(folder) / "model")
+        print(json.dumps(result_of(options.family, path, Path(folder) / "references", options)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

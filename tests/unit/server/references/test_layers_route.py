@@ -1,0 +1,196 @@
+"""References with layers over HTTP: recorded, checked, resumed from, and refused, on an engine with real files."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from scoremode_server.references import layers as layers_module
+from tests.bad_inputs import KLD, REFERENCES
+from tests.unit.server.light_app import client_of, error_of, events, light_app
+from tests.unit.server.references.reference_engine import (
+    BODY,
+    LAYERS,
+    NUM_WINDOWS,
+    TOKENS,
+    ReferenceEngine,
+    record,
+)
+from tests.unit.server.references.reference_setup import HIDDEN, files, full_disk
+
+BASE = f"{REFERENCES}/base"
+LAYERED = {**BODY, "layers": True}
+NUM_BOUNDARIES = 3
+WINDOW_TOKENS = 15
+"""That are fed of each window."""
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> ReferenceEngine:
+    return ReferenceEngine(tmp_path)
+
+
+@pytest.fixture
+async def client(engine: ReferenceEngine) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(light_app(engine)) as client:
+        yield client
+
+
+async def test_a_recording_keeps_the_stream_and_its_floor(engine, client):
+    described = (await client.get("/v1/layers")).json()
+    free = described.pop("free_bytes")
+    assert free > 0
+    assert described == {"object": "layers", **LAYERS.model_dump()}
+    recorded = await record(client, layers=True)
+    assert recorded["layers"] == {**LAYERS.model_dump(), "floor": [0.0] * NUM_BOUNDARIES}
+    reference = engine.directory.open("base")
+    for index in range(NUM_WINDOWS):
+        tokens, first = reference.text.window(index)
+        states = engine.model.hidden_states(tokens[:-1])
+        assert np.array_equal(reference.read_shard(index)[0], states[first - 1 :])
+        for boundary in range(NUM_BOUNDARIES):
+            assert np.array_equal(reference.read_stream(index, boundary), states)
+    # The check of the first window is fed other tokens, first without the stream.
+    assert engine.computed[NUM_WINDOWS:] == [0] * (1 + NUM_BOUNDARIES)
+    other, (window, _) = engine.requests[-1][0], reference.text.window(0)
+    assert len(other) == WINDOW_TOKENS
+    assert not (np.array(other) == window[:-1]).any()
+    engine.computed.clear()
+    assert events(await client.post(REFERENCES, json={**LAYERED, "stream": True})) == [recorded]
+    assert engine.computed == []
+
+
+async def test_damaged_streams_are_recorded_again(engine, client):
+    await record(client, layers=True)
+    before, reference = files(engine.directory.root), engine.directory.open("base")
+    reference.stream(2, 1).unlink()
+    path = reference.stream(3, 0)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert error_of(await client.post(KLD, json={"reference": "base", "from_boundary": 1}))[:2] == (409, "reference")
+    engine.computed.clear()
+    await record(client, layers=True)
+    assert sorted(engine.computed) == [2, 3]
+    assert files(engine.directory.root) == before
+
+
+async def test_a_resumed_window_has_the_references_stream(tmp_path, engine, client):
+    await record(client, layers=True)
+    async with client_of(light_app(ReferenceEngine(tmp_path, noise=0.1, fingerprint="of another"))) as other:
+        whole, first, last = [
+            (await other.post(KLD, json={"reference": "base", **more})).json()["statistics"]["kld"]["mean"]
+            for more in ({}, {"from_boundary": 0}, {"from_boundary": 2})
+        ]
+    # Only its head is another.
+    assert whole > 0
+    assert [first, last] == pytest.approx([whole, whole])
+
+
+@pytest.mark.parametrize("fault", ["leak", "calls_no_hooks"])
+async def test_a_model_that_the_stream_does_not_determine_is_refused(engine, client, fault):
+    """By the name of its layers' class; the reference stays incomplete."""
+    setattr(engine.model, fault, True)
+    status, param, message = error_of(await client.post(REFERENCES, json=LAYERED))
+    if fault == "leak":
+        assert (status, param) == (400, "layers")
+        assert message.startswith("layers: LinearLayer cannot be measured: resumed from its own boundary")
+    else:
+        assert (status, "0 of 15 tokens passed boundary 0" in message) == (507, True)
+    assert (await client.get(BASE)).json()["complete"] is False
+    assert error_of(await client.post(KLD, json={"reference": "base", "from_boundary": 0}))[:2] == (400, "reference")
+
+
+async def test_a_window_whose_stream_is_not_replaced_has_no_divergence(engine, client):
+    await record(client, layers=True)
+    engine.model.calls_no_hooks = True
+    status, _, message = error_of(await client.post(KLD, json={"reference": "base", "from_boundary": 0}))
+    assert (status, "position 1" in message) == (500, True)
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"from_boundary": 3}, "from_boundary: 3 is not from 0 to 2, the boundaries of reference 'base'"),
+    ({"from_boundary": 0, "lane": "decode"}, "from_boundary: the lane must be prefill, not decode"),
+    ({"from_boundary": 0, "as_noise_floor": True}, "from_boundary: a noise floor is of the whole model"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), REFUSALS)
+async def test_requests_that_cannot_be_resumed_are_refused(client, body, message):
+    await record(client, layers=True)
+    refused = error_of(await client.post(KLD, json={"reference": "base", **body}))
+    assert refused == (400, "from_boundary", message)
+
+
+async def test_a_reference_without_layers_is_not_resumed_from(client):
+    await record(client)
+    refused = error_of(await client.post(KLD, json={"reference": "base", "from_boundary": 0}))
+    assert refused[:2] == (400, "from_boundary")
+    assert "was recorded without layers" in refused[2]
+    refused = error_of(await client.post(REFERENCES, json=LAYERED))
+    assert refused[:2] == (409, "layers")
+    assert "recorded without layers: delete it" in refused[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blocks": LAYERS.blocks[:1]}, "has 3 boundaries, and the served model 2"),
+        ({"hidden_size": 2 * HIDDEN}, f"has a hidden size of {HIDDEN}, and the served model one of {2 * HIDDEN}"),
+        ({"blocks": LAYERS.blocks[::-1]}, "has mamba as block 0, and the served model mlp"),
+    ],
+)
+async def test_another_models_layers_are_refused(tmp_path, client, changes, message):
+    await record(client, layers=True)
+    other = ReferenceEngine(tmp_path, fingerprint="of another")
+    other.layers = LAYERS.model_copy(update=changes).model_dump()
+    async with client_of(light_app(other)) as of_other:
+        refused = error_of(await of_other.post(KLD, json={"reference": "base", "from_boundary": 0}))
+    assert refused == (400, "from_boundary", f"from_boundary: reference 'base' {message}")
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "message"),
+    [
+        ("model_config", "enforce_eager", False, "start the server with --enforce-eager"),
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "prefill context parallelism"),
+        ("parallel_config", "use_ubatching", True, "micro-batching"),
+        ("", "speculative_config", object(), "speculative decoding"),
+    ],
+)
+async def test_servers_that_call_no_hooks_on_whole_layers_are_refused(engine, client, part, name, value, message):
+    setattr(getattr(engine.config, part) if part else engine.config, name, value)
+    for answer in (await client.get("/v1/layers"), await client.post(REFERENCES, json=LAYERED)):
+        status, param, text = error_of(answer)
+        assert (status, param, message in text) == (400, "layers", True)
+    assert (await client.get(REFERENCES)).json()["data"] == []
+
+
+async def test_a_model_whose_layers_cannot_be_cut_is_refused_by_their_class(engine, client):
+    engine.layers = "OddLayer: its residual is not of the shape of its hidden_states"
+    status, param, message = error_of(await client.post(REFERENCES, json=LAYERED))
+    assert (status, param) == (400, "layers")
+    assert message == f"layers: this model's layers cannot be cut: {engine.layers}"
+
+
+async def test_a_disk_without_space_is_refused_before_anything_is_recorded(engine, client, monkeypatch):
+    # The last window has four tokens fewer.
+    num_bytes = (NUM_WINDOWS * WINDOW_TOKENS - 4) * NUM_BOUNDARIES * HIDDEN * 2
+    usage = type("Usage", (), {"free": num_bytes - 1})
+    monkeypatch.setattr(layers_module.shutil, "disk_usage", lambda root: usage)
+    status, param, message = error_of(await client.post(REFERENCES, json=LAYERED))
+    assert (status, param) == (507, "layers")
+    assert "its layers need 0.0 GiB" in message
+    assert (await client.get(REFERENCES)).json()["data"] == []
+
+
+async def test_a_full_disk_loses_nothing(engine, client, monkeypatch):
+    """What was written before stays, and the same request resumes."""
+    with monkeypatch.context() as patch:
+        patch.setattr("scoremode_server.references.files.tensors.save_file", full_disk)
+        assert error_of(await client.post(REFERENCES, json=LAYERED))[0] == 507
+    recorded = await record(client, layers=True)
+    assert recorded["layers"]["floor"] == [0.0] * NUM_BOUNDARIES
+    assert recorded["num_scored"] == len(TOKENS) - 1
