@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, PlainValidator, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PlainValidator, TypeAdapter
 
 from scoremode.errors import ResponseError
 from scoremode.kld import POSITION_DTYPES, KldPositions
@@ -156,6 +156,17 @@ def _window(sent: object) -> KldWindowValues:
     if any(each is not None and len(each) != len(positions) for each in (top, reference_top)):
         raise ResponseError(f"the server's top_logprobs are not of the {len(positions)} of window {window['index']}")
     return KldWindowValues(window["index"], positions, top, reference_top)
+
+
+class ResumedKld(BaseModel):
+    """The sum of a window's divergences, of the whole model or resumed from a boundary of its layers."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    index: NonNegativeInt
+    """Windows one after another, and of each the whole model, then every boundary."""
+    num_scored: int
+    kld_sum: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)

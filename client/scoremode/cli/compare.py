@@ -52,6 +52,10 @@ def check(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the report and the plots first, and the tables to stdout last; returns 3 if a limit is exceeded. RunError
     if a run or a task's samples cannot be read or compared."""
+    from scoremode.comparison.layers import is_layers_file
+
+    if any(map(is_layers_file, options.runs)):
+        return _compare_layers(options)
     from scoremode.accuracy import compare_tasks, load_tasks
     from scoremode.comparison import as_csv, as_markdown, as_text, card, compare, load_runs, with_logs
     from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_text
@@ -98,6 +102,21 @@ def run(options: argparse.Namespace) -> int:
     for line in lines:
         print(f"ppl-client: {printable(line)}", file=sys.stderr)
     return LIMIT_EXCEEDED if lines else 0
+
+
+def _compare_layers(options: argparse.Namespace) -> int:
+    """Compare runs of `ppl-client layers`: bars side by side, and a table."""
+    from scoremode.comparison.layers import layers_as_text, load_layers, write_layers_report
+
+    others = [*_OF_RUNS, "tasks", "llama_cpp", "qbench", "markdown", "csv"]
+    for name in others:
+        if name != "html" and getattr(options, name):
+            raise RunError(f"--{name.replace('_', '-')} does not work with runs of ppl-client layers")
+    runs = load_layers(options.runs, options.labels)
+    if options.html is not None:
+        write_layers_report(runs, options.html)
+    sys.stdout.write(layers_as_text(runs))
+    return 0
 
 
 def _task_folders(tasks: Sequence[str], labels: Sequence[str]) -> dict[str, Path]:

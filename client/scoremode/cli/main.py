@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from scoremode._texts import printable
-from scoremode.cli import compare, corpus, example, export, kld, perplexity, quick, record, sweep
+from scoremode.cli import compare, corpus, example, export, kld, layers, perplexity, quick, record, sweep
 from scoremode.cli.options import Command, UsageError
 from scoremode.cli.progress import lines_on_stderr
 from scoremode.errors import ScoremodeError
@@ -19,6 +19,7 @@ COMMANDS = {
         perplexity.COMMAND,
         record.COMMAND,
         kld.COMMAND,
+        layers.COMMAND,
         export.COMMAND,
         compare.COMMAND,
         quick.COMMAND,
@@ -33,6 +34,7 @@ commands, each with its own --help:
   perplexity  the perplexity of a text; done if no command is named, as below
   record      record a model's distributions over a text, to compare others with
   kld         another model's KL divergence from what was recorded
+  layers      what each layer of that model costs, and which to keep in 16 bits
   compare     finished runs: tables, verdicts, a report, a card
   quick       an original and its quantizations, from checkpoints to a verdict
   example     three measured runs and their report, without a server

@@ -16,15 +16,25 @@ from scoremode.cli.options import (
     Option,
     check_one_server,
     check_text,
+    refuse,
 )
 from scoremode.cli.progress import progress_bar
 from scoremode.cli.running import connected, corpus_of, window_rows, windows_of
 from scoremode.runs.recording import Recording, record_reference
 from scoremode.runs.report import reference_in_words
 
+LAYERS_CONTEXT = 1024
+LAYERS_TOKENS = 4 * LAYERS_CONTEXT + 1
+"""Four windows: method `disjoint` leaves out a window that ends with the text."""
+
 
 def check(options: argparse.Namespace) -> None:
     check_one_server(options, "record", "has all windows")
+    refuse(options, ("preset", "method", "stride", "messages"), "layers", ": its windows are disjoint")
+    if options.layers:
+        options.method = "disjoint"
+        options.context_length = options.context_length or LAYERS_CONTEXT
+        options.max_tokens = options.max_tokens or LAYERS_TOKENS
     check_text(options)
 
 
@@ -32,7 +42,12 @@ async def run(options: argparse.Namespace) -> None:
     corpus = corpus_of(options)
     async with connected(options, progress_bar("ppl", quiet=options.quiet)) as ([client], on_progress):
         recording = await record_reference(
-            client, corpus, options.reference, **windows_of(options), on_progress=on_progress
+            client,
+            corpus,
+            options.reference,
+            layers=options.layers,
+            on_progress=on_progress,
+            **windows_of(options),
         )
     print(as_text(recording))
 
@@ -71,6 +86,13 @@ COMMAND = Command(
             "recording",
             [
                 Option("--reference NAME", "name to record under: letters, digits, '.', '_' and '-'", required=True),
+                Option(
+                    "--layers",
+                    "record the residual stream at every boundary of the decoder layers too, for `ppl-client layers`, "
+                    f"by default of {LAYERS_TOKENS - 1:,} tokens in disjoint windows of {LAYERS_CONTEXT:,}; the "
+                    "server must run with --enforce-eager",
+                    action="store_true",
+                ),
                 *WINDOWS,
             ],
         ),

@@ -41,7 +41,7 @@ def measure_lanes(
         for lane in lanes
     ]
     written = [*filter(None, outputs)]
-    with _resumable(written):
+    with resumable(written):
         measured = [asyncio.run(measure(lane, output)) for lane, output in zip(lanes, outputs, strict=True)]
     # Not before all lanes are finished: a command that resumes them has the windows of the first from its journal.
     for output in written:
@@ -61,7 +61,7 @@ def _each_lane(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 @contextmanager
-def _resumable(outputs: Sequence[Output]) -> Iterator[None]:
+def resumable(outputs: Sequence[Output]) -> Iterator[None]:
     """Close the journals of runs that fail, and add to the error how to resume the last that has windows."""
     try:
         yield

@@ -74,9 +74,9 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "title": ", ".join([*(run.label for run in runs[:_MAX_NAMED]), *more]),
         "measured": measured(comparison),
         "style": Markup(style),
-        "style_hash": _policy_hash(style),
+        "style_hash": policy_hash(style),
         "script": Markup(script),
-        "script_hash": _policy_hash(script),
+        "script_hash": policy_hash(script),
         "sentences": [sentence for sentence in summary(comparison) if sentence not in warnings],
         "columns": columns,
         "rows": rows,
@@ -123,5 +123,5 @@ def _largest_kld(comparison: RunComparison) -> int | None:
     return int(np.argmax(means)) if max(means) >= 0 else None
 
 
-def _policy_hash(source: str) -> str:
+def policy_hash(source: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"

@@ -74,7 +74,7 @@ class KldPlan:
     def header(self) -> dict[str, object]:
         return {
             "kind": "kld",
-            **{f"reference.{name}": value for name, value in _identity(self.reference).items()},
+            **{f"reference.{name}": value for name, value in reference_identity(self.reference).items()},
             "model": self.model,
             **({"top_logprobs": self.top_logprobs} if self.top_logprobs else {}),
             **lane_fields(self.lane),
@@ -238,16 +238,22 @@ async def measure_kld(
             cancelled.
     """
     pool = await Pool.connect(clients, concurrency)
+    reference = await same_references(pool, name)
+    num_top = min(top_logprobs, pool.info.max_top_logprobs)
+    plan = KldPlan(pool.info, pool.clients[0].model or pool.info.model, reference, num_top, lane)
+    run = await measure(plan, pool, start_journal, on_progress)
+    return await _measurement(pool.clients[0], plan, run, pool.concurrency, return_token_texts=return_token_texts)
+
+
+async def same_references(pool: Pool, name: str) -> Reference:
+    """Look up a reference that all servers must have. ServersDifferError if one has another of that name."""
     references = [await client.reference(name) for client in pool.clients]
-    for client, reference in zip(pool.clients, references, strict=True):
-        if difference := differences(_identity(reference), _identity(references[0])):
+    for client, other in zip(pool.clients, references, strict=True):
+        if difference := differences(reference_identity(other), reference_identity(references[0])):
             raise ServersDifferError(
                 f"{client.address} has another reference {name!r} than {pool.clients[0].address}: {difference}"
             )
-    num_top = min(top_logprobs, pool.info.max_top_logprobs)
-    plan = KldPlan(pool.info, pool.clients[0].model or pool.info.model, references[0], num_top, lane)
-    run = await measure(plan, pool, start_journal, on_progress)
-    return await _measurement(pool.clients[0], plan, run, pool.concurrency, return_token_texts=return_token_texts)
+    return references[0]
 
 
 async def measure_noise_floor(
@@ -292,7 +298,7 @@ async def _measurement(
     if len(positions) != (num_expected := plan.reference.num_scored):
         raise ResponseError(f"the server gave {len(positions)} positions for the {num_expected} of the reference")
     reference = await client.reference(plan.reference.name)
-    if difference := differences(_identity(reference), _identity(plan.reference)):
+    if difference := differences(reference_identity(reference), reference_identity(plan.reference)):
         raise ResponseError(f"the reference was replaced while the model was compared with it: {difference}")
     window_sizes = [window.num_scored for window in windows]
     try:
@@ -327,7 +333,7 @@ async def _measurement(
     )
 
 
-def _identity(reference: Reference) -> Mapping[str, object]:
+def reference_identity(reference: Reference) -> Mapping[str, object]:
     """The fields of a reference that tell it from any other."""
     return reference.model_dump(
         include={"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}

@@ -1,18 +1,21 @@
 """Recording a corpus as a reference on a server: what `ppl-client record` runs, as a library."""
 
+import logging
 import math
 import time
 from dataclasses import dataclass
 from typing import Unpack
 
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import NotFoundError, RateLimitError, ServerError, TransportError
+from scoremode.errors import NotFoundError, OutputError, RateLimitError, ServerError, TransportError
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.run import OnProgress, Progress
 from scoremode.windows import WindowSettings
 from scoremode.wire.protocol import PerplexityWindow
 from scoremode.wire.references import Reference
 from scoremode.wire.requests import OnWindow
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ async def record_reference(
     corpus: Corpus,
     name: str,
     *,
+    layers: bool = False,
     on_progress: OnProgress | None = None,
     on_window: OnWindow | None = None,
     **windows: Unpack[WindowSettings],
@@ -42,6 +46,8 @@ async def record_reference(
         client: Of one server, which must have a folder for references.
         corpus: The text.
         name: Of the reference.
+        layers: Record the residual stream at the boundaries of the decoder layers too, for `measure_layers`. The log
+            says how much disk that takes; a ScoremodeError if it is not free.
         on_progress: Called for each window.
         on_window: Called with each window too, which then has logprobs and ranks.
         **windows: How the text is cut into windows.
@@ -54,6 +60,8 @@ async def record_reference(
         num_resumed = (await client.reference(name)).num_recorded
     except NotFoundError:
         num_resumed = 0
+    if layers:
+        await _check_space(client, name, windows.get("max_tokens"), is_new=not num_resumed)
     num_new = tokens_before = 0
 
     def take(window: PerplexityWindow) -> None:
@@ -78,6 +86,7 @@ async def record_reference(
                 labels=corpus.labels or None,
                 corpus=corpus.info,
                 return_ranks=on_window is not None,
+                layers=layers,
                 on_window=take,
                 **({"context_length": windows.get("context_length")} if corpus.conversations else windows),
             )
@@ -89,3 +98,19 @@ async def record_reference(
             if corpus.conversations or len(corpus.documents) > 1:
                 corpus.warn_of_unscored((await client.reference_windows(name)).documents)
             return Recording(corpus, reference, num_resumed, time.perf_counter() - started)
+
+
+async def _check_space(client: AsyncScoreClient, name: str, max_tokens: int | None, *, is_new: bool) -> None:
+    """Say how much disk the layers of a text take in disjoint windows. OutputError if a new reference cannot have
+    that much; the server checks what an interrupted one still needs, and texts without `max_tokens`."""
+    served, info = await client.layers(), await client.info()
+    token_bytes = served.token_bytes(info.dtype)
+    needed, free = f"{token_bytes / 2**20:.2f} MiB per token", f"{served.free_bytes / 2**30:,.1f} GiB"
+    if max_tokens is not None:
+        needed = f"{max_tokens * token_bytes / 2**30:,.2f} GiB"
+    if is_new and max_tokens is not None and max_tokens * token_bytes > served.free_bytes:
+        raise OutputError(
+            f"the layers of {name} need {needed} on the server's disk, which has {free} free: record fewer tokens "
+            "(--max-tokens), or make space"
+        )
+    _log.info("the layers of %s take at most %s on the server's disk, which has %s free", name, needed, free)

@@ -32,6 +32,12 @@ MODEL |= {"scoremode_version": "9.9.9", "vllm_version": "0.32.0"}
 INFO = {"object": "score.info", **MODEL, "bos_token_id": BOS, "eos_token_id": None, "adds_bos": True}
 INFO |= {"max_model_len": MAX_MODEL_LEN, "max_top_logprobs": 20}
 FINGERPRINT = "fingerprint of bytes"
+MODULES = [f"model.layers.{index}.{name}" for index in (0, 1) for name in ("self_attn", "mlp")]
+LAYERS = {"layer_class": "ByteLayer", "hidden_size": 8}
+LAYERS["blocks"] = [{"modules": [name], "kind": "mlp" if "mlp" in name else "attention"} for name in MODULES]
+FLOOR = [0.0, 0.0, 0.0, 1e-4, 1e-4]
+REST_OF_NOISE = [1.0, 0.9, 0.8, 0.3, 0.3, 0.1]
+"""The share of its noise that the whole model has, and that is left from each boundary on."""
 USAGE = {"prompt_tokens": 0, "cached_tokens": 0, "total_tokens": 0}
 Handler = Callable[[httpx.Request], httpx.Response | None]
 ALLOWED = "STAND_IN_ALLOWED"
@@ -215,6 +221,7 @@ class StoredReference:
             "perplexity_stderr": 0.5,
             "nll_mean": mean,
             "noise_floor": self.noise_floor,
+            "layers": {**LAYERS, "floor": FLOOR} if self.request.get("layers") else None,
         }
 
     def origins(self) -> dict:
@@ -230,6 +237,8 @@ class FakeServer:
     references: dict[str, StoredReference] = field(default_factory=dict)
     noise: float = 0.0
     """How far its model is away from the reference's."""
+    free_bytes: int = 10**9
+    """On its disk."""
     allowed: int = 10**9
     """Windows that it records per request, and scores or compares in all, before it drops the connection."""
     info: dict = field(default_factory=dict)
@@ -269,6 +278,8 @@ class FakeServer:
                 return ok({"object": "tokens", "tokens": [*map(token_text, body["token_ids"])]})
             case "POST", "/v1/references":
                 return self.record(body)
+            case "GET", "/v1/layers":
+                return ok({"object": "layers", **LAYERS, "free_bytes": self.free_bytes})
             case "POST", "/v1/kld":
                 return self.compare(body)
             case "GET", "/v1/references":
@@ -320,7 +331,9 @@ class FakeServer:
                 return None
             self.allowed -= last - first
             self.compared += range(first, last)
-        windows = [compare(*window, self.noise) for window in stored.windows[first:last]]
+        boundary = body.get("from_boundary")
+        noise = self.noise * REST_OF_NOISE[0 if boundary is None else 1 + boundary]
+        windows = [compare(*window, noise) for window in stored.windows[first:last]]
         sizes = [len(window) for window in windows]
         figures = statistics(KldPositions.concatenate(windows), sizes, first)
         if body["as_noise_floor"]:

@@ -1,0 +1,178 @@
+"""`ppl-client layers`: what each block of a served model's decoder layers costs, and which to keep in 16 bits."""
+
+import argparse
+import asyncio
+from collections import defaultdict
+from itertools import accumulate
+from pathlib import Path
+
+from scoremode._texts import printable, two_columns
+from scoremode.cli.options import (
+    COUNT,
+    MORE_THAN_0,
+    PACE,
+    SEVERAL_SERVERS,
+    Command,
+    Group,
+    Option,
+    UsageError,
+    check_servers,
+    output_options,
+    require,
+)
+from scoremode.cli.progress import progress_bar
+from scoremode.cli.running import connected, resumable, server_rows, window_rows
+from scoremode.runs.layers import Cost, LayersMeasurement, PartCost, measure_layers
+from scoremode.runs.output import Output
+from scoremode.runs.recipe import Recipe, make_recipe
+from scoremode.runs.report import reference_in_words, weights_in_words
+
+
+def check(options: argparse.Namespace) -> None:
+    check_servers(options)
+    require(options, ("resume",), "output", ": the journal is next to it")
+    needs_weights = options.keep is not None or options.keep_gib is not None
+    for name in ("base_weights", "weights"):
+        option, path = f"--{name.replace('_', '-')}", getattr(options, name)
+        if needs_weights and path is None:
+            raise UsageError(f"--keep and --keep-gib need {option} DIR, whose files say how large blocks are")
+        if path is not None and not path.is_dir():
+            raise UsageError(f"{option}: {path} is not a folder")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, write the output and print the tables."""
+    outputs = []
+    if options.output is not None:
+        outputs = [Output(options.output, resume=options.resume, force=options.force)]
+    with resumable(outputs):
+        measurement = asyncio.run(_measure(options, outputs))
+        try:
+            for output in outputs:
+                output.write(measurement.record(options.urls), measurement.arrays())
+        finally:
+            print(as_text(measurement))
+    for output in outputs:
+        output.remove_journal()
+    if options.keep is not None or options.keep_gib is not None:
+        extra_bytes = None if options.keep_gib is None else options.keep_gib * 2**30
+        print(
+            recipe_as_text(
+                make_recipe(
+                    measurement, options.base_weights, options.weights, num_blocks=options.keep, extra_bytes=extra_bytes
+                ),
+                measurement,
+            )
+        )
+
+
+async def _measure(options: argparse.Namespace, outputs: list[Output]) -> LayersMeasurement:
+    async with connected(options, progress_bar("kld", quiet=options.quiet)) as (clients, on_progress):
+        return await measure_layers(
+            clients,
+            options.reference,
+            concurrency=options.concurrency,
+            start_journal=outputs[0].start_journal if outputs else None,
+            on_progress=on_progress,
+        )
+
+
+def as_text(measurement: LayersMeasurement) -> str:
+    """The models, the cost of every part with the share of those up to it, and sums by kind."""
+    server, reference, whole = measurement.server, measurement.reference, measurement.whole
+    heading = two_columns([
+        ("model (Q)", f"{measurement.model}: {weights_in_words(server)}"),
+        *server_rows(server, "prefill", None),
+        ("base", f"{reference.name}: {reference.model}, {reference_in_words(reference)}"),
+        *window_rows(reference, reference.corpus, reference.num_scored, reference.num_tokens),
+        ("time", f"{measurement.seconds:,.1f} s"),
+        ("whole model", f"{_pair(whole)} nats per token"),
+    ])  # fmt: skip
+    parts = sorted(measurement.parts, key=lambda part: -part.cost)
+    width = max(len(part.name) for part in parts)
+    lines = [
+        "====== Cost of each part ======",
+        f"{'part':{width}}  {'kind':16}  {'cost in nats':>22}  {'share':>7}  {'so far':>7}",
+    ]
+    sums = accumulate(part.cost for part in parts)
+    for part, so_far in zip(parts, sums, strict=True):
+        mark = "" if part.is_above_floor else "  not above the floor"
+        lines.append(
+            f"{printable(part.name):{width}}  {part.kind:16}  {_pair(part):>22}  {_share(part.cost, whole)}  "
+            f"{_share(so_far, whole)}{mark}"
+        )
+    return "\n\n".join([heading, "\n".join(lines), "\n".join(_kinds(measurement))])
+
+
+def _kinds(measurement: LayersMeasurement) -> list[str]:
+    of_kinds: dict[str, list[PartCost]] = defaultdict(list)
+    for part in measurement.parts:
+        of_kinds[part.kind].append(part)
+    lines = ["====== By kind ======", f"{'kind':16}  {'parts':>5}  {'cost in nats':>12}  {'share':>7}"]
+    for kind, parts in of_kinds.items():
+        cost = sum(part.cost for part in parts)
+        lines.append(f"{kind:16}  {len(parts):5}  {cost:12.6f}  {_share(cost, measurement.whole)}")
+    return lines
+
+
+def recipe_as_text(recipe: Recipe, measurement: LayersMeasurement) -> str:
+    """The kept blocks, the divergence to expect, and both lists."""
+    lines = [
+        "",
+        f"====== Keep {len(recipe.kept)} blocks in 16 bits: {recipe.extra_bytes / 2**30:.4f} GiB more ======",
+        *(
+            f"{printable(each.block.name)}  {each.block.cost:.6f} nats, {each.extra_bytes:,} bytes"
+            for each in recipe.kept
+        ),
+        f"Expected KLD: {_pair(recipe.predicted)} instead of {_pair(measurement.whole)}",
+        "",
+        "llm-compressor:",
+        "  ignore:",
+        *(f"    - '{name}'" for name in recipe.ignore),
+        "",
+        "vLLM, quantizing online:",
+        f"  --quantization-config '{recipe.quantization_config}'",
+    ]
+    return "\n".join(lines)
+
+
+def _pair(cost: Cost) -> str:
+    return f"{cost.cost:.6f} ± {'-' if cost.stderr is None else f'{cost.stderr:.6f}'}"
+
+
+def _share(cost: float, whole: Cost) -> str:
+    return f"{'-':>7}" if not whole.cost else f"{100 * cost / whole.cost:6.1f}%"
+
+
+COMMAND = Command(
+    "layers",
+    "What each block of a served model's decoder layers costs of its KL divergence from a reference that was recorded "
+    "with --layers, and which blocks to keep in 16 bits.",
+    [
+        Group(
+            "measurement",
+            [
+                Option("--reference NAME", "recorded with --layers; every server must have it", required=True),
+                PACE[0],
+            ],
+        ),
+        Group(
+            "recipe",
+            [
+                Option("--keep N", "choose the N blocks to keep, by nats per byte", type=COUNT),
+                Option("--keep-gib GIB", "choose the blocks to keep that fit this much more", type=MORE_THAN_0),
+                Option("--base-weights DIR", "the original's checkpoint", type=Path),
+                Option("--weights DIR", "the served model's checkpoint", type=Path),
+            ],
+        ),
+        SEVERAL_SERVERS,
+        Group(
+            "output",
+            output_options("write the costs as JSON, and the divergence of every window next to it as safetensors"),
+        ),
+    ],
+    run,
+    check,
+    success="every boundary was measured and the output is written",
+    example="ppl-client layers --url http://localhost:8001 --reference base-layers --output layers.json",
+)

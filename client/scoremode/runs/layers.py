@@ -1,0 +1,229 @@
+"""The cost of each block of decoder layers in nats, on one or several servers: what `ppl-client layers` runs, as a
+library.
+
+D(k) is the mean KL divergence of the served model from a reference when its residual stream is replaced by the
+reference's at boundary k. The cost of block k is D(k) - D(k + 1), that of the embeddings is the whole divergence less
+D(0), and that of the final norm and the LM head is D of the last boundary. So costs add up to the whole divergence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scoremode._texts import model_name
+from scoremode.client import AsyncScoreClient
+from scoremode.errors import ResponseError, RunError, ServersDifferError
+from scoremode.metrics import finite_or_none
+from scoremode.results import ResumedKld
+from scoremode.runs.divergence import reference_identity, same_references
+from scoremode.runs.plan import differences, server_header
+from scoremode.runs.pool import Pool
+from scoremode.runs.report import record_beginning
+from scoremode.runs.run import OnProgress, StartJournal, measure
+from scoremode.wire.protocol import ServerInfo
+from scoremode.wire.references import BlockKind, Reference, ReferenceLayers
+
+PartKind = BlockKind | Literal["embeddings", "head"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayersPlan:
+    """The divergences to be measured, as their journal has them."""
+
+    server: ServerInfo
+    model: str
+    reference: Reference
+
+    @property
+    def layers(self) -> ReferenceLayers:
+        assert self.reference.layers is not None
+        return self.reference.layers
+
+    @property
+    def num_places(self) -> int:
+        """Divergences of a window: of the whole model, and from each boundary."""
+        return len(self.layers.blocks) + 2
+
+    @property
+    def num_windows(self) -> int:
+        return self.reference.num_windows * self.num_places
+
+    async def measure(self, client: AsyncScoreClient, index: int) -> ResumedKld:
+        window, place = divmod(index, self.num_places)
+        result = await client.kld(
+            self.reference.name,
+            (window, window + 1),
+            num_positions=self.reference.context_length,
+            from_boundary=place - 1 if place else None,
+        )
+        if self.server.fingerprint is not None and result.fingerprint != self.server.fingerprint:
+            raise ServersDifferError(
+                f"{client.address} compared another model: its fingerprint is {result.fingerprint!r} "
+                f"instead of {self.server.fingerprint!r}"
+            )
+        kld = result.data[0].positions.kld
+        if not np.isfinite(kld).all():
+            raise ResponseError(f"the divergence of window {window} is infinite, and has no parts")
+        return ResumedKld(index=index, num_scored=len(kld), kld_sum=float(kld.sum(dtype="f8")))
+
+    def nats(self, window: ResumedKld) -> float:
+        return window.kld_sum
+
+    def header(self) -> dict[str, object]:
+        return {
+            "kind": "layers",
+            **{f"reference.{name}": value for name, value in reference_identity(self.reference).items()},
+            "model": self.model,
+            **server_header(self.server),
+        }
+
+    def to_line(self, window: ResumedKld) -> dict[str, object]:
+        return window.model_dump()
+
+    def from_line(self, line: dict[str, object]) -> ResumedKld:
+        window = ResumedKld.model_validate(line)
+        if window.index >= self.num_windows:
+            raise ValueError("not a window of this run")
+        return window
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A cost in nats per token, and its standard error with windows as independent; None for one window."""
+
+    cost: float
+    stderr: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartCost(Cost):
+    """The cost of a part of the model."""
+
+    name: str
+    """A block's as the checkpoint's modules, such as `model.layers.11.mlp`."""
+    kind: PartKind
+    modules: list[str]
+    floor: float
+    """What the recorded model costs here from its own boundaries, by rounding in another place."""
+
+    @property
+    def is_above_floor(self) -> bool:
+        return self.cost > self.floor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayersMeasurement:
+    """The cost of each part of a served model, next to a reference."""
+
+    server: ServerInfo
+    model: str
+    reference: Reference
+    window_sizes: NDArray[np.int64]
+    """Positions of each window."""
+    kld_sums: NDArray[np.float64]
+    """[windows, boundaries + 1]: of each window the sum of its divergences, of the whole model first."""
+    seconds: float
+
+    @property
+    def layers(self) -> ReferenceLayers:
+        assert self.reference.layers is not None
+        return self.reference.layers
+
+    @property
+    def whole(self) -> Cost:
+        return self._cost(self.kld_sums[:, 0])
+
+    @property
+    def parts(self) -> list[PartCost]:
+        """The embeddings, every block, and the final norm with the LM head."""
+        floor = self.layers.floor or [0.0]
+        names: list[tuple[str, PartKind, list[str]]] = [("embeddings", "embeddings", [])]
+        names += [(block.name, block.kind, block.modules) for block in self.layers.blocks]
+        names.append(("head", "head", []))
+        # Of the whole model and after the head there is nothing to resume from.
+        floors = [max(pair) for pair in zip([0.0, *floor], [*floor, 0.0], strict=True)]
+        sums = [*(self.kld_sums[:, :-1] - self.kld_sums[:, 1:]).T, self.kld_sums[:, -1]]
+        return [
+            PartCost(**asdict(self._cost(of_windows)), name=name, kind=kind, modules=modules, floor=at_floor)
+            for of_windows, (name, kind, modules), at_floor in zip(sums, names, floors, strict=True)
+        ]
+
+    @property
+    def blocks(self) -> list[PartCost]:
+        return self.parts[1:-1]
+
+    def without(self, blocks: Sequence[PartCost]) -> Cost:
+        """The divergence to expect if blocks are kept as the reference has them."""
+        places = [index + 1 for index, block in enumerate(self.blocks) if block in blocks]
+        kept = (self.kld_sums[:, places] - self.kld_sums[:, [place + 1 for place in places]]).sum(1)
+        return self._cost(self.kld_sums[:, 0] - kept)
+
+    def _cost(self, sums: NDArray[np.float64]) -> Cost:
+        num_scored, num_windows = self.window_sizes.sum(), len(sums)
+        mean = sums.sum() / num_scored
+        stderr = None
+        if num_windows > 1:
+            squares = ((sums - mean * self.window_sizes) ** 2).sum()
+            stderr = float(np.sqrt(num_windows / (num_windows - 1) * squares) / num_scored)
+        return Cost(float(mean), stderr)
+
+    def record(self, urls: Sequence[str]) -> dict[str, object]:
+        parts = self.parts
+
+        def as_json(part: PartCost) -> dict[str, object]:
+            return {**asdict(part), "is_above_floor": part.is_above_floor}
+
+        return {
+            **record_beginning("layers", urls, self.model, self.server),
+            "reference": finite_or_none(self.reference.model_dump()) | {"model": model_name(self.reference.model)},
+            "whole": asdict(self.whole),
+            "embeddings": as_json(parts[0]),
+            "blocks": [as_json(block) for block in parts[1:-1]],
+            "head": as_json(parts[-1]),
+            "floor": self.layers.floor,
+            "seconds": self.seconds,
+        }
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        return {"kld_sums": self.kld_sums, "window_sizes": self.window_sizes}
+
+
+async def measure_layers(
+    clients: AsyncScoreClient | Sequence[AsyncScoreClient],
+    name: str,
+    *,
+    concurrency: int | None = None,
+    start_journal: StartJournal[ResumedKld] | None = None,
+    on_progress: OnProgress | None = None,
+) -> LayersMeasurement:
+    """Measure what each block of a served model's decoder layers costs, spread over servers of the same model.
+
+    Args:
+        clients: One, or one for each server; all must have the reference, and run with `--enforce-eager`.
+        name: Of a complete reference that was recorded with `layers`.
+        concurrency: As for `measure_kld`, with its other arguments.
+        start_journal: Opens the journal once it is known what is to be measured.
+        on_progress: Called for each window and boundary.
+
+    Raises:
+        ScoremodeError: as `measure_kld`; or the reference has no layers, or the served model has others.
+    """
+    pool = await Pool.connect(clients, concurrency)
+    reference = await same_references(pool, name)
+    if reference.layers is None or not reference.complete:
+        what = "is not complete" if reference.layers is not None else "was recorded without layers"
+        raise RunError(f"reference {name} {what}: record it on a server of the original (ppl-client record --layers)")
+    plan = LayersPlan(pool.info, pool.clients[0].model or pool.info.model, reference)
+    run = await measure(plan, pool, start_journal, on_progress)
+    windows, seconds = run.in_order(), run.seconds()
+    now = await pool.clients[0].reference(name)
+    if differing := differences(reference_identity(now), reference_identity(reference)):
+        raise ResponseError(f"the reference was replaced while it was compared with: {differing}")
+    sizes = np.array([window.num_scored for window in windows]).reshape(-1, plan.num_places)
+    if (sizes != sizes[:, :1]).any() or sizes[:, 0].sum() != reference.num_scored:
+        raise ResponseError(f"the server's windows do not have the {reference.num_scored} positions of the reference")
+    sums = np.array([window.kld_sum for window in windows]).reshape(sizes.shape)
+    return LayersMeasurement(plan.server, plan.model, reference, sizes[:, 0], sums, seconds)

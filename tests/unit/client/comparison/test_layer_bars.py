@@ -1,0 +1,114 @@
+"""Runs of `ppl-client layers` side by side: the table, the bars and their scale, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from fake_server import FINGERPRINT, INFO, StoredReference
+
+from scoremode.cli.main import main
+from scoremode.comparison.layers import HEIGHT, load_layers, write_layers_report
+from scoremode.errors import RunError
+
+NAMES = ["model.layers.0.self_attn", "model.layers.0.mlp"]
+KINDS = ["attention", "mlp"]
+
+
+def part(name: str, kind: str, cost: float, stderr: float | None = 0.001) -> dict[str, Any]:
+    return {"name": name, "kind": kind, "cost": cost, "stderr": stderr, "floor": 0.0, "is_above_floor": cost > 0.0}
+
+
+def write_run(path: Path, costs: list[float], **changes: Any) -> Path:
+    """A run of a model with two blocks, and the costs of embeddings, blocks and head."""
+    stored = StoredReference(
+        {"name": "base", "method": "disjoint", "context_length": 4, "prompt": "a text", "layers": True}
+    )
+    embeddings, *blocks, head = costs
+    record = {
+        "kind": "layers",
+        "model": path.stem,
+        "server": INFO | {"fingerprint": path.stem},
+        "reference": stored.json() | {"perplexity": 2.0},
+        "whole": {"cost": sum(costs), "stderr": 0.002},
+        "embeddings": part("embeddings", "embeddings", embeddings),
+        "blocks": [part(*each) for each in zip(NAMES, KINDS, blocks, strict=True)],
+        "head": part("head", "head", head, None),
+        "floor": [0.0] * 3,
+    }
+    path.write_text(json.dumps(record | changes))
+    return path
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    return [
+        write_run(tmp_path / "int4.json", [0.01, 0.02, 0.04, 0.005]),
+        write_run(tmp_path / "fp8.json", [0.001, -0.002, 0.008, 0.0]),
+    ]
+
+
+def test_a_table_has_each_part_in_the_order_of_the_model(paths, capsys):
+    assert main(["compare", *map(str, paths)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["part", "int4", "fp8"]
+    assert lines[1] == ["whole", "model", "0.075000", "±", "0.002000", "0.007000", "±", "0.002000"]
+    assert [line[0] for line in lines[2:6]] == ["embeddings", *NAMES, "head"]
+    assert lines[3][1:] == ["0.020000", "±", "0.001000", "-0.002000", "±", "0.001000", "*"]
+    assert lines[5][-4:] == ["0.000000", "±", "-", "*"]
+
+
+def test_bars_are_side_by_side_to_one_scale(paths, tmp_path):
+    assert main(["compare", *map(str, paths), "--labels", "A,B", "--html", str(tmp_path / "report.html")]) == 0
+    html = (tmp_path / "report.html").read_text()
+    body = html[html.index("<body>") : html.index("</body>") + len("</body>")]
+    first, second = ElementTree.fromstring(body).iter("figure")
+    # The scale goes from the lowest end of an error to the highest.
+    pixels = HEIGHT / (0.041 + 0.003)
+    for figure, costs in ((first, [0.01, 0.02, 0.04, 0.005]), (second, [0.001, -0.002, 0.008, 0.0])):
+        bars = [bar.find("rect").attrib for bar in figure.iter("g")]
+        assert [float(bar["height"]) for bar in bars] == pytest.approx(
+            [max(0.5, abs(cost) * pixels) for cost in costs], abs=0.02
+        )
+        tops = [float(bar["y"]) for bar in bars]
+        assert tops == pytest.approx([(0.041 - max(cost, 0)) * pixels for cost in costs], abs=0.02)
+        assert [bar["class"].split()[0] for bar in bars] == ["c2", "c0", "c1", "c2"]
+    tips = [bar.find("title").text for bar in second.iter("g")]
+    assert tips[1] == "model.layers.0.self_attn (attention): -0.002000 ± 0.001000 nats, not above the floor"
+    # Of both color schemes, in one file that loads nothing.
+    assert "prefers-color-scheme: dark" in html
+    assert "http" not in html.replace("http-equiv", "")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reference": {"fingerprint": "of another"}}, "has another original, text or other layers"),
+        ({"blocks": []}, "has another original, text or other layers"),
+        ({"kind": "kld"}, "is not a run of ppl-client layers"),
+        ({"whole": {"cost": "much", "stderr": None}}, r"whole\.cost"),
+    ],
+)
+def test_runs_that_do_not_fit_are_refused(paths, change, message):
+    record = json.loads(paths[1].read_text())
+    for name, value in change.items():
+        record[name] = record[name] | value if isinstance(value, dict) and name == "reference" else value
+    paths[1].write_text(json.dumps(record))
+    with pytest.raises(RunError, match=message):
+        load_layers(paths)
+
+
+def test_a_file_that_is_cut_short_and_options_of_other_runs_are_refused(paths, tmp_path, capsys):
+    assert main(["compare", *map(str, paths), "--card"]) == 1
+    assert "--card does not work with runs of ppl-client layers" in capsys.readouterr().err
+    paths[1].write_text(paths[1].read_text()[:100])
+    assert main(["compare", *map(str, paths)]) == 1
+    assert f"{paths[1]} is not JSON, or is cut short" in capsys.readouterr().err
+
+
+def test_a_run_without_any_cost_is_drawn(tmp_path):
+    run = load_layers([write_run(tmp_path / "same.json", [0.0] * 4)])
+    write_layers_report(run, tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text().count("faint") > 4
+    assert run[0].reference.fingerprint == FINGERPRINT

@@ -1,0 +1,192 @@
+"""Costs of layers as a library and on the command line, against divergences that are worked out anew here."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_server import FLOOR, MODULES, REST_OF_NOISE, FakeServer, client_of, compare, serve
+from safetensors.numpy import save_file
+
+from scoremode.cli.main import main
+from scoremode.errors import OutputError, RunError, ServersDifferError
+from scoremode.runs.corpora import Corpus
+from scoremode.runs.layers import measure_layers
+from scoremode.runs.recipe import make_recipe
+from scoremode.runs.recording import record_reference
+
+TEXT = "The quick brown fox jumps over the lazy dog"
+NOISE = 0.5
+NUM_PLACES = len(REST_OF_NOISE)
+
+
+async def recorded(server: FakeServer, **settings) -> FakeServer:
+    async with client_of(server) as client:
+        settings = {"method": "disjoint", "context_length": 8, "layers": True, **settings}
+        await record_reference(client, Corpus("fox", TEXT, "made up", 1), "base", **settings)
+    return FakeServer(server.references, noise=NOISE)
+
+
+@pytest.fixture
+async def server() -> FakeServer:
+    """Serves another model than the reference's."""
+    return await recorded(FakeServer())
+
+
+def sums_of(server: FakeServer) -> np.ndarray:
+    """The sums of divergences [windows, places]."""
+    windows = server.references["base"].windows
+    return np.array([[compare(*each, NOISE * rest).kld.sum(dtype="f8") for rest in REST_OF_NOISE] for each in windows])
+
+
+async def measure(*servers: FakeServer, **settings):
+    clients = [client_of(server, name) for server, name in zip(servers, "abc", strict=False)]
+    return await measure_layers(clients, "base", **settings)
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+async def test_costs_add_up_to_the_whole_divergence(server, num_servers):
+    others = [FakeServer(server.references, noise=NOISE) for _ in range(num_servers - 1)]
+    progress = []
+    found = await measure(server, *others, on_progress=progress.append)
+    sums, sizes = sums_of(server), [len(tokens) - first for tokens, first in server.references["base"].windows]
+    assert np.allclose(found.kld_sums, sums, rtol=1e-12)
+    whole = sums[:, 0].sum() / sum(sizes)
+    assert found.whole.cost == pytest.approx(whole, rel=1e-12)
+    assert sum(part.cost for part in found.parts) == pytest.approx(whole, rel=1e-12)
+    divergences = [*(sums.sum(0) / sum(sizes)), 0]
+    assert [part.cost for part in found.parts] == pytest.approx((-np.diff(divergences)).tolist(), rel=1e-9)
+    assert [part.name for part in found.parts] == ["embeddings", *MODULES, "head"]
+    assert [part.floor for part in found.parts] == [0, 0, 0, FLOOR[3], FLOOR[3], FLOOR[4]]
+    # The third block has no noise of its own.
+    assert [part.is_above_floor for part in found.parts] == [True, True, True, False, True, True]
+    assert (progress[-1].windows_done, progress[-1].num_windows) == (len(sizes) * NUM_PLACES,) * 2
+
+
+async def test_errors_are_paired_and_clustered_by_windows(server):
+    found = await measure(server)
+    sums, sizes = sums_of(server), np.array(found.window_sizes)
+    # Cluster-robust, of the difference of two places in each window.
+    residuals = (sums[:, 2] - sums[:, 3]) - found.blocks[1].cost * sizes
+    count = len(sizes)
+    expected = (count / (count - 1) * (residuals**2).sum()) ** 0.5 / sizes.sum()
+    assert found.blocks[1].stderr == pytest.approx(expected, rel=1e-9)
+    kept = found.without(found.blocks[1:2])
+    assert kept.cost == pytest.approx(found.whole.cost - found.blocks[1].cost, rel=1e-9)
+
+
+async def test_what_cannot_be_measured_is_refused(server):
+    with pytest.raises(RunError, match="was recorded without layers: record it"):
+        await measure(await recorded(FakeServer(), layers=False))
+    with pytest.raises(ServersDifferError, match="another reference"):
+        await measure(server, FakeServer((await recorded(FakeServer(), context_length=16)).references, noise=NOISE))
+    full = FakeServer(free_bytes=100)
+    with pytest.raises(OutputError, match=r"the layers of base need .* GiB .* which has 0\.0 GiB free"):
+        await recorded(full, max_tokens=40)
+    assert not full.references
+
+
+def test_recording_says_what_it_takes_and_has_windows_of_its_own(capsys):
+    with serve(server := FakeServer()) as url:
+        arguments = ["record", "--url", url, "--text", TEXT, "--reference", "base", "--layers", "--quiet"]
+        assert main([*arguments, "--context-length", "16"]) == 0
+    (body,) = [body for method, path, body in server.requests if (method, path) == ("POST", "/v1/references")]
+    assert (body["layers"], body["method"], body["max_tokens"], body["context_length"]) == (True, "disjoint", 4097, 16)
+    # Five boundaries of eight float32 for each token.
+    assert f"take at most {4097 * 5 * 8 * 4 / 2**30:.2f} GiB" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*arguments, "--stride", "8"])
+    assert "--stride does not work with --layers" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_is_resumed(server, tmp_path: Path, capsys):
+    output = tmp_path / "layers.json"
+    server.allowed = 9
+    command = ["layers", "--reference", "base", "--output", str(output), "--quiet", "--retry-for", "0"]
+    with serve(server) as url:
+        assert main([*command, "--url", url, "--concurrency", "1"]) == 1
+        assert "windows: the same command with --resume resumes it" in capsys.readouterr().err
+        server.allowed = 10**9
+        assert main([*command, "--url", url, "--resume"]) == 0
+    num_windows = len(server.references["base"].windows)
+    assert len(server.compared) == num_windows * NUM_PLACES
+    record = json.loads(output.read_text())
+    sums = sums_of(server)
+    assert record["kind"] == "layers"
+    num_scored = sum(len(tokens) - first for tokens, first in server.references["base"].windows)
+    assert record["whole"]["cost"] == pytest.approx(sums[:, 0].sum() / num_scored, rel=1e-9)
+    assert [block["name"] for block in record["blocks"]] == MODULES
+    assert record["floor"] == FLOOR
+    costs = [record["embeddings"]["cost"], *(block["cost"] for block in record["blocks"]), record["head"]["cost"]]
+    assert sum(costs) == pytest.approx(record["whole"]["cost"], rel=1e-12)
+    table = capsys.readouterr().out
+    assert table.index(MODULES[1]) < table.index(MODULES[0]) < table.index(MODULES[2])
+    (line,) = [line for line in table.splitlines() if line.startswith(MODULES[2])]
+    assert line.endswith("not above the floor")
+
+
+def checkpoint(folder: Path, sizes: dict[str, int], prefix: str = "") -> Path:
+    folder.mkdir()
+    tensors = {f"{prefix}{name}.weight": np.zeros(size, np.int8) for name, size in sizes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def base_weights(tmp_path: Path) -> Path:
+    """The second block, with the largest cost, is a hundred times as large as the others; the prefix is another."""
+    names = {f"{name}.proj": 100 for name in MODULES} | {f"{MODULES[1]}.proj": 10_000}
+    return checkpoint(tmp_path / "base", names, "language_")
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    names = {f"{name}.proj": 25 for name in MODULES} | {f"{MODULES[1]}.proj": 2500}
+    return checkpoint(tmp_path / "quantized", names, "language_")
+
+
+async def test_a_recipe_keeps_the_most_nats_per_byte(server, base_weights, weights):
+    found = await measure(server)
+    one = make_recipe(found, base_weights, weights, num_blocks=1)
+    # Of those above the floor: the first, second and fourth.
+    per_byte = {0: found.blocks[0].cost / 75, 1: found.blocks[1].cost / 7500, 3: found.blocks[3].cost / 75}
+    best = max(per_byte, key=lambda index: per_byte[index])
+    assert best != 1
+    assert [each.block.name for each in one.kept] == [MODULES[best]]
+    assert one.extra_bytes == 75
+    assert one.predicted.cost == pytest.approx(found.whole.cost - found.blocks[best].cost, rel=1e-9)
+    pattern = MODULES[best].replace(".", r"\.") + r"\..*"
+    assert one.ignore == ["lm_head", f"re:^language_{pattern}"]
+    assert json.loads(one.quantization_config) == {"ignore": [f"re:^{pattern}"]}
+    small = make_recipe(found, base_weights, weights, extra_bytes=200)
+    assert {each.block.name for each in small.kept} == {MODULES[0], MODULES[3]}
+    all_blocks = make_recipe(found, base_weights, weights, num_blocks=9)
+    assert len(all_blocks.kept) == 3
+
+
+async def test_checkpoints_that_do_not_fit_are_refused(server, base_weights, weights, tmp_path):
+    found = await measure(server)
+    with pytest.raises(RunError, match="no block costs more than its floor and is smaller"):
+        make_recipe(found, weights, weights, num_blocks=1)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(RunError, match="has no safetensors files"):
+        make_recipe(found, empty, weights, num_blocks=1)
+    other = checkpoint(tmp_path / "other", {"model.layers.0.attn": 8})
+    with pytest.raises(RunError, match=rf"has 0 modules that could be {MODULES[0]}"):
+        make_recipe(found, other, weights, num_blocks=1)
+    (weights / "model.safetensors").write_bytes((weights / "model.safetensors").read_bytes()[:60])
+    with pytest.raises(RunError, match="is not a safetensors file, or is cut short"):
+        make_recipe(found, base_weights, weights, num_blocks=1)
+
+
+def test_a_recipe_is_printed(server, base_weights, weights, capsys):
+    command = ["layers", "--reference", "base", "--quiet", "--keep", "1"]
+    with serve(server) as url:
+        assert main([*command, "--url", url, "--base-weights", str(base_weights), "--weights", str(weights)]) == 0
+    printed = capsys.readouterr().out
+    assert "Keep 1 blocks in 16 bits" in printed
+    assert "    - 're:^language_model" in printed
+    with pytest.raises(SystemExit):
+        main(command)
+    assert "need --base-weights DIR" in capsys.readouterr().err
