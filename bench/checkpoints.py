@@ -5,8 +5,9 @@ them. That is the crudest way to quantize, and enough to compare two implementat
 """
 
 import json
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,12 +57,18 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def write_checkpoint(source: Path, folder: Path, name: str) -> Path:
-    """Write `source` (one safetensors file) in the format `name`; layers called `..._proj` are quantized."""
+def write_checkpoint(source: Path, folder: Path, name: str, kept: Sequence[str] = ()) -> Path:
+    """Write `source` (one safetensors file) in the format `name`; layers called `..._proj` are quantized, except those
+    in the modules `kept`."""
     form = FORMATS[name]
     scheme = form.scheme
     tensors = load_file(source / "model.safetensors")
-    quantized = {name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")}
+    in_kept = tuple(f"{module}." for module in kept)
+    quantized = {
+        name.removesuffix(".weight")
+        for name in tensors
+        if name.endswith("_proj.weight") and not name.startswith(in_kept)
+    }
     written = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in quantized}
     for layer in sorted(quantized):
         parts = _quantize(tensors[f"{layer}.weight"], scheme, form.layout, _fused_max(tensors, layer))
@@ -70,7 +77,7 @@ def write_checkpoint(source: Path, folder: Path, name: str) -> Path:
         config_groups={"group_0": scheme},
         format=form.layout,
         quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=["lm_head"],
+        ignore=["lm_head", *(f"re:^{re.escape(module)}\\..*" for module in kept)],
     ).model_dump(mode="json", exclude_none=True)
     return _save(source, folder, written, {"quantization_config": config})
 
