@@ -8,12 +8,14 @@ from hashlib import blake2b
 from pathlib import Path
 
 from demo_model import cache_root, demo_model, made_once
-from local_server import has_gpu, server_process
+from local_server import CPU_FLAGS, has_gpu, server_process
 from rounded_model import rounded_model
 
 NAME = "SmolLM2-135M"
 ROUNDED = f"{NAME}-4bit"
 PERPLEXITY = ("--dataset", "pydoc", "--max-tokens", "4096", "--context-length", "1024", "--stride", "512")
+# A model that runs eagerly starts in half the time.
+FLAGS = ("--max-model-len", "2048", "--enforce-eager")
 REFERENCE = ("--dataset", "pydoc", "--max-tokens", "2048", "--context-length", "512", "--stride", "256")
 
 
@@ -25,9 +27,17 @@ def main() -> int:
     commands = [PERPLEXITY, ("record", "--reference", name, *REFERENCE)]
     if status := ask(model, NAME, commands):
         return status
-    print(f"\nPreparing {ROUNDED}, the same weights rounded to 4 bits ...", flush=True)
+    print(f"\nPreparing {ROUNDED}, the same weights rounded to 4 bits and kept as float32 ...", flush=True)
     rounded = made_once(cache_root() / ROUNDED, lambda folder: rounded_model(model, folder))
-    return ask(rounded, ROUNDED, [("kld", "--reference", name)])
+    if status := ask(rounded, ROUNDED, [("kld", "--reference", name)]):
+        return status
+    programs = Path(sys.executable).parent
+    print(
+        f"\nKept: {model} and {rounded}, and the reference. To serve one, and to score on it in another terminal:\n"
+        f"  make serve MODEL={model} ARGS='{' '.join((*FLAGS, *(() if has_gpu() else CPU_FLAGS)))}'\n"
+        f"  {programs}/ppl-client --url http://localhost:8000 --dataset pydoc --max-tokens 2048 --context-length 512"
+    )
+    return 0
 
 
 def reference_name(model: Path) -> str:
@@ -39,12 +49,11 @@ def reference_name(model: Path) -> str:
 def ask(model: Path, name: str, commands: list[tuple[str, ...]]) -> int:
     """Serve a model while `ppl-client` runs with each of these arguments, until one fails."""
     references = cache_root() / "demo-references"
-    # A model that runs eagerly starts in half the time.
-    flags = ("--served-model-name", name, "--max-model-len", "2048", "--enforce-eager")
     with tempfile.TemporaryDirectory() as folder:
         print(f"$ scoremode serve {model} --reference-dir {references}      (a minute or two)", flush=True)
         log = Path(folder) / "server.log"
-        with server_process(model, *flags, "--reference-dir", str(references), log=log) as server:
+        flags = ("--served-model-name", name, *FLAGS, "--reference-dir", str(references))
+        with server_process(model, *flags, log=log) as server:
             for command in commands:
                 arguments = [*command, "--url", server.url]
                 print(f"\n$ ppl-client {' '.join(arguments)}", flush=True)

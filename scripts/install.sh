@@ -9,6 +9,7 @@
 # VLLM_VERSION   for cpu and cuda: this version of vLLM in place of what pyproject.toml asks for
 # EXTRA    extras of pyproject.toml, such as dev; with dev the checkout is installed editable
 set -euo pipefail
+[ $# -ge 2 ] || { echo 'usage: scripts/install.sh PYTHON cpu|cuda|bundled|none [EXTRA...]' >&2; exit 2; }
 python=$1 engine=$2
 shift 2
 cd "$(dirname "$0")/.."

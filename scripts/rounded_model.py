@@ -3,6 +3,7 @@
 python scripts/rounded_model.py MODEL COPY
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -20,12 +21,14 @@ def rounded_model(source: Path, path: Path) -> Path:
     """Writes a Llama-like `source` with the weights of every linear layer but lm_head rounded to nearest.
 
     Symmetric integers of 4 bits, a scale for each group of 32 along the input, max|w| / 7. All tensors are float32, so
-    that `--dtype float32` runs what was rounded; the configuration is the source's.
+    that `--dtype float32` runs what was rounded; the rest of the configuration is the source's.
     """
     # Imported here because it takes seconds, and the copy is nearly always there already.
     from safetensors.torch import load_file, save_file
 
     copy_all_but_weights(source, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2))
     for file in source.glob("*.safetensors"):
         tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
         rounded = {name: _round(tensor) for name, tensor in tensors.items() if name.endswith("_proj.weight")}

@@ -228,12 +228,13 @@ def _divergent_table(tokens: Sequence[DivergentToken]) -> list[str]:
         if not token.text_before and token.num_context:
             before = f"{token.num_context:,} tokens that are not scored"
         reference_top = _shown(token.reference_top_token, token.reference_top_token_id)
+        top = _shown(token.top_token, token.top_token_id)
         lines += [
             f"KLD {_number(token.kld, 0, 6)}, window {token.window}, after {before}",
             f"    {_shown(token.token, token.token_id)}: "
             f"base {token.reference_probability:.4f}, Q {token.probability:.4f}; "
             f"base prefers {reference_top} ({token.reference_confidence:.4f}), "
-            f"Q {_shown(token.top_token, token.top_token_id)}",
+            f"Q {'too' if token.top_token_id == token.reference_top_token_id else top}",
         ]
     return lines if tokens else [*lines, "none"]
 

@@ -107,15 +107,21 @@ def _bar(
     bar.add_task("", total=None, documents="0", rate="-", figure="-")
     [task] = bar.tasks
     is_logged, next_line = not quiet and not bar.console.is_terminal, SECONDS_PER_LINE
+    # The clock of rates starts with the first progress: before it, a server may still be loading its model.
+    first_tokens, first_seconds = None, 0.0
 
     def advance(progress: Any) -> None:
-        nonlocal next_line
-        shown = fields(progress)
+        nonlocal next_line, first_tokens, first_seconds
+        shown, elapsed = fields(progress), task.elapsed or 0.0
         num_tokens = shown.pop("num_tokens")
-        bar.update(task.id, rate=f"{num_tokens / task.elapsed:,.0f}" if num_tokens and task.elapsed else "-", **shown)
-        if is_logged and task.elapsed is not None and task.elapsed > next_line:
-            next_line = task.elapsed + SECONDS_PER_LINE
-            _log.info("%s: %d of %s after %.0f s", counted, task.completed, shown["total"], task.elapsed)
+        if first_tokens is None:
+            first_tokens, first_seconds = num_tokens, elapsed
+        since = num_tokens - first_tokens
+        bar.update(task.id, rate=f"{since / (elapsed - first_seconds):,.0f}" if since else "-", **shown)
+        if is_logged and elapsed > next_line:
+            next_line = elapsed + SECONDS_PER_LINE
+            left = "" if task.time_remaining is None else f", about {task.time_remaining:.0f} s left"
+            _log.info("%s: %d of %s after %.0f s%s", counted, task.completed, shown["total"], elapsed, left)
 
     bar.start()
     try:

@@ -146,11 +146,11 @@ def _csv_figure(name: str, value: Figure | float | None) -> CsvRow:
 def _settings(comparison: RunComparison) -> list[str]:
     run, corpus = comparison.base, comparison.corpus
     return [
-        f"{run.num_scored:,} tokens{'' if corpus is None else f' of {corpus.in_words}'}.",
+        f"{run.num_scored:,} scored tokens{'' if corpus is None else f' of {corpus.in_words}'}.",
         f"{run.num_windows:,} windows: {run.method}, context length {run.context_length:,}, stride {run.stride:,}; "
         f"{comparable_with(corpus, run.context_length)}.",
         f"{measured_by(comparison)}.",
-        "± takes tokens as independent. [95 % interval] does not.",
+        "± takes tokens as independent; [ ] is a 95 % interval that does not, from resampled texts or blocks of text.",
         comparison.intervals_in_words(f"Seed {comparison.seed}"),
     ]
 

@@ -56,7 +56,8 @@ class Limits:
     def check_length(self, num_tokens: int, name: str) -> None:
         if num_tokens > self.max_model_len:
             raise RequestError(
-                f"{name} has {num_tokens} tokens, but the model takes at most {self.max_model_len}",
+                f"{name} has {num_tokens} tokens, but the model takes at most {self.max_model_len} "
+                "(POST /v1/perplexity cuts texts of any length into windows)",
                 name.partition("[")[0],
             )
 

@@ -44,7 +44,7 @@ def interval(figure):
 def test_text_has_settings_runs_and_pairs_in_120_columns(comparison):
     text = as_text(comparison)
     lines = text.splitlines()
-    assert lines[0] == "3,000 tokens of text, sha256 e4fcc6171e2a."
+    assert lines[0] == "3,000 scored tokens of text, sha256 e4fcc6171e2a."
     assert lines[4] == f"Seed 0: {comparison.blocks}, 500 resamples."
     assert max(len(line) for line in lines if not line.endswith(".")) <= 120
     int4 = comparison.runs[2]
