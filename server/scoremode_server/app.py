@@ -10,6 +10,7 @@ from starlette.datastructures import State
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.envs import enable_envs_cache
+from vllm.logger import init_logger
 
 from scoremode.wire.protocol import ServerInfo
 from scoremode_server.completions import routes as completions
@@ -31,6 +32,9 @@ from scoremode_server.vllm_compat.computed_by import what_computes
 from scoremode_server.vllm_compat.engine_client import bound_generation_alone, drain_before_shutdown
 from scoremode_server.vllm_compat.served_models import ServedModels
 from scoremode_server.worker.row_spec import RowSpec, guard_rows
+
+# vLLM prints what loggers below its own write.
+logger = init_logger("vllm.scoremode.app")
 
 
 def routers(app: Any) -> list[Any]:
@@ -93,6 +97,8 @@ async def start(client: EngineClient, state: State, settings: Namespace, *, has_
         lanes=served_lanes(client.vllm_config),
     )
     start_extensions(core, state)
+    page_path = "" if settings.no_page else ", /scoremode (in a browser)"
+    logger.info("%s can be scored: POST /v1/score, POST /v1/perplexity%s", info.model, page_path)
 
 
 def engine_size(config: VllmConfig, settings: Namespace) -> EngineSize:

@@ -107,7 +107,7 @@ def main() -> None:
         case ["--version" | "-V"]:
             print(importlib.metadata.version("scoremode"))
         case ["--help" | "-h"]:
-            print(f"usage: {USAGE}\n       scoremode --version")
+            print(f"usage: {USAGE}\n       scoremode serve --help=Scoremode\n       scoremode --version")
         case _:
             print(f"usage: {USAGE}", file=sys.stderr)
             raise SystemExit(2)
