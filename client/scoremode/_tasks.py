@@ -9,7 +9,7 @@ Result = TypeVar("Result")
 Parameters = ParamSpec("Parameters")
 
 
-async def joined(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+async def results_of(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
     """The results in order. If one fails the others are cancelled, and its exception is raised itself, in no group."""
     try:
         async with TaskGroup() as group:

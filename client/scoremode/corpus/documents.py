@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode._tasks import Result, joined
+from scoremode._tasks import Result, results_of
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import APIStatusError, ResponseError, ScoremodeError
 from scoremode.metrics import bits_per_byte, exp
@@ -103,10 +103,10 @@ class DocumentScorer:
         figures."""
         with_text = [document for document in documents if isinstance(document, Document)]
         limit = self.context_length * _FEWEST_BYTES
-        short, long = await joined(
+        short, long = await results_of(
             [
                 self._score_texts([document for document in with_text if document.num_bytes <= limit]),
-                joined(self._tokenize_and_score(document) for document in with_text if document.num_bytes > limit),
+                results_of(self._tokenize_and_score(document) for document in with_text if document.num_bytes > limit),
             ]
         )
         results = {True: iter(short), False: iter(long)}
@@ -116,7 +116,9 @@ class DocumentScorer:
         ]
 
     async def _score_texts(self, documents: Sequence[Document]) -> list[DocumentResult]:
-        parts = await joined(self._score_request(documents[first:last]) for first, last in cut_into_requests(documents))
+        parts = await results_of(
+            self._score_request(documents[first:last]) for first, last in cut_into_requests(documents)
+        )
         return [result for part in parts for result in part]
 
     async def _score_request(self, documents: Sequence[Document]) -> list[DocumentResult]:
@@ -130,7 +132,7 @@ class DocumentScorer:
                 return [await self._tokenize_and_score(documents[0])]
             # One of them is too long or otherwise at fault, or all together are too long.
             half = len(documents) // 2
-            first, second = await joined(map(self._score_request, (documents[:half], documents[half:])))
+            first, second = await results_of(map(self._score_request, (documents[:half], documents[half:])))
             return first + second
         too_long = [len(answer.token_ids) > self.context_length for answer in answers]
         pairs = list(zip(documents, answers, strict=True))
@@ -138,7 +140,7 @@ class DocumentScorer:
         again = (
             self._score_tokens(answer.token_ids, document.num_bytes) for document, answer in compress(pairs, too_long)
         )
-        cut = iter(await joined(again))
+        cut = iter(await results_of(again))
         return [next(cut) if is_long else self._scored(*pair) for pair, is_long in zip(pairs, too_long, strict=True)]
 
     def _scored(self, document: Document, answer: Score) -> ScoredDocument:
@@ -162,7 +164,7 @@ class DocumentScorer:
         windows = cut_windows(len(tokens), "rolling", self.context_length, prefix_token_id=self.prefix_token_id)
         in_request = max(1, _REQUEST_TOKENS // self.context_length)
         try:
-            parts = await joined(
+            parts = await results_of(
                 self._score_windows(tokens, windows[first : first + in_request])
                 for first in range(0, len(windows), in_request)
             )

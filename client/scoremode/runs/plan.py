@@ -12,7 +12,7 @@ from typing import Any, cast
 from pydantic import ConfigDict, NonNegativeInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from scoremode._tasks import joined
+from scoremode._tasks import results_of
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError
 from scoremode.metrics import count_words
@@ -201,7 +201,7 @@ async def tokenize_texts(client: AsyncScoreClient, texts: Sequence[str], add_spe
         async with slots:
             return await client.tokenize(text, add_special_tokens)
 
-    return await joined(map(tokens_of, texts))
+    return await results_of(map(tokens_of, texts))
 
 
 async def _with_text(plan: Plan, client: AsyncScoreClient) -> Plan:

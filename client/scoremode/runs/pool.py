@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from scoremode._tasks import Result, joined
+from scoremode._tasks import Result, results_of
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import RateLimitError, ScoremodeError, ServerError, ServersDifferError, TransportError
 from scoremode.runs.plan import differences, identity
@@ -97,7 +97,7 @@ class Pool:
                 keep(await self.ask(job, send))
 
         with self.taking_over():
-            await joined(work() for _ in range(self.concurrency))
+            await results_of(work() for _ in range(self.concurrency))
 
     @contextmanager
     def taking_over(self) -> Iterator[None]:

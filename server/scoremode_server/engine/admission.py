@@ -58,7 +58,7 @@ class Admission:
     ) -> None:
         self.size = size
         self.num_sequences = self.num_tokens = self.num_running = 0
-        self._num_computing = 0
+        self._num_computing_tokens = 0
         """Tokens that the engine must compute, as far as this process knows."""
         self._num_decoding = 0
         self._decoding_seconds, self._decoding_until = 0.0, 0.0
@@ -104,10 +104,10 @@ class Admission:
             if queue.num_sequences:
                 queue.add(-queue.num_sequences, -queue.num_tokens)
 
-    def until_stopped(self) -> "_Limit":
+    def until_stopped(self) -> "_TimeLimit":
         """Let this task work on a request, such as tokenize it, until the server stops (UnavailableError) or the
         request's time is over (OverdueError)."""
-        return _Limit(self)
+        return _TimeLimit(self)
 
     @asynccontextmanager
     async def slot(
@@ -122,7 +122,7 @@ class Admission:
             await waiting.admitted
             if self.is_stopped:
                 raise stopping_error()
-            queue.entered = queue.entered or time.monotonic()
+            queue.entered_at = queue.entered_at or time.monotonic()
             queue.running.add(request_id)
             yield
         finally:
@@ -165,7 +165,7 @@ class Admission:
         """The next sequence for which the engine has space. The last free place and the reserved tokens go only to
         requests with at most one sequence in the engine, which would otherwise wait for another step."""
         num_free = self.size.sequences - self.num_running
-        free_tokens = self.size.tokens - self._num_computing
+        free_tokens = self.size.tokens - self._num_computing_tokens
         if num_free <= 0 or free_tokens <= 0:
             return None
         is_reserved = num_free == 1 or free_tokens <= self.size.reserved_tokens
@@ -175,7 +175,7 @@ class Admission:
 
     def _count(self, sequence: _Waiting, num_running: int) -> None:
         """A sequence goes in, or with -1 out."""
-        self._num_computing += num_running * sequence.num_tokens
+        self._num_computing_tokens += num_running * sequence.num_tokens
         self.num_running += num_running
         sequence.queue.num_running += num_running
         if sequence.decodes:
@@ -187,11 +187,12 @@ class Admission:
         self._decoding_seconds += self._num_decoding * (now - self._decoding_until)
         self._decoding_until = now
         self._num_decoding += num_running
-        queue.decoding = (queue.decoding or ((now, self._decoding_seconds),))[0], (now, self._decoding_seconds)
+        at_once = now, self._decoding_seconds
+        queue.decoding_span = (queue.decoding_span[0] if queue.decoding_span else at_once), at_once
 
 
 @dataclass(slots=True)
-class _Limit:
+class _TimeLimit:
     """The context of `Admission.until_stopped`. It is a class, because the event loop registers every async generator,
     and a request enters this three times."""
 
@@ -222,8 +223,8 @@ class RequestQueue:
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
-        self.accepted = time.monotonic()
-        self.entered: float | None = None
+        self.accepted_at = time.monotonic()
+        self.entered_at: float | None = None
         """When its first sequence entered the engine."""
         self.running: set[str] = set()
         """Ids of the sequences in the engine."""
@@ -233,7 +234,7 @@ class RequestQueue:
         """Without an answer yet."""
         self.num_scored = self.num_scored_tokens = self.num_cached_tokens = 0
         """With an answer."""
-        self.decoding: tuple[tuple[float, float], ...] = ()
+        self.decoding_span: tuple[tuple[float, float], ...] = ()
         """The time and `Admission._decoding_seconds` (which includes other requests), when its first sequence that
         decodes entered the engine and when one last entered or left."""
 
@@ -241,9 +242,9 @@ class RequestQueue:
     def mean_batch(self) -> float | None:
         """How many of this process's sequences were in the engine outside the prefill lane, on average over the time in
         which this request had some there; at most as many as it runs at once. None if there were none."""
-        if not self.decoding or self.decoding[0][0] == self.decoding[1][0]:
+        if not self.decoding_span or self.decoding_span[0][0] == self.decoding_span[1][0]:
             return None
-        (began, before), (ended, after) = self.decoding
+        (began, before), (ended, after) = self.decoding_span
         return min((after - before) / (ended - began), self.admission.size.sequences / 2)
 
     def add(self, num_sequences: int, num_tokens: int) -> None:

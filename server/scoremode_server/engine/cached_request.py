@@ -29,14 +29,14 @@ class CachedRequest:
     """Tokens at the start that are probably in the prefix cache."""
     num_cached_tokens: int = 0
     """Tokens that were not computed for the answer."""
-    joined: bool = False
+    has_waited: bool = False
     """Whether it waited for the rows of another request."""
     num_evicted: int = 0
     """Blocks that were evicted for its own."""
-    released: asyncio.Event = field(default_factory=asyncio.Event)
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its blocks are in the store, or it failed."""
-    _num_found: int = 0
-    _found: dict[bytes, bytes] = field(default_factory=dict)
+    _num_rows_found: int = 0
+    _blocks_found: dict[bytes, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._generation = self.store.generation
@@ -45,7 +45,7 @@ class CachedRequest:
     @property
     def num_hits(self) -> int:
         """Rows of the answer that were not computed for it."""
-        return max(0, self._num_found - self.request.first_row)
+        return max(0, self._num_rows_found - self.request.first_row)
 
     @property
     def is_current(self) -> bool:
@@ -57,13 +57,15 @@ class CachedRequest:
         size = self.store.block_size
         # The engine may leave out blocks whose rows are not needed, so no request may wait for them.
         registered = self.block_hashes[self.request.first_row // size :]
-        self._found = self.store.get(self.block_hashes, self.num_columns)
-        earlier = self._register(registered)
+        self._blocks_found = self.store.get(self.block_hashes, self.num_columns)
+        computing = self._register(registered)
         try:
-            run = await self._complete_run(earlier)
+            run = await self._complete_run(computing)
             if needed := self._needed(run):
                 start = needed.start * size
-                found = self.store.join([self._found[self.block_hashes[block]] for block in needed], self.num_columns)
+                found = self.store.join(
+                    [self._blocks_found[self.block_hashes[block]] for block in needed], self.num_columns
+                )
                 run.rows.table[start : run.first] = found.table[: run.first - start]
             num_left_out = -(-run.first // size)
             self._store(self.block_hashes[num_left_out:], run, num_left_out * size)
@@ -73,37 +75,37 @@ class CachedRequest:
             for block_hash in registered:
                 if self.in_flight.get(block_hash) is self:
                     del self.in_flight[block_hash]
-            self.released.set()
+            self.has_ended.set()
 
     def _register(self, block_hashes: Sequence[bytes]) -> dict[bytes, "CachedRequest"]:
         """Register for the blocks that were not found and that no other request computes with as many columns. Returns
         the requests that compute the others."""
-        earlier = {}
+        computing = {}
         for block_hash in block_hashes:
-            if block_hash in self._found:
+            if block_hash in self._blocks_found:
                 continue
             other = self.in_flight.get(block_hash)
             if other is not None and other.num_columns >= self.num_columns:
-                earlier[block_hash] = other
+                computing[block_hash] = other
             else:
                 self.in_flight[block_hash] = self
-        return earlier
+        return computing
 
-    async def _complete_run(self, earlier: Mapping[bytes, "CachedRequest"]) -> EnginePass:
+    async def _complete_run(self, computing: Mapping[bytes, "CachedRequest"]) -> EnginePass:
         """A pass, and all rows that it left out. The engine starts before this waits for other requests."""
         # If the first block is not found, a hit helps only if its rows are not needed.
         reads = self.request.first_row >= self.store.block_size or (
-            (first_hash := self.block_hashes[0]) in self._found or first_hash in earlier
+            (first_hash := self.block_hashes[0]) in self._blocks_found or first_hash in computing
         )
         num_known = self.num_computed if reads else 0
         run = await run_engine(self.engine, self.request, reads_prefix_cache=reads, num_known=num_known)
-        self._num_found, self.num_cached_tokens = run.first, run.num_cached_tokens
+        self._num_rows_found, self.num_cached_tokens = run.first, run.num_cached_tokens
         missing = self._missing(run)
         if missing and self.is_current:
-            missing = await self._find(run, earlier)
+            missing = await self._find(run, computing)
         if run.first == 0 or (self.is_current and not missing):
             return run
-        self._num_found = self.num_cached_tokens = 0
+        self._num_rows_found = self.num_cached_tokens = 0
         run = await run_engine(self.engine, self.request, suffix="-whole")
         run.check(self.request.first_row)
         return run
@@ -116,16 +118,16 @@ class CachedRequest:
     def _missing(self, run: EnginePass) -> list[int]:
         """The needed blocks that were not found. Rows after the last whole block are never found."""
         hashes = self.block_hashes
-        return [block for block in self._needed(run) if block >= len(hashes) or hashes[block] not in self._found]
+        return [block for block in self._needed(run) if block >= len(hashes) or hashes[block] not in self._blocks_found]
 
-    async def _find(self, run: EnginePass, earlier: Mapping[bytes, "CachedRequest"]) -> list[int]:
+    async def _find(self, run: EnginePass, computing: Mapping[bytes, "CachedRequest"]) -> list[int]:
         """Find the blocks that a pass left out: in the store, once earlier requests have stored theirs, and by a short
         pass. Returns the blocks that are still missing."""
         needed = self._needed(run)
-        for other in {earlier[each] for each in self.block_hashes[needed.start : needed.stop] if each in earlier}:
-            self.joined = True
-            await other.released.wait()
-        self._found |= self.store.get(self.block_hashes, self.num_columns)
+        for other in {computing[each] for each in self.block_hashes[needed.start : needed.stop] if each in computing}:
+            self.has_waited = True
+            await other.has_ended.wait()
+        self._blocks_found |= self.store.get(self.block_hashes, self.num_columns)
         missing, last = self._missing(run), needed[-1]
         if missing == [last] and last < len(self.block_hashes) and self.request.spec.identity is None:
             await self._run_last_block(last)
@@ -151,8 +153,8 @@ class CachedRequest:
         )
         run = await run_engine(self.engine, short, reads_prefix_cache=True, num_known=start, suffix="-last-block")
         if run.first <= start:
-            self._found |= self._store([self.block_hashes[block]], run, start)
-            self._num_found = min(self._num_found, run.first)
+            self._blocks_found |= self._store([self.block_hashes[block]], run, start)
+            self._num_rows_found = min(self._num_rows_found, run.first)
             self.num_cached_tokens = min(self.num_cached_tokens, run.num_cached_tokens)
 
     def _store(self, block_hashes: Sequence[bytes], run: EnginePass, first_row: int) -> dict[bytes, bytes]:

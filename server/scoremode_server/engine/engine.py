@@ -72,8 +72,8 @@ class ScoringEngine:
     async def rows(self, request: RowsRequest) -> EngineResult:
         """Every row that a request needs. If the caller is cancelled, the engine's requests are aborted."""
         arrival = time.monotonic()
-        token_ids = self._cacheable(request)
-        result = await (self._uncached(request) if token_ids is None else self._cached(request, token_ids))
+        token_ids = self._tokens_to_cache(request)
+        result = await (self._run_alone(request) if token_ids is None else self._run_cached(request, token_ids))
         self._metrics.count(result.output, len(request.token_ids) - 1, arrival)
         if request.queue is not None:
             request.queue.done(len(request.token_ids), result.num_cached_tokens)
@@ -87,7 +87,7 @@ class ScoringEngine:
         self._metrics.count(output, len(request.token_ids) - 1, arrival)
         return columns
 
-    def _cacheable(self, request: RowsRequest) -> np.ndarray | None:
+    def _tokens_to_cache(self, request: RowsRequest) -> np.ndarray | None:
         """The tokens [n] int32 of a request that can use the cache."""
         if not (request.use_cache and self._store.is_usable and len(request.token_ids) > self.block_size):
             return None
@@ -97,7 +97,7 @@ class ScoringEngine:
             # The engine refuses tokens outside the vocabulary.
             return None
 
-    async def _uncached(self, request: RowsRequest) -> EngineResult:
+    async def _run_alone(self, request: RowsRequest) -> EngineResult:
         if request.owner:
             # Generation reads the prefix cache too, and must not find what another owner scored.
             request = replace(request, prompt={**request.prompt, "cache_salt": self._salt(request)})
@@ -105,7 +105,7 @@ class ScoringEngine:
         run.check(request.first_row)
         return EngineResult(run.rows[request.first_row :], run.num_cached_tokens, run.output)
 
-    async def _cached(self, request: RowsRequest, token_ids: np.ndarray) -> EngineResult:
+    async def _run_cached(self, request: RowsRequest, token_ids: np.ndarray) -> EngineResult:
         salt = self._salt(request)
         engine_salt = f"scoremode-{self._process}-{self._store.generation}-{salt}"
         salted = replace(request, token_ids=token_ids, prompt={**request.prompt, "cache_salt": engine_salt})
@@ -122,7 +122,7 @@ class ScoringEngine:
         rows = run.rows[request.first_row :]
         self._metrics.hits.inc(cached.num_hits)
         self._metrics.misses.inc(len(rows) - cached.num_hits)
-        self._metrics.joined.inc(cached.joined)
+        self._metrics.joined.inc(cached.has_waited)
         self._metrics.evictions.inc(cached.num_evicted)
         self._metrics.cache_bytes.set(self._store.num_bytes)
         if not cached.is_current:

@@ -138,7 +138,7 @@ async def accepted(
     finally:
         if queue is not None:
             now = time.monotonic()
-            entered = now if queue.entered is None else queue.entered
+            entered = now if queue.entered_at is None else queue.entered_at
             # Texts and tokens never get into the log.
             logger.info(
                 "request id=%s route=%s status=%d sequences=%d tokens=%d cached=%d waited=%.3f ran=%.3f",
@@ -149,7 +149,7 @@ async def accepted(
                 queue.num_scored,
                 queue.num_scored_tokens,
                 queue.num_cached_tokens,
-                entered - queue.accepted,
+                entered - queue.accepted_at,
                 now - entered,
             )
 

@@ -238,7 +238,7 @@ class Comparer:
             try:
                 columns = await self._loaded_columns(reference, window)
             except BusyError:
-                if window.settings.queue.entered is None:
+                if window.settings.queue.entered_at is None:
                     raise
             else:
                 window.settings.queue.done(len(window.token_ids), 0)

@@ -59,7 +59,7 @@ async def test_the_queue_counts_only_what_is_new():
         )
         while not queue.running:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert made.scoring.admission._num_computing == 43 - 40
+        assert made.scoring.admission._num_computing_tokens == 43 - 40
         engine.let_go.set()
         await scoring
 
