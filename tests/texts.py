@@ -2,5 +2,6 @@
 
 from pathlib import Path
 
-WIKITEXT = Path(__file__).with_name("data") / "wikitext.txt"
+DATA = Path(__file__).with_name("data")
+WIKITEXT = DATA / "wikitext.txt"
 """84,288 characters of WikiText-2's test split."""

@@ -26,6 +26,7 @@ from scoremode import __version__
 from scoremode.cli.compare import LIMIT_EXCEEDED
 from scoremode.cli.main import main
 from scoremode.kld import POSITION_DTYPES, KldPositions
+from tests.texts import DATA
 
 TEXT = "The quick brown fox jumps over the lazy dog. Sphinx of black quartz, judge my vow!" * 2
 TOKENS = [BOS, *TEXT.encode()]
@@ -215,6 +216,23 @@ def test_the_output_has_the_settings_and_the_values_of_every_token(folder):
         "window_contexts": ("int32", [1] * 20),
     }
     assert [body["return_ranks"] for body in server.score_requests] == [True] * 20 + [False] * 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"), [("perplexity", "SERVER TEXT --resume"), ("kld", "kld SERVER --reference base --resume")]
+)
+def test_a_journal_of_an_earlier_version_is_resumed(folder, references, kind, command):
+    """Seven of 20 windows, written before the first release."""
+    shutil.copy(DATA / f"earlier/{kind}.json.journal", folder / "run.json.journal")
+    server = Server(references, noise=NOISE if kind == "kld" else 0)
+    with serve(server) as url:
+        assert run(f"{command} --output run.json", url) == 0
+    assert (server.num_scored, sorted(server.compared)) == ((0, [*range(7, 20)]) if kind == "kld" else (13, []))
+    record = json.loads((folder / "run.json").read_text())
+    if kind == "kld":
+        assert record["statistics"]["kld"]["mean"] == pytest.approx(MEAN_KLD, rel=1e-12)
+    else:
+        assert record["perplexity"] == pytest.approx(PERPLEXITY, rel=1e-12)
 
 
 def test_an_unfinished_comparison_is_resumed_by_its_own_command_alone(folder, references, capsys):

@@ -21,6 +21,7 @@ from scoremode_server.references.files import tensors
 from scoremode_server.references.files.directory import StoredReference
 from scoremode_server.references.files.manifest import _checksum
 from tests.bad_inputs import KLD, REFERENCES
+from tests.texts import DATA
 from tests.unit.server.light_app import client_of, error_of, events, light_app
 from tests.unit.server.references.reference_engine import (
     BODY,
@@ -45,6 +46,18 @@ def engine(tmp_path: Path) -> ReferenceEngine:
 async def client(engine: ReferenceEngine) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(light_app(engine)) as client:
         yield client
+
+
+async def test_a_reference_of_an_earlier_version_is_finished_and_compared_with(tmp_path, engine, client):
+    """Three of seven windows were recorded before the first release; the figures are those that version gave."""
+    shutil.copytree(DATA / "earlier/reference", tmp_path / "base")
+    recorded = await record(client)
+    assert sorted(engine.computed) == [3, 4, 5, 6]
+    assert (recorded["created"], recorded["perplexity"]) == (1795753884, 39668.1613594358)
+    async with client_of(light_app(ReferenceEngine(tmp_path, noise=0.1, fingerprint="of another"))) as other:
+        figures = (await other.post(KLD, json={"reference": "base"})).json()["statistics"]
+    assert figures["kld"]["mean"] == 0.038111667172446594
+    assert figures["ln_ppl_ratio"] == 0.08707860364752301
 
 
 async def test_a_recording_is_streamed_and_described(engine, client):
