@@ -150,7 +150,7 @@ def _settings(comparison: RunComparison) -> list[str]:
         f"{run.num_windows:,} windows: {run.method}, context length {run.context_length:,}, stride {run.stride:,}; "
         f"{comparable_with(corpus, run.context_length)}.",
         f"{measured_by(comparison)}.",
-        "± takes tokens as independent; [ ] is a 95 % interval that does not, from resampled texts or blocks of text.",
+        "± takes tokens as independent; [ ] is a 95 % interval for which tokens near each other depend on each other.",
         comparison.intervals_in_words(f"Seed {comparison.seed}"),
     ]
 
