@@ -26,6 +26,7 @@ from scoremode.wire.protocol import (
     TurnSequence,
 )
 from scoremode.wire.references import (
+    Answers,
     CorpusInfo,
     Reference,
     ReferenceDeleted,
@@ -38,6 +39,7 @@ from scoremode.wire.requests import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT,
     MAX_POSITIONS,
+    NEUTRAL_SAMPLING,
     OVERLAPS,
     POSITION_BYTES,
     VALUE_BYTES,
@@ -46,6 +48,7 @@ from scoremode.wire.requests import (
     TokenIds,
     connection_settings,
     lane_request,
+    parse_answer,
     parse_token_texts,
     parse_turns,
     reference_path,
@@ -240,6 +243,7 @@ class ScoreClient:
         corpus: CorpusInfo | None = None,
         return_ranks: bool = False,
         layers: bool = False,
+        answers: Answers | None = None,
         on_window: OnWindow | None = None,
         model: str | None = None,
         **windows: Unpack[WindowSettings],
@@ -255,6 +259,7 @@ class ScoreClient:
             corpus: Where the text is from, kept with the reference.
             return_ranks: Have the logprobs and ranks of its targets in each window.
             layers: Record the residual stream at the boundaries of the decoder layers too, for `kld` to resume from.
+            answers: In place of a text, prompts and the model's answers to them, whose tokens are scored.
             on_window: An ordinary function, called with each window as it is recorded, and the running perplexity.
             model: In place of the client's.
             **windows: As for `perplexity`.
@@ -276,11 +281,12 @@ class ScoreClient:
                 corpus=None if corpus is None else corpus.model_dump(exclude_none=True),
                 return_ranks=return_ranks or None,
                 layers=layers or None,
+                answers=None if answers is None else answers.model_dump(),
                 messages=messages,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
                 labels=labels and list(labels),
-                **windows if messages is not None else {"method": "sliding", **windows},
+                **windows if messages is not None or answers is not None else {"method": "sliding", **windows},
             )
         )
 
@@ -390,6 +396,53 @@ class ScoreClient:
                 model=self.model,
                 prompt=text,
                 add_special_tokens=add_special_tokens,
+            )
+        )
+
+    def tokenize_messages(
+        self,
+        messages: Messages,
+        tools: Tools | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Render a conversation with the served model's chat template, up to where the assistant answers, as token ids.
+        The arguments are as for `turns`."""
+        return self.send(
+            call(
+                "POST",
+                "/tokenize",
+                lambda body: TokenIds.model_validate(body).tokens,
+                model=self.model,
+                messages=messages,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+        )
+
+    def generate(
+        self, prompt_token_ids: Sequence[int], max_new_tokens: int, *, seed: int | None = None
+    ) -> tuple[list[int], str]:
+        """Have the served model answer a prompt: greedily, or with a `seed` sampled at temperature 1.
+
+        No other sampling parameter has an influence, whatever the model's generation_config.json says. The answer ends
+        with an end-of-text token, which it has, or after `max_new_tokens`.
+
+        Returns:
+            The answer's token ids and its text.
+        """
+        return self.send(
+            call(
+                "POST",
+                "/v1/completions",
+                lambda body: parse_answer(body, max_new_tokens),
+                fixed_bytes=FIXED_BYTES + BYTES_PER_BYTE * max_new_tokens,
+                model=self.model,
+                prompt=list(prompt_token_ids),
+                max_tokens=max_new_tokens,
+                return_token_ids=True,
+                temperature=0 if seed is None else 1,
+                seed=seed,
+                **NEUTRAL_SAMPLING,
             )
         )
 

@@ -30,6 +30,7 @@ from scoremode.wire.protocol import (
     TurnSequence,
 )
 from scoremode.wire.references import (
+    Answers,
     CorpusInfo,
     Reference,
     ReferenceDeleted,
@@ -42,6 +43,7 @@ from scoremode.wire.requests import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT,
     MAX_POSITIONS,
+    NEUTRAL_SAMPLING,
     OVERLAPS,
     POSITION_BYTES,
     VALUE_BYTES,
@@ -50,6 +52,7 @@ from scoremode.wire.requests import (
     TokenIds,
     connection_settings,
     lane_request,
+    parse_answer,
     parse_token_texts,
     parse_turns,
     reference_path,
@@ -246,6 +249,7 @@ class AsyncScoreClient:
         corpus: CorpusInfo | None = None,
         return_ranks: bool = False,
         layers: bool = False,
+        answers: Answers | None = None,
         on_window: OnWindow | None = None,
         model: str | None = None,
         **windows: Unpack[WindowSettings],
@@ -261,6 +265,7 @@ class AsyncScoreClient:
             corpus: Where the text is from, kept with the reference.
             return_ranks: Have the logprobs and ranks of its targets in each window.
             layers: Record the residual stream at the boundaries of the decoder layers too, for `kld` to resume from.
+            answers: In place of a text, prompts and the model's answers to them, whose tokens are scored.
             on_window: An ordinary function, called with each window as it is recorded, and the running perplexity.
             model: In place of the client's.
             **windows: As for `perplexity`.
@@ -282,11 +287,12 @@ class AsyncScoreClient:
                 corpus=None if corpus is None else corpus.model_dump(exclude_none=True),
                 return_ranks=return_ranks or None,
                 layers=layers or None,
+                answers=None if answers is None else answers.model_dump(),
                 messages=messages,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
                 labels=labels and list(labels),
-                **windows if messages is not None else {"method": "sliding", **windows},
+                **windows if messages is not None or answers is not None else {"method": "sliding", **windows},
             )
         )
 
@@ -398,6 +404,53 @@ class AsyncScoreClient:
                 model=self.model,
                 prompt=text,
                 add_special_tokens=add_special_tokens,
+            )
+        )
+
+    async def tokenize_messages(
+        self,
+        messages: Messages,
+        tools: Tools | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Render a conversation with the served model's chat template, up to where the assistant answers, as token ids.
+        The arguments are as for `turns`."""
+        return await self.send(
+            call(
+                "POST",
+                "/tokenize",
+                lambda body: TokenIds.model_validate(body).tokens,
+                model=self.model,
+                messages=messages,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+        )
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], max_new_tokens: int, *, seed: int | None = None
+    ) -> tuple[list[int], str]:
+        """Have the served model answer a prompt: greedily, or with a `seed` sampled at temperature 1.
+
+        No other sampling parameter has an influence, whatever the model's generation_config.json says. The answer ends
+        with an end-of-text token, which it has, or after `max_new_tokens`.
+
+        Returns:
+            The answer's token ids and its text.
+        """
+        return await self.send(
+            call(
+                "POST",
+                "/v1/completions",
+                lambda body: parse_answer(body, max_new_tokens),
+                fixed_bytes=FIXED_BYTES + BYTES_PER_BYTE * max_new_tokens,
+                model=self.model,
+                prompt=list(prompt_token_ids),
+                max_tokens=max_new_tokens,
+                return_token_ids=True,
+                temperature=0 if seed is None else 1,
+                seed=seed,
+                **NEUTRAL_SAMPLING,
             )
         )
 

@@ -134,6 +134,26 @@ def statistics(positions: KldPositions, window_sizes: Sequence[int], first_windo
     return cast(KldStatistics, finite_or_none(figures))
 
 
+def agreement_lengths(is_same: NDArray[np.bool_], window_sizes: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    """The targets of each window before its first that is not the same; all of them if there is none.
+
+    `is_same` is [n], in the order of windows; a window may have no target.
+    """
+    ends = np.cumsum(window_sizes, dtype=np.int64)
+    differing = np.flatnonzero(~is_same)
+    starts = ends - window_sizes
+    following = np.append(differing, len(is_same))[np.searchsorted(differing, starts)]
+    lengths: NDArray[np.int64] = np.minimum(following, ends) - starts
+    return lengths
+
+
+def of_answers(values: NDArray[np.int64], documents: Sequence[int], num_answers: int) -> list[int]:
+    """Values of windows as those of all answers, of which these `documents` have a window: 0 for the others."""
+    answers = np.zeros(num_answers, np.int64)
+    answers[list(documents)] = values
+    return [int(value) for value in answers]
+
+
 def times_the_floor(multiple: float) -> str:
     """A divergence as a multiple of the noise floor, in words."""
     return f"more than {MOST_FLOORS:,} times" if multiple > MOST_FLOORS else f"{multiple:,.1f} times"

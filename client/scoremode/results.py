@@ -169,6 +169,22 @@ class ResumedKld(BaseModel):
     kld_sum: float
 
 
+class GeneratedAnswer(BaseModel):
+    """The answer of a served model to one of several prompts."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    index: NonNegativeInt
+    """Of the prompt."""
+    token_ids: Many[Int32]
+    text: str
+
+    @property
+    def num_scored(self) -> int:
+        """Its tokens, all of which are targets."""
+        return len(self.token_ids)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KldResult:
     """Some windows of a reference, compared with the served model."""

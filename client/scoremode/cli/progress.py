@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
 from rich.console import Console
@@ -63,6 +63,37 @@ def progress_bar(figure: Literal["ppl", "kld"], *, quiet: bool) -> AbstractConte
         }
 
     return _bar("windows", "{task.fields[rate]} tok/s", TimeRemainingColumn(), figure, fields, quiet=quiet)
+
+
+def answers_bar(*, quiet: bool) -> AbstractContextManager[OnProgress]:
+    """Show a bar of generated answers with their tokens so far, unless `quiet`; gives what advances it."""
+
+    def fields(progress: Progress) -> dict[str, Any]:
+        return {
+            "total": progress.num_windows,
+            "completed": progress.windows_done,
+            "num_tokens": progress.num_scored - progress.num_resumed,
+            "figure": f"{progress.num_scored:,}",
+        }
+
+    return _bar("answers", "{task.fields[rate]} tok/s", TimeRemainingColumn(), "tokens", fields, quiet=quiet)
+
+
+@contextmanager
+def one_after_another(
+    first: AbstractContextManager[OnProgress], second: AbstractContextManager[OnProgress]
+) -> Iterator[tuple[OnProgress, OnProgress]]:
+    """Show a bar, and in its place another when that is first advanced; gives the functions that advance them."""
+    with ExitStack() as shown:
+        advance_first, started = shown.enter_context(first), list[OnProgress]()
+
+        def advance_second(progress: Progress) -> None:
+            if not started:
+                shown.close()
+                started.append(shown.enter_context(second))
+            started[0](progress)
+
+        yield advance_first, advance_second
 
 
 def corpus_bar(*, quiet: bool) -> AbstractContextManager[OnCorpusProgress]:

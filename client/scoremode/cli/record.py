@@ -2,10 +2,13 @@
 
 import argparse
 import asyncio
+import re
 from datetime import UTC, datetime
+from pathlib import Path
 
 from scoremode._texts import two_columns
 from scoremode.cli.options import (
+    COUNT,
     DATASET,
     ONE_SERVER,
     QUIET,
@@ -14,14 +17,21 @@ from scoremode.cli.options import (
     Command,
     Group,
     Option,
+    UsageError,
     check_one_server,
     check_text,
     refuse,
+    require,
+    value,
 )
-from scoremode.cli.progress import progress_bar
+from scoremode.cli.progress import answers_bar, one_after_another, progress_bar
 from scoremode.cli.running import connected, corpus_of, window_rows, windows_of
+from scoremode.runs.answers import record_answers
+from scoremode.runs.corpora import DEFAULT_COLUMN, PROMPT_COLUMNS, load_prompts
+from scoremode.runs.pool import MAX_CONCURRENCY
 from scoremode.runs.recording import Recording, record_reference
 from scoremode.runs.report import reference_in_words
+from scoremode.wire.references import REFERENCE_NAME, AnswerSettings
 
 LAYERS_CONTEXT = 1024
 LAYERS_TOKENS = 4 * LAYERS_CONTEXT + 1
@@ -35,13 +45,30 @@ def check(options: argparse.Namespace) -> None:
         options.method = "disjoint"
         options.context_length = options.context_length or LAYERS_CONTEXT
         options.max_tokens = options.max_tokens or LAYERS_TOKENS
-    check_text(options)
+    require(options, ("max_new_tokens", "temperature", "seed", "decode_batch"), "prompts")
+    if options.prompts is None:
+        check_text(options)
+        return
+    names = "text_column dataset_config layers preset method context_length stride max_tokens max_windows"
+    options.text_column = None if options.text_column == DEFAULT_COLUMN else options.text_column
+    refuse(options, names.split(), "prompts", ": the targets are the answers' tokens")
+    if options.max_new_tokens is None:
+        raise UsageError("--prompts needs --max-new-tokens N")
+    if bool(options.temperature) != (options.seed is not None):
+        raise UsageError("--temperature 1 and --seed S are given together, or neither for greedy answers")
+    if not re.fullmatch(REFERENCE_NAME, options.reference):
+        raise UsageError(f"--reference: {options.reference!r} is not a valid reference name")
 
 
 async def run(options: argparse.Namespace) -> None:
+    record = _record_text if options.prompts is None else _record_answers
+    print(as_text(await record(options)))
+
+
+async def _record_text(options: argparse.Namespace) -> Recording:
     corpus = corpus_of(options)
     async with connected(options, progress_bar("ppl", quiet=options.quiet)) as ([client], on_progress):
-        recording = await record_reference(
+        return await record_reference(
             client,
             corpus,
             options.reference,
@@ -49,13 +76,32 @@ async def run(options: argparse.Namespace) -> None:
             on_progress=on_progress,
             **windows_of(options),
         )
-    print(as_text(recording))
+
+
+async def _record_answers(options: argparse.Namespace) -> Recording:
+    names = ("messages", "by", "num_samples", "chat_template_kwargs")
+    prompts = load_prompts(options.prompts, **{name: getattr(options, name) for name in names})
+    settings = AnswerSettings(
+        max_new_tokens=options.max_new_tokens, temperature=options.temperature or 0, seed=options.seed
+    )
+    bars = one_after_another(answers_bar(quiet=options.quiet), progress_bar("ppl", quiet=options.quiet))
+    async with connected(options, bars) as ([client], (on_answer, on_progress)):
+        return await record_answers(
+            client,
+            prompts,
+            options.reference,
+            settings,
+            concurrency=options.decode_batch,
+            on_answer=on_answer,
+            on_progress=on_progress,
+        )
 
 
 def as_text(recording: Recording) -> str:
     """A recording in two columns."""
     reference = recording.reference
     resumed = f", {recording.num_resumed:,} of them before" if recording.num_resumed else ""
+    answers = [] if reference.answers is None else [("answers", reference.answers.in_words)]
     figures = (
         "-" if value is None else f"{value:.4f}" for value in (reference.perplexity, reference.perplexity_stderr)
     )
@@ -67,6 +113,7 @@ def as_text(recording: Recording) -> str:
             ("server", f"scoremode {reference.scoremode_version}, vLLM {reference.vllm_version}"),
             ("date", f"{datetime.fromtimestamp(reference.created, UTC):%Y-%m-%d %H:%M} UTC"),
             *window_rows(reference, reference.corpus, reference.num_scored, reference.num_tokens),
+            *answers,
             ("recorded", f"{reference.num_recorded:,} windows{resumed}"),
             ("on disk", f"{reference.disk_bytes / 2**30:,.3f} GiB"),
             ("time", f"{recording.seconds:,.1f} s"),
@@ -80,8 +127,39 @@ COMMAND = Command(
     "Record a served model's distributions over a text on its server, for `ppl-client kld` to compare other models "
     "with. The same command again resumes an interrupted recording.",
     [
-        TEXT,
+        Group(
+            TEXT.title,
+            [
+                *TEXT.options,
+                Option(
+                    "--prompts FILE",
+                    "prompts in a jsonl or parquet file, which the served model answers greedily: the text is its "
+                    f"answers; they are in the first column of {', '.join(PROMPT_COLUMNS)}, or in that of --messages",
+                    type=Path,
+                ),
+            ],
+            is_exclusive=True,
+            is_required=True,
+        ),
         DATASET,
+        Group(
+            "answers",
+            [
+                Option("--max-new-tokens N", "the most tokens of an answer; needed with --prompts", type=COUNT),
+                Option(
+                    "--decode-batch N",
+                    "prompts in flight at once; default: as many sequences as the server runs at once, at most "
+                    f"{MAX_CONCURRENCY}",
+                    type=COUNT,
+                ),
+                Option(
+                    "--temperature T",
+                    "1 samples the answers, with --seed; default: 0, greedy",
+                    type=value(float, (0, 1).__contains__, "0 or 1"),
+                ),
+                Option("--seed S", "of the first sampled answer; each has one more than the one before", type=int),
+            ],
+        ),
         Group(
             "recording",
             [

@@ -59,8 +59,9 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
 
 
-def read_conversation(row: Mapping[str, Any], column: str, where: str) -> Conversation:
-    """Read a row of a dataset, whose messages and tools are lists, or JSON of lists.
+def read_conversation(row: Mapping[str, Any], column: str, where: str, *, is_prompt: bool = False) -> Conversation:
+    """Read a row of a dataset, whose messages and tools are lists, or JSON of lists. A prompt has no answer: if the
+    last message is the assistant's, it is left out.
 
     CorpusError with `where` if they are not, or the assistant says nothing, or images belong to the messages.
     """
@@ -80,7 +81,11 @@ def read_conversation(row: Mapping[str, Any], column: str, where: str) -> Conver
             "than a list of functions"
         ) from None
     valid_text(content, where)
-    if not any(each["role"] == "assistant" and _has_content(each) for each in messages):
+    if is_prompt and messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if is_prompt and not messages:
+        raise CorpusError(f"{where} has no message before the assistant's answer")
+    if not is_prompt and not any(each["role"] == "assistant" and _has_content(each) for each in messages):
         raise CorpusError(f"{where} has no answer of the assistant to score")
     if any(row.get(name) for name in MEDIA) and (match := _PLACEHOLDER.search(content)):
         raise CorpusError(f"{where} has {match[0]} in its messages: only text is scored")

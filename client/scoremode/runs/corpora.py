@@ -19,7 +19,7 @@ from scoremode.metrics import count_words
 from scoremode.runs import presets
 from scoremode.runs.conversations import MEDIA, OPTIONAL_COLUMNS, RENDERED, Conversation, read_conversation
 from scoremode.runs.presets import Preset
-from scoremode.wire.references import CorpusInfo
+from scoremode.wire.references import Answers, CorpusInfo
 
 DEFAULT_SPLIT = "test"
 DEFAULT_COLUMN = "text"
@@ -27,6 +27,9 @@ DEFAULT_COLUMN = "text"
 PYDOC = "pydoc"
 HUB_ALIASES = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
 """Short names of hub datasets: the repository and its default config."""
+
+PROMPT_COLUMNS = ("messages", "conversations", "prompt")
+"""Columns in which prompts are looked for, in this order; the last may have texts."""
 
 NO_LABEL = "(no label)"
 """The label of rows whose `by` column is empty."""
@@ -67,6 +70,8 @@ class Corpus:
     """The column that the labels are from."""
     labels: tuple[str, ...] = ()
     """Of each conversation or document, such as its language; empty without `by`."""
+    answers: Answers | None = None
+    """A model's answers to the conversations or documents, which are then prompts."""
 
     @property
     def info(self) -> CorpusInfo:
@@ -77,6 +82,8 @@ class Corpus:
     @property
     def prompt(self) -> dict[str, Any]:
         """The fields of a request that have it."""
+        if self.answers is not None:
+            return {"answers": self.answers}
         if self.conversations:
             return self.messages(0, len(self.conversations))
         return {"texts": list(self.documents)} if self.documents else {"prompt": self.text}
@@ -98,7 +105,10 @@ class Corpus:
     def warn_of_unscored(self, of_windows: Iterable[int]) -> None:
         """Log which conversations or documents have no window, given the index of each window's."""
         num_rows = len(self.conversations or self.documents)
-        self.warn_of_rows({*range(num_rows)} - {*of_windows}, "have nothing to score and are left out")
+        reason = "have nothing to score and are left out"
+        if self.answers is not None:
+            reason = "have an empty answer, which keeps its place with length 0"
+        self.warn_of_rows({*range(num_rows)} - {*of_windows}, reason)
 
     def warn_of_rows(self, indices: Collection[int], reason: str) -> None:
         """Log that something is so for some conversations or documents, if there are any."""
@@ -186,21 +196,62 @@ def load_corpus(
     return corpus
 
 
+def load_prompts(
+    path: Path,
+    *,
+    messages: str | None = None,
+    by: str | None = None,
+    num_samples: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Corpus:
+    """Load prompts for a model to answer, as conversations or documents.
+
+    Args:
+        path: A jsonl or parquet file.
+        messages: Column that holds conversations; by default the first of PROMPT_COLUMNS that the file has. Texts are
+            in `prompt` alone. A last message of the assistant is left out.
+        by: As for `load_corpus`, as are the others.
+
+    Raises:
+        CorpusError: the file cannot be read, has no such column or no row, or a row has no prompt.
+    """
+    first = next(_read_file(path, [], PROMPT_COLUMNS), ("", {}))[1]
+    column = messages or next((name for name in PROMPT_COLUMNS if name in first), None)
+    if column is None:
+        known = ", ".join(PROMPT_COLUMNS)
+        raise CorpusError(f"{path} has no row with a column of {known}: --messages COLUMN names another")
+    is_text = messages is None and column == "prompt" and not isinstance(first[column], list)
+    columns, optional = [column, *([by] if by else [])], () if is_text else OPTIONAL_COLUMNS
+    rows = list(islice(_read_file(path, columns, optional), num_samples))
+    labels = tuple(_label(values[by]) for _, values in rows) if by else ()
+    corpus = Corpus(path.name, "", f"{path.name}, column {column}", num_rows=len(rows), by=by, labels=labels)
+    if not is_text:
+        return _with_conversations(corpus, rows, column, chat_template_kwargs, are_prompts=True)
+    texts = tuple(valid_text(values[column], f"{where}: column {column!r}") for where, values in rows)
+    return replace(corpus, text="\n".join(map(json.dumps, texts)), documents=texts)
+
+
 def _label(value: Any) -> str:
     return NO_LABEL if value in (None, "") else str(value)
 
 
 def _with_conversations(
-    corpus: Corpus, rows: list[_Row], column: str, chat_template_kwargs: Mapping[str, Any] | None
+    corpus: Corpus,
+    rows: list[_Row],
+    column: str,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    *,
+    are_prompts: bool = False,
 ) -> Corpus:
-    conversations = tuple(read_conversation(values, column, where) for where, values in rows)
+    conversations = tuple(read_conversation(values, column, where, is_prompt=are_prompts) for where, values in rows)
     if not conversations:
         raise CorpusError(f"no conversation in {corpus.source}")
     fields = {name for each in conversations for message in each.messages for name in message}
     if unused := sorted(fields - RENDERED):
         _log.warning(
-            "fields of messages in %s are not used, and every turn of the assistant is scored: %s",
+            "fields of messages in %s are not used%s: %s",
             corpus.source,
+            "" if are_prompts else ", and every turn of the assistant is scored",
             ", ".join(unused),
         )
     # What tells it from others.

@@ -80,7 +80,9 @@ class Run(Generic[Result]):
 
     def _report(self) -> None:
         if self._on_progress is not None:
-            done, num_windows, mean = len(self._windows), self._measurement.num_windows, self._total / self._num_scored
+            done, num_windows = len(self._windows), self._measurement.num_windows
+            # An answer may have no token.
+            mean = self._total / max(1, self._num_scored)
             self._on_progress(Progress(done, num_windows, self._num_scored, mean, self._num_resumed))
 
 

@@ -57,11 +57,62 @@ class CorpusInfo(BaseModel):
         return ", ".join(filter(None, (dataset, rows, f"sha256 {self.sha256[:12]}")))
 
 
+class Answer(BaseModel):
+    """A prompt and what the model that is recorded answered to it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    prompt_token_ids: Many[Int32] = Field(min_length=1)
+    token_ids: Many[Int32]
+    """The answer's, with the token that ends it; empty for an answer without a token."""
+    text: str
+
+
+class AnswerSettings(BaseModel):
+    """How the model that is recorded was asked for answers."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    max_new_tokens: PositiveInt
+    """The most tokens that an answer could have."""
+    temperature: Literal[0, 1] = 0
+    """0 for greedy answers, 1 for sampled ones."""
+    seed: int | None = None
+    """The first answer's; each has one more than the answer before. None for greedy answers."""
+
+    @property
+    def are_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class Answers(AnswerSettings):
+    """Answers as token ids, with how they were generated."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    data: Many[Answer] = Field(min_length=1)
+
+
+class ReferenceAnswers(AnswerSettings):
+    """How the answers of a reference were generated, and their number."""
+
+    num_answers: PositiveInt
+    """With those that have no token, and so no window."""
+
+    @property
+    def in_words(self) -> str:
+        """Their number, and how they were generated."""
+        how = "greedy" if self.are_greedy else f"sampled at temperature 1 with seed {self.seed}"
+        return f"{self.num_answers:,}, {how}, at most {self.max_new_tokens:,} tokens each"
+
+
 class ReferenceRequest(PerplexityRequest):
     """Body of `POST /v1/references`: a text as in `/v1/perplexity`, and the name to record the served model under."""
 
     name: ReferenceName
     """Of the reference: letters, digits, '.', '_' and '-', at most 128."""
+    answers: Answers | None = None
+    """In place of a text: prompts and answers as token ids, of which the answers' tokens are scored."""
     corpus: CorpusInfo | None = None
     """Where the text is from, kept with the reference."""
     labels: Many[_Word] | None = None
@@ -81,6 +132,8 @@ class NoiseFloor(BaseModel):
     max: Nats
     num_scored: int
     created: int
+    agreement_lengths: list[NonNegativeInt] | None = None
+    """For greedy answers, the tokens of each before the first that is not the model's top token."""
 
 
 BlockKind = Literal["attention", "linear_attention", "mamba", "mlp", "moe", "layer"]
@@ -177,6 +230,8 @@ class Reference(BaseModel):
     """Of the other lanes: the reference's model in one of them, compared with what it recorded."""
     layers: ReferenceLayers | None = None
     """Of the model, if the residual stream at the boundaries of its layers is recorded."""
+    answers: ReferenceAnswers | None = None
+    """How its text was generated, if that is the model's own answers to prompts."""
 
     def is_of(self, server: ServerInfo) -> bool:
         """Whether the server has the model that was recorded: it diverges from this by rounding alone."""

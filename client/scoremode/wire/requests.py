@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 
 from scoremode._version import __version__
 from scoremode.errors import ResponseError
@@ -34,6 +34,25 @@ VALUE_BYTES, POSITION_BYTES, OVERLAPS = 32, 64, 8
 and how many times as long an answer may be whose windows overlap."""
 
 OnWindow = Callable[[PerplexityWindow], object]
+
+
+NEUTRAL_SAMPLING: dict[str, Any] = {
+    **dict.fromkeys(("top_p", "repetition_penalty"), 1.0),
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0),
+    **dict.fromkeys(("top_k", "min_tokens"), 0),
+    **dict.fromkeys(("ignore_eos", "watermarking"), False),
+}
+"""Sampling parameters that change nothing; of those that a request leaves out, some come from the model's files."""
+
+
+class _Choice(BaseModel):
+    token_ids: Many[Int32]
+    text: str
+    finish_reason: str | None
+
+
+class _Completion(BaseModel):
+    choices: list[_Choice] = Field(min_length=1, max_length=1)
 
 
 class TokenIds(BaseModel):
@@ -100,6 +119,21 @@ def parse_turns(body: object, num_conversations: int) -> list[TurnSequence]:
         if not fits or not 0 <= place < num_conversations:
             raise ResponseError(f"the server's turns of conversation {place}, {num_tokens} tokens, do not fit")
     return sequences
+
+
+def parse_answer(body: object, max_new_tokens: int) -> tuple[list[int], str]:
+    """The token ids and the text of a generated answer. ResponseError if it ended neither by itself nor because it has
+    `max_new_tokens`."""
+    [choice] = _Completion.model_validate(body).choices
+    num_tokens, reason = len(choice.token_ids), choice.finish_reason
+    if reason == "length" and num_tokens < max_new_tokens:
+        raise ResponseError(
+            f"the server ended an answer after {num_tokens} of {max_new_tokens} tokens: its --generation-config has a "
+            "max_new_tokens; start it with --generation-config vllm"
+        )
+    if reason not in ("stop", "length") or num_tokens > max_new_tokens:
+        raise ResponseError(f"the server ended an answer after {num_tokens} tokens for the reason {reason!r}")
+    return choice.token_ids, choice.text
 
 
 def parse_token_texts(body: object, token_ids: list[int]) -> dict[int, str]:

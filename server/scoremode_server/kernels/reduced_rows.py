@@ -19,7 +19,8 @@ class ReducedRows:
     """Rows of logits, reduced.
 
     Attributes:
-        tokens: [rows, 1 + k] int32: the target, and those of the k highest logits, in falling order.
+        tokens: [rows, 1 + k] int32: the target, and those of the k highest logits, in falling order. The first of these
+            is the one that greedy decoding takes: of several highest logits, the lowest token.
         logits: [rows, 1 + k] float32, theirs.
         maxima: [rows] float32, the highest logit m.
         sums: [rows] float64, the sum of exp((logit - m) / T) over the row, at a temperature T; NaN where the row has a
@@ -122,14 +123,27 @@ def gather_rows(group: Any, rows: ReducedRows, temperature: float = 1.0) -> Redu
     scales = torch.exp((maxima.double() - maximum.masked_fill(maximum == -math.inf, 0.0)).div_(temperature))
     top_tokens, top_logits = (each[:, :, 1:].transpose(0, 1).flatten(1) for each in (tokens, logits))
     # Tokens of probability 0 come before those that a part with fewer than k does not have.
-    order = top_logits.clamp(min=LOWEST).masked_fill_(top_tokens < 0, -math.inf).topk(rows.num_top).indices
+    comparable = top_logits.clamp(min=LOWEST).masked_fill_(top_tokens < 0, -math.inf)
+    order = comparable.topk(rows.num_top).indices
+    chosen = top_tokens.gather(1, order)
+    if rows.num_top:
+        # Ranks hold ascending parts of the vocabulary, and each has its lowest token first.
+        put_first(chosen, top_tokens.gather(1, comparable.argmax(1, keepdim=True)))
     return ReducedRows(
-        tokens=torch.cat((tokens[0, :, :1], top_tokens.gather(1, order)), 1),
+        tokens=torch.cat((tokens[0, :, :1], chosen), 1),
         logits=torch.cat((logits[0, :, :1], top_logits.gather(1, order)), 1),
         maxima=maximum[:, 0],
         sums=(sums * scales).sum(0)[:, 0],
         ranks=ranks.sum(0, dtype=torch.int32)[:, 0],
     )
+
+
+def put_first(top_tokens: torch.Tensor, first: torch.Tensor) -> None:
+    """Exchange the first of each row's top tokens [rows, k] for another whose logit is as high, [rows, 1]. One that is
+    not among them takes the first's place."""
+    replaced = top_tokens[:, :1].clone()
+    top_tokens.copy_(torch.where(top_tokens == first, replaced, top_tokens))
+    top_tokens[:, :1] = first
 
 
 def add_up(group: Any, sums: torch.Tensor) -> torch.Tensor:

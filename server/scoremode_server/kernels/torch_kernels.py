@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from scoremode_server.kernels.reduced_rows import ReducedRows
+from scoremode_server.kernels.reduced_rows import ReducedRows, put_first
 from scoremode_server.kernels.working_memory import BLOCK_ENTRIES
 
 LARGEST = torch.finfo(torch.float64).max
@@ -45,6 +45,8 @@ def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows
         values.copy_(logits[block, :columns])
         highest, tokens = values.max(1, keepdim=True) if num_held == 1 else values.topk(num_held)
         rows.tokens[:, 1 : 1 + num_held] = tokens + first
+        if num_held > 1:
+            put_first(rows.tokens[:, 1 : 1 + num_held], values.argmax(1, keepdim=True).int() + first)
         rows.logits[:, 1 : 1 + num_held] = highest
         rows.ranks[:] = torch.ge(values, rows.logits[:, :1], out=as_high).sum(1)
         rows.maxima[:] = values.amax(1)

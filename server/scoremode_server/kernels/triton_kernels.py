@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from scoremode_server.kernels.reduced_rows import ReducedRows
+from scoremode_server.kernels.reduced_rows import ReducedRows, put_first
 from scoremode_server.kernels.working_memory import PAIR_TILING, TILING, Tiling
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -56,10 +56,12 @@ def reduce_rows(
     rows, num_top = len(logits), out.num_top
     maxima = logits.new_empty((rows, tiling.lanes), dtype=torch.float32) if num_top > 1 else out.maxima
     into = out.tokens, out.logits, out.tokens.stride(0), out.maxima, out.sums, out.ranks, maxima
-    variant = {"BEST": num_top == 1, "MAXIMA": num_top > 1, "SCALED": temperature != 1.0}
+    variant = {"BEST": num_top > 0, "MAXIMA": num_top > 1, "SCALED": temperature != 1.0}
     _reduce_rows[(rows,)](*into, logits, logits.stride(0), first, columns, 1 / temperature, **_shape(tiling), **variant)
     if num_top > 1:
+        best = out.tokens[:, 1:2].clone()
         _top_of_lanes(logits, first, columns, maxima, out, tiling)
+        put_first(out.tokens[:, 1:], best)
 
 
 def require_rows(logits: torch.Tensor) -> None:

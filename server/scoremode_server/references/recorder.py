@@ -13,7 +13,7 @@ import torch
 from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
-from scoremode.wire.references import CorpusInfo, LayerBlock, ReferenceLayers
+from scoremode.wire.references import Answers, CorpusInfo, LayerBlock, ReferenceAnswers, ReferenceLayers
 from scoremode_server.errors import ConflictError, RequestError
 from scoremode_server.references.comparer import MarkedWindow
 from scoremode_server.references.exchange import UnreadableFileError, WorkerFiles
@@ -55,10 +55,11 @@ class Recorder:
         labels: list[str] | None = None,
         corpus: CorpusInfo | None = None,
         layers: ReferenceLayers | None = None,
+        answers: Answers | None = None,
     ) -> StoredReference:
         """The reference to record into: a new one, or an incomplete one of the same model and text. `labels` has one
-        for each text or conversation; with `layers` the residual stream at their boundaries is recorded. ConflictError
-        if there is another reference of that name."""
+        for each text or conversation; with `layers` the residual stream at their boundaries is recorded; `answers` are
+        what the texts were made of. ConflictError if there is another reference of that name."""
         text, plan = await asyncio.to_thread(_plan, texts, labels)
         if layers is not None:
             await self.layers.check_space(name, text)
@@ -71,9 +72,11 @@ class Recorder:
             text=plan,
             corpus=corpus,
             layers=layers,
+            answers=None if answers is None else _settings(answers),
         )
+        create = partial(self.references.directory.create, name, new, text, () if answers is None else answers.data)
         try:
-            return await self.references.in_thread(name, partial(self.references.directory.create, name, new, text))
+            return await self.references.in_thread(name, create)
         except FileExistsError:
             reference = await self.references.open(name)
         except OSError as error:
@@ -186,6 +189,11 @@ def _num_boundaries(reference: StoredReference) -> int:
     """The boundaries at which a reference has the residual stream."""
     layers = reference.manifest.layers
     return 0 if layers is None else len(layers.blocks) + 1
+
+
+def _settings(answers: Answers) -> ReferenceAnswers:
+    """How answers were generated, without the answers."""
+    return ReferenceAnswers(**answers.model_dump(exclude={"data"}), num_answers=len(answers.data))
 
 
 def _blocks(layers: ReferenceLayers | None) -> list[LayerBlock] | None:

@@ -32,6 +32,7 @@ from scoremode_server.engine.passes import engine_id
 from scoremode_server.errors import NotServedError, RequestError
 from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accepted, until_disconnect
 from scoremode_server.http.responses import Stream, owned, respond, top_entries
+from scoremode_server.references.answers import agreement, answer_windows
 from scoremode_server.references.comparer import Comparer, base_file_of, llama_cpp_header
 from scoremode_server.references.exchange import WorkerFiles
 from scoremode_server.references.files.directory import ReferenceDirectory
@@ -133,8 +134,11 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
     """Score a text's windows and store their hidden states. The same request again resumes where it was interrupted."""
     references = references_of(raw_request)
     async with prepared(raw_request, request.model) as (core, model, options):
-        texts = await cut_texts(request, core)
-        num_texts = len(request.conversations if request.messages is not None else request.texts or [request.prompt])
+        if request.answers is not None:
+            texts, num_texts = answer_windows(request, request.answers, core.limits), len(request.answers.data)
+        else:
+            texts = await cut_texts(request, core)
+            num_texts = len(request.conversations) if request.messages is not None else len(request.texts or [""])
         if request.labels is not None and len(request.labels) != num_texts:
             raise RequestError(f"labels has {len(request.labels)} labels for {num_texts} texts", "labels")
         if request.lane != "prefill" or request.context is not None:
@@ -142,7 +146,9 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         if model.lora is not None:
             raise RequestError("an adapter cannot be recorded as a reference", "model")
         layers = await references.layers.served() if request.layers else None
-        reference = await references.recorder.begin(request.name, texts, request.labels, request.corpus, layers)
+        reference = await references.recorder.begin(
+            request.name, texts, request.labels, request.corpus, layers, request.answers
+        )
     request_id = f"ppl-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
@@ -253,9 +259,10 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
                 yield await asyncio.to_thread(_window, request, index, rows)
         parts = [positions[index] for index in windows]
         lengths = list(map(len, parts))
-        figures = await asyncio.to_thread(lambda: statistics(KldPositions.concatenate(parts), lengths, windows.start))
+        joined = KldPositions.concatenate(parts)
+        figures = await asyncio.to_thread(lambda: statistics(joined, lengths, windows.start))
         if request.as_noise_floor:
-            floor = _noise_floor(figures)
+            floor = _noise_floor(figures, agreement(reference, joined))
             stored = references.comparer.references
             await stored.save(reference, lambda manifest: manifest.noise_floor_changes(request.lane, floor))
         num_tokens = int(reference.text.num_tokens[windows.start : windows.stop].sum())
@@ -276,11 +283,14 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
     return await respond(core.admission, KLD_ROUTE, request_id, events, stream=request.stream, with_windows=True)
 
 
-def _noise_floor(figures: KldStatistics) -> NoiseFloor:
+def _noise_floor(figures: KldStatistics, agreement_lengths: list[int] | None) -> NoiseFloor:
     kld = figures["kld"]
     if None in (kld["mean"], kld["p99"], kld["max"]):
         raise RequestError("the noise floor is infinite", "as_noise_floor")
-    return NoiseFloor.model_validate({**kld, "num_scored": figures["num_scored"], "created": int(time.time())})
+    num_scored, created = figures["num_scored"], int(time.time())
+    return NoiseFloor.model_validate(
+        {**kld, "num_scored": num_scored, "created": created, "agreement_lengths": agreement_lengths}
+    )
 
 
 def _windows(request: KldRequest, num_windows: int) -> range:

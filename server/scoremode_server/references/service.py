@@ -141,4 +141,5 @@ def _describe(reference: StoredReference) -> Reference:
         noise_floor=manifest.noise_floor,
         lane_noise_floors=manifest.lane_noise_floors,
         layers=manifest.layers,
+        answers=manifest.answers,
     )

@@ -1,6 +1,7 @@
 """The folder of all references, `--reference-dir`. The folder of one has these files:
 
     manifest.json           its description (`manifest.py`)
+    answers.jsonl           prompt_token_ids, token_ids and text of each answer, for a reference of answers to prompts
     tokens.safetensors      token_ids [n] int32 of all documents, one after the other; windows [windows, 5] int32;
                             origins [windows, 3] int32
     lm_head.safetensors     weight [vocabulary, hidden] without padding; bias [vocabulary] where there is one
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 
 from scoremode.windows import Window
-from scoremode.wire.references import REFERENCE_NAME
+from scoremode.wire.references import REFERENCE_NAME, Answer
 from scoremode_server.references.files.manifest import Manifest
 from scoremode_server.references.files.tensors import BrokenFileError, moved_to, read_tensors, write_tensors
 
@@ -219,7 +220,9 @@ class ReferenceDirectory:
         finally:
             os.close(folder)
 
-    def create(self, name: str, manifest: Manifest, text: StoredText) -> StoredReference:
+    def create(
+        self, name: str, manifest: Manifest, text: StoredText, answers: Sequence[Answer] = ()
+    ) -> StoredReference:
         """Create a reference; FileExistsError if there is one of that name."""
         # Written elsewhere and moved, so that there is never a reference without a manifest.
         path = self._path(name)
@@ -230,6 +233,9 @@ class ReferenceDirectory:
             (partial / "windows").mkdir(parents=True)
             tensors = {each: torch.from_numpy(array) for each, array in asdict(text).items()}
             write_tensors(partial / "tokens.safetensors", tensors, reference.about("tokens"))
+            if answers:
+                lines = (f"{answer.model_dump_json()}\n" for answer in answers)
+                (partial / "answers.jsonl").write_text("".join(lines), encoding="utf-8")
             reference.save(manifest)
             os.rename(partial, path)
         except OSError as error:

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from scoremode.windows import Method
 from scoremode.wire.protocol import Figure, Lane
-from scoremode.wire.references import CorpusInfo, NoiseFloor, ReferenceLayers
+from scoremode.wire.references import CorpusInfo, NoiseFloor, ReferenceAnswers, ReferenceLayers
 from scoremode_server.scoring.model_identity import ModelIdentity
 
 FORMAT_VERSION = 2
@@ -82,6 +82,8 @@ class Manifest(BaseModel):
     layers: ReferenceLayers | None = None
     """Of the model, if the residual stream at their boundaries is recorded. None of a reference that an older server
     began."""
+    answers: ReferenceAnswers | None = None
+    """How the text was generated, if it is the model's answers to prompts."""
 
     def noise_floor_changes(self, lane: Lane, floor: NoiseFloor) -> dict[str, Any]:
         """The fields that change when a lane's noise floor is stored."""

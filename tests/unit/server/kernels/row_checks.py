@@ -26,7 +26,7 @@ def check(
     candidates: torch.Tensor | None = None,
     temperature: float = 1.0,
 ) -> None:
-    """Compare with float64. Of equal logits any may be in the top k, each once."""
+    """Compare with float64. Of equal logits any may be in the top k, each once; the first is `torch.argmax`'s."""
     tokens, logprobs, ranks = scores
     exact = logits.double()
     actual = exact.gather(1, targets[:, None])
@@ -37,6 +37,7 @@ def check(
     top = tokens[:, named.shape[1] :].long()
     assert torch.equal(exact.gather(1, top), exact.topk(top.shape[1]).values)
     assert all(len(set(row)) == len(row) for row in top.tolist())
+    assert not top.shape[1] or torch.equal(top[:, 0], exact.argmax(1))
     expected = (exact / temperature).log_softmax(-1).gather(1, tokens.long())
     tolerance = TOLERANCE / min(1.0, temperature)
     assert torch.allclose(logprobs.double(), expected, rtol=2e-7, atol=tolerance, equal_nan=True)

@@ -1,0 +1,185 @@
+"""A served model's own answers to prompts, recorded as a reference: what `ppl-client record --prompts` runs, as a
+library."""
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from scoremode._tasks import joined
+from scoremode.client import AsyncScoreClient
+from scoremode.errors import BadRequestError, CorpusError, NotFoundError, OutputError
+from scoremode.results import GeneratedAnswer
+from scoremode.runs.corpora import Corpus
+from scoremode.runs.journal import Journal
+from scoremode.runs.output import JOURNAL_SUFFIX
+from scoremode.runs.plan import server_header
+from scoremode.runs.pool import Pool
+from scoremode.runs.recording import Recording, record_reference
+from scoremode.runs.run import OnProgress, measure
+from scoremode.wire.protocol import ServerInfo
+from scoremode.wire.references import Answer, Answers, AnswerSettings, Reference, ReferenceAnswers
+
+_log = logging.getLogger(__name__)
+
+_PROMPTS_AT_ONCE = 16
+"""Tokenized by the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswersPlan:
+    """The prompts that a model answers, as the journal has them."""
+
+    server: ServerInfo
+    model: str
+    corpus: Corpus
+    prompts: list[list[int]]
+    settings: AnswerSettings
+
+    @property
+    def num_windows(self) -> int:
+        return len(self.prompts)
+
+    async def measure(self, client: AsyncScoreClient, index: int) -> GeneratedAnswer:
+        seed = None if self.settings.seed is None else self.settings.seed + index
+        token_ids, text = await client.generate(self.prompts[index], self.settings.max_new_tokens, seed=seed)
+        return GeneratedAnswer(index=index, token_ids=token_ids, text=text)
+
+    def nats(self, window: GeneratedAnswer) -> float:
+        """Nothing: an answer is not scored yet."""
+        return 0.0
+
+    def header(self) -> dict[str, object]:
+        return {
+            "kind": "answers",
+            "sha256": self.corpus.fingerprint,
+            "tokens_sha256": hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest(),
+            **self.settings.model_dump(),
+            "model": self.model,
+            **server_header(self.server),
+        }
+
+    def to_line(self, window: GeneratedAnswer) -> dict[str, object]:
+        return window.model_dump()
+
+    def from_line(self, line: dict[str, object]) -> GeneratedAnswer:
+        answer = GeneratedAnswer.model_validate(line)
+        if answer.index >= self.num_windows or len(answer.token_ids) > self.settings.max_new_tokens:
+            raise ValueError("not an answer of this run")
+        return answer
+
+    def answers(self, generated: Sequence[GeneratedAnswer]) -> Answers:
+        """The answers to all prompts, as they are recorded."""
+        pairs = zip(self.prompts, generated, strict=True)
+        data = [Answer(prompt_token_ids=prompt, token_ids=each.token_ids, text=each.text) for prompt, each in pairs]
+        return Answers(**self.settings.model_dump(), data=data)
+
+
+async def record_answers(
+    client: AsyncScoreClient,
+    prompts: Corpus,
+    name: str,
+    settings: AnswerSettings,
+    *,
+    concurrency: int | None = None,
+    folder: Path = Path(),
+    on_answer: OnProgress | None = None,
+    on_progress: OnProgress | None = None,
+) -> Recording:
+    """Have a served model answer prompts, and record its distributions over the answers' tokens.
+
+    Args:
+        client: Of one server, as for `record_reference`.
+        prompts: Conversations or documents, from `load_prompts`.
+        name: Of the reference.
+        settings: How the answers are generated.
+        concurrency: Prompts in flight at once; by default as many as the server runs sequences at once.
+        folder: Keeps a journal of the answers until the reference is complete, from which the same call resumes.
+        on_answer: Called for each answer.
+        on_progress: Called for each answer that is recorded.
+
+    Raises:
+        ScoremodeError: a prompt cannot be answered within the model's context, which is found before any answer is
+            generated; the journal or the reference of that name is of something else; or as in `record_reference`.
+    """
+    pool = await Pool.connect(client, concurrency)
+    path = folder / f"{name}.answers{JOURNAL_SUFFIX}"
+    earlier = await _recorded(client, pool.info, prompts, name, settings)
+    if earlier is not None:
+        if earlier.complete:
+            return Recording(prompts, earlier, earlier.num_recorded, 0.0)
+        _check_journal(path, name)
+    token_ids = await _tokenized(client, prompts)
+    _check_lengths(prompts, token_ids, settings.max_new_tokens, pool.info.max_model_len)
+    plan = AnswersPlan(pool.info, client.model or pool.info.model, prompts, token_ids, settings)
+    journal = Journal(path, plan)
+    _log.info("answers are kept in %s until the reference is complete; it has %d", path, journal.num_done)
+    try:
+        run = await measure(plan, pool, lambda _: journal, on_answer)
+        answered = replace(prompts, answers=plan.answers(run.in_order()))
+        recording = await record_reference(client, answered, name, on_progress=on_progress)
+    except BaseException:
+        journal.close()
+        raise
+    journal.remove()
+    return recording
+
+
+async def _recorded(
+    client: AsyncScoreClient, server: ServerInfo, prompts: Corpus, name: str, settings: AnswerSettings
+) -> Reference | None:
+    """The reference, if the server has it, perhaps not complete. OutputError if there is another of that name."""
+    try:
+        reference = await client.reference(name)
+    except NotFoundError:
+        return None
+    wanted = ReferenceAnswers(**settings.model_dump(), num_answers=prompts.num_rows)
+    is_same_text = reference.corpus is not None and reference.corpus.sha256 == prompts.fingerprint
+    if not (is_same_text and reference.answers == wanted and reference.is_of(server)):
+        raise OutputError(
+            f"there is a reference {name!r} already, of another model, other prompts or other settings of answers: "
+            "delete it, or take another name"
+        )
+    return reference
+
+
+def _check_journal(path: Path, name: str) -> None:
+    """Raise OutputError if the answers that a reference was begun with are missing."""
+    if not path.exists():
+        raise OutputError(
+            f"the reference {name!r} is not complete, and its answers are not in {path}: run the command in the folder "
+            "that has this file, or delete the reference"
+        )
+
+
+async def _tokenized(client: AsyncScoreClient, prompts: Corpus) -> list[list[int]]:
+    """The token ids of each prompt: a conversation's by the chat template, a text's as completions have them."""
+    slots = asyncio.Semaphore(_PROMPTS_AT_ONCE)
+
+    async def tokens_of(row: int) -> list[int]:
+        async with slots:
+            try:
+                if prompts.documents:
+                    return await client.tokenize(prompts.documents[row])
+                conversation = prompts.conversations[row]
+                return await client.tokenize_messages(
+                    conversation.messages, conversation.tools, prompts.chat_template_kwargs
+                )
+            except BadRequestError as error:
+                raise CorpusError(f"row {row + 1} of {prompts.name} cannot be a prompt: {error}") from error
+
+    return await joined(map(tokens_of, range(prompts.num_rows)))
+
+
+def _check_lengths(prompts: Corpus, token_ids: Sequence[Sequence[int]], max_new_tokens: int, context: int) -> None:
+    for row, tokens in enumerate(token_ids, 1):
+        if not tokens:
+            raise CorpusError(f"row {row} of {prompts.name} is empty: a prompt needs at least one token")
+        if len(tokens) + max_new_tokens > context:
+            raise CorpusError(
+                f"row {row} of {prompts.name} has {len(tokens)} tokens, which with {max_new_tokens} new ones "
+                f"(--max-new-tokens) exceed the model's context of {context}: shorten it, or ask for fewer"
+            )
