@@ -147,6 +147,13 @@ def agreement_lengths(is_same: NDArray[np.bool_], window_sizes: NDArray[np.integ
     return lengths
 
 
+def num_ties(ties: NDArray[np.bool_], lengths: NDArray[np.int64], window_sizes: NDArray[np.integer[Any]]) -> int:
+    """Count ties [n] up to the first target of each window that is not the same, given the windows' agreement."""
+    starts = np.cumsum(window_sizes) - window_sizes
+    places = np.arange(len(ties)) - np.repeat(starts, window_sizes)
+    return int((ties & (places <= np.repeat(lengths, window_sizes))).sum())
+
+
 def of_answers(values: NDArray[np.int64], documents: Sequence[int], num_answers: int) -> list[int]:
     """Values of windows as those of all answers, of which these `documents` have a window: 0 for the others."""
     answers = np.zeros(num_answers, np.int64)

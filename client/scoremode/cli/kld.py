@@ -89,26 +89,30 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Measur
             measurement = await measure_kld(clients, options.reference, top_logprobs=num_top, **settings)
     overlap = measure_overlap(calibration, measurement)
     write_and_print(measurement, overlap, options.urls, output, as_text(measurement, overlap, options.most_divergent))
-    if not options.floor:
-        for line in _verdict(measurement):
-            print(f"\n{line}")
+    for line in _compared(measurement):
+        print(f"\n{line}")
     positions = measurement.positions
     # By rounding a model diverges from itself more in the other lane.
     nats = -positions.logprobs if measurement.reference.is_of(measurement.server) else positions.kld
     return nats, np.concatenate([np.arange(1, size + 1) for size in measurement.window_sizes])
 
 
-def _verdict(measurement: KldMeasurement) -> list[str]:
-    """One line on the cost of the model against the reference; none for the reference's own model."""
+def _compared(measurement: KldMeasurement) -> list[str]:
+    """The agreement of answers, if the reference has some, and one line on the cost of the model against the reference;
+    none for the reference's own model."""
+    if measurement.as_noise_floor and measurement.reference.answers is None:
+        return []
     try:
         with extra("report"):
             from scoremode.comparison import compare, verdict_line
             from scoremode.comparison.run_file import finished_run
+            from scoremode.comparison.tables import agreement_as_text
 
             comparison = compare([finished_run(measurement.record([]), measurement.arrays())])
     except MissingPackageError as error:
         return [f"no verdict: {error}"]
-    return [printable(verdict_line(comparison, figures)) for figures in comparison.runs[1:]]
+    verdicts = [printable(verdict_line(comparison, figures)) for figures in comparison.runs[1:]]
+    return [*agreement_as_text(comparison), *verdicts]
 
 
 def as_text(measurement: KldMeasurement, overlap: Overlap | None = None, num_divergent: int = MOST_DIVERGENT) -> str:

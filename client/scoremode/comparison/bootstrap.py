@@ -10,7 +10,7 @@ For documents b is 1, and n the number of documents of equal size that would say
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,9 +101,6 @@ def resample(
     Blocks are made long enough for `watched`, [targets, figures]: the longest that one of them wants. Documents are of
     [windows], not decreasing. A group is of [targets]; its means are ratios of sums over the same resamples.
     """
-    # Takes five seconds, which a file that cannot be read need not wait for.
-    from arch.bootstrap import StationaryBootstrap
-
     units = cut_units(window_sizes, window_documents)
     num_units = len(units.sizes)
     if num_units < MIN_UNITS:
@@ -122,12 +119,27 @@ def resample(
     # resample that has none of its targets.
     with np.errstate(invalid="ignore", divide="ignore"):
         means = np.empty((num_resamples, 1 + len(groups), series.shape[1]))
-        bootstrap = StationaryBootstrap(length, np.arange(num_units), seed=np.random.default_rng(seed))
-        for row, ((drawn,), _) in enumerate(bootstrap.bootstrap(num_resamples)):
-            counts = np.bincount(drawn, minlength=num_units).astype(np.float64)
+        for row, counts in enumerate(_counts(num_units, length, num_resamples, seed)):
             means[row] = (counts @ sums).reshape(means.shape[1:]) / (counts @ sizes)[:, None]
     factors = [_factor(each[each > 0], length, units.are_documents) for each in sizes.T]
     return [Resamples(means[:, place], words, factor) for place, factor in enumerate(factors)]
+
+
+def _counts(num_units: int, length: int, num_resamples: int, seed: int) -> Iterator[Floats]:
+    """How often each unit is drawn, [units], in one resample after another."""
+    # Takes five seconds, which a file that cannot be read need not wait for.
+    from arch.bootstrap import StationaryBootstrap
+
+    bootstrap = StationaryBootstrap(length, np.arange(num_units), seed=np.random.default_rng(seed))
+    for (drawn,), _ in bootstrap.bootstrap(num_resamples):
+        yield np.bincount(drawn, minlength=num_units).astype(np.float64)
+
+
+def document_counts(num_documents: int, num_resamples: int, seed: int) -> Floats | None:
+    """How often each document is drawn in the resamples of `resample`, [resamples, documents]; None for too few."""
+    if num_documents < MIN_UNITS:
+        return None
+    return np.stack([*_counts(num_documents, 1, num_resamples, seed)])
 
 
 def _factor(sizes: Floats, length: int, are_documents: bool) -> float:

@@ -27,6 +27,7 @@ _HUB_METRICS = {
 }
 """The types and names that metrics have on the hub."""
 _QUANTILES = {"kld_median": "median KLD", "kld_p99": "99 % KLD", "kld_p999": "99.9 % KLD"}
+_SAME_FOR = "same for (median tokens)"
 _NAME_LENGTH = 24
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _START, _END = "<!-- scoremode -->", "<!-- /scoremode -->"
@@ -75,7 +76,7 @@ def _body(comparison: RunComparison) -> str:
 
 
 def _columns(comparison: RunComparison) -> list[Column]:
-    """The columns of the table, without those of speed where no run knows its own."""
+    """The columns of the table, without those of speed and of answers where no run knows its own."""
     rows, pairs = comparison.runs, comparison.base_pairs
     speeds = [_plain("tokens_per_second", row.run.tokens_per_second, 0) for row in rows]
     columns = [
@@ -91,10 +92,11 @@ def _columns(comparison: RunComparison) -> list[Column]:
         ),
         Column("RMS Δp %", [_plain("delta_p_rms", row.delta_p_rms) for row in rows]),
         Column("same top %", [_plain("same_top_p", row.same_top_p) for row in rows]),
+        Column(_SAME_FOR, [_plain("agreement_median", row.agreement_median, 0) for row in rows]),
         Column("tokens/s", speeds),
         Column("verdict", ["", *(pairs[row.run.label].verdict for row in rows[1:])], right=False),
     ]
-    return [column for column in columns if any(column.cells) or column.header != "tokens/s"]
+    return [column for column in columns if any(column.cells) or column.header not in (_SAME_FOR, "tokens/s")]
 
 
 def _name(label: str) -> str:
@@ -110,6 +112,8 @@ def _name(label: str) -> str:
 
 def _plain(name: str, value: Figure | float | None, digits: int = 2) -> str:
     number = value.value if isinstance(value, Figure) else value
+    if number is not None and math.isinf(number):
+        return "∞"
     return "" if number is None else f"{METRICS[name].scale * number:,.{digits}f}"
 
 

@@ -8,6 +8,7 @@ from itertools import combinations
 
 import numpy as np
 
+from scoremode.comparison.agreement import AgreementFigures, agreement_figures, answer_counts, floor_figures
 from scoremode.comparison.bootstrap import Resamples, resample
 from scoremode.comparison.figures import Figure, PairFigures, RunComparison, RunFigures, Size, Verdict
 from scoremode.comparison.groups import Group, first_known, groups_of
@@ -67,11 +68,18 @@ def compare(
         )
         sample = _Sample(values, text_resamples)
         floors = [noise_floors.get((run.reference_identity, run.lane)) for run in runs]
-        figures = [sample.run_figures(run, runs[0], floor) for run, floor in zip(runs, floors, strict=True)]
+        counts = answer_counts(runs, num_resamples, seed)
+        agreements = [agreement_figures(run, counts) | floor_figures(run, runs) for run in runs]
+        figures = [
+            sample.run_figures(run, runs[0], agreement, floor)
+            for run, agreement, floor in zip(runs, agreements, floors, strict=True)
+        ]
         group_figures: list[tuple[Group, RunFigures]] = []
         for group, resamples in zip(groups, group_resamples, strict=True):
             part = _Sample({name: series[group.members] for name, series in values.items()}, resamples)
-            group_figures += [(group, part.run_figures(run, runs[0], is_group=True)) for run in runs]
+            for run in runs:
+                agreement = agreement_figures(run, counts, group.members)
+                group_figures.append((group, part.run_figures(run, runs[0], agreement, is_group=True)))
         return RunComparison(
             runs=figures,
             pairs=[sample.pair_figures(first, second) for first, second in combinations(figures, 2)],
@@ -159,7 +167,12 @@ class _Sample:
         return self.resamples.means[:, list(self.values).index((run.label, name))]
 
     def run_figures(
-        self, run: RunFile, base: RunFile, noise_floor: float | None = None, is_group: bool = False
+        self,
+        run: RunFile,
+        base: RunFile,
+        agreement: AgreementFigures,
+        noise_floor: float | None = None,
+        is_group: bool = False,
     ) -> RunFigures:
         nll, kld = self._mean(run, "nll"), self._clipped_mean(run, "kld")
         square = self._clipped_mean(run, "delta_p_square")
@@ -176,6 +189,7 @@ class _Sample:
             delta_p_rms=square and square.mapped(math.sqrt, 0.5 / math.sqrt(square.value) if square.value else None),
             kld_over_noise_floor=kld.value / noise_floor if kld and noise_floor and noise_floor > 0 else None,
             ppl_ratio=None if run is base else _exponential(self._difference(base, run, "nll")),
+            **agreement,
         )
 
     def pair_figures(self, first_figures: RunFigures, second_figures: RunFigures) -> PairFigures:

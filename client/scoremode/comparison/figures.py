@@ -4,7 +4,7 @@ import math
 import os.path
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Literal
 
@@ -59,6 +59,8 @@ class Metric:
     """After values in the report; `%` where the value is a share."""
     of_run: bool = False
     """Whether it is an attribute of the run, such as the size of its weights, which has no error."""
+    has_fixed_digits: bool = False
+    """Whether the report has `digits` too."""
 
     @property
     def scale(self) -> int:
@@ -82,7 +84,16 @@ METRICS = {
         Metric("kld_max", "max KLD", "max KL", 4),
         Metric("delta_p_rms", "RMS Δp, %", "RMS Δp", 3, "%"),
         Metric("same_top_p", "same top p, %", "same top p", 3, "%"),
-        Metric("kld_over_noise_floor", "times the floor", "times the floor", 1),
+        Metric("kld_over_noise_floor", "times the floor", "times the floor", 1, has_fixed_digits=True),
+        Metric("agreement_median", "same for, median tokens", "same for, median", 0, has_fixed_digits=True),
+        Metric("agreement_p25", "same for, 25 %", "same for, 25%", 0, has_fixed_digits=True),
+        Metric("agreement_p75", "same for, 75 %", "same for, 75%", 0, has_fixed_digits=True),
+        Metric("agreement_p10", "same for, 10 %", "same for, 10%", 0, has_fixed_digits=True),
+        Metric("agreement_share", "same to the end, %", "same to the end", 1, "%", has_fixed_digits=True),
+        Metric("agreement_ties", "ties", "ties", 0, has_fixed_digits=True),
+        Metric("agreement_floor", "floor, median tokens", "floor, median", 0, has_fixed_digits=True),
+        Metric("agreement_floor_share", "floor, to the end, %", "floor, to the end", 1, "%", has_fixed_digits=True),
+        Metric("expected_agreement", "sampled: same for, mean tokens", "sampled: same for", 1, has_fixed_digits=True),
         Metric("ppl_change", "change of perplexity, %", "", 2, "%"),
         Metric("tokens_per_second", "tokens/s", "tokens/s", 0, of_run=True),
     )
@@ -139,6 +150,21 @@ class RunFigures(Generic[M]):
     """Share of positions with the reference's top token."""
     kld_over_noise_floor: float | None = None
     """Mean KL divergence over that of the reference's own model compared with itself."""
+    agreement_median: Figure | None = None
+    """For a reference of greedy answers, the median of the tokens that are the same; infinite if half of the answers
+    are the same to the end. The next three are other quantiles."""
+    agreement_p25: Figure | None = None
+    agreement_p75: Figure | None = None
+    agreement_p10: Figure | None = None
+    agreement_share: Figure | None = None
+    """Share of the answers that are the same to their end."""
+    agreement_ties: float | None = None
+    """Tokens up to the first difference whose logit is the highest, and another's too."""
+    agreement_floor: Figure | None = None
+    """The median of the reference's own model in this lane; next its share."""
+    agreement_floor_share: Figure | None = None
+    expected_agreement: Figure | None = None
+    """For a reference of sampled answers, the mean number of tokens that two coupled samplers have in common."""
     ppl_ratio: Figure | None = None
     """Perplexity over that of the base, paired by token; None for the base itself."""
 
@@ -146,6 +172,10 @@ class RunFigures(Generic[M]):
     def ppl_change(self) -> Figure | None:
         """The change of the perplexity as a share of the base's; None for the base itself."""
         return None if self.ppl_ratio is None else self.ppl_ratio.mapped(lambda ratio: ratio - 1, 1)
+
+    def has(self, name: str) -> bool:
+        """Whether a figure is known."""
+        return getattr(self, name) is not None
 
     @property
     def has_no_divergence(self) -> bool:
@@ -273,7 +303,9 @@ class Cell:
 def cell_of(metric: Metric, value: Figure | float | None, digits: int | None, unit: str = "") -> Cell:
     """A value with its errors, to so many digits after the point, or to those that its error leaves."""
     if isinstance(value, Figure):
-        return with_errors(value, digits, scale=metric.scale, unit=unit)
+        cell = with_errors(value, digits, scale=metric.scale, unit=unit)
+        is_endless = metric.name.startswith("agreement") and math.isinf(value.value)
+        return replace(cell, text="to the end") if is_endless else cell
     if metric.name == "kld_over_noise_floor" and value is not None and value > MOST_FLOORS:
         return Cell(f"> {MOST_FLOORS:,}", value)
     return plain(value, digits)

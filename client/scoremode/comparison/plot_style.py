@@ -30,6 +30,8 @@ WIDTH, HEIGHT = 5.6, 3.9
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 _TIP = "tip:"
 """The beginning of the SVG ids that `as_svg` turns into titles."""
+_NOISE = (0, (1, 2))
+"""Dashes of a noise floor."""
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 
@@ -179,11 +181,13 @@ def add_tip(artists: Iterable[Artist], text: str) -> None:
         artist.set_gid(_TIP + text)
 
 
-def draw_curve(axes: Axes, theme: Theme, index: int, x: Floats, y: Floats, label: str, shown: str, form: str) -> None:
+def draw_curve(
+    axes: Axes, theme: Theme, index: int | None, x: Floats, y: Floats, label: str, shown: str, form: str
+) -> None:
     """A run's curve, as `shown` in the legend, and some thirty tips along it: its label, and `form` as a format of both
-    values."""
-    color = theme.run(index)
-    axes.plot(x, y, color=color, linestyle=DASHES[index % len(DASHES)], linewidth=1.8, label=legend_label(shown))
+    values. A curve that belongs to no run has no index."""
+    color, dashes = (theme.quiet, _NOISE) if index is None else (theme.run(index), DASHES[index % len(DASHES)])
+    axes.plot(x, y, color=color, linestyle=dashes, linewidth=1.8, label=legend_label(shown))
     drawn = np.flatnonzero(np.isfinite(y))
     for at in drawn[:: math.ceil(len(drawn) / 30) or 1]:
         # An invisible marker has the tip.

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure as Drawing
 
 from scoremode.comparison import size_plots, sizes, token_plots
+from scoremode.comparison.agreement import Agreement, agreement_of, floor_of, has_answers
 from scoremode.comparison.figures import NEGLIGIBLE_KLD, Figure, RunComparison
 from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg
 from scoremode.comparison.run_file import RunFile
@@ -57,6 +58,7 @@ def plots(comparison: RunComparison) -> list[Plot]:
         _mean_kld(comparison),
         _kld_distribution(comparison, diverging) if diverging else None,
         _kld_by_confidence(comparison, diverging) if diverging else None,
+        _agreement(comparison),
         _running_difference(comparison),
     )
     distinct = list(dict.fromkeys(run.format for run in comparison.files))
@@ -167,6 +169,26 @@ def _kld_by_confidence(comparison: RunComparison, runs: token_plots.Numbered) ->
         f"confident at the right. {_without_place(comparison, [run for _, run in runs])}Infinite values are left out. "
         "Intervals are 95 %, from errors that take windows as independent and tokens within one as dependent.",
         lambda theme: token_plots.draw_kld_by_confidence(runs, theme),
+    )
+
+
+def _agreement(comparison: RunComparison) -> Plot | None:
+    files = comparison.files
+    runs = [(index, run, agreement_of(run)) for index, run in enumerate(files) if has_answers(run, are_greedy=True)]
+    if not runs:
+        return None
+    floors: dict[str, Agreement] = {}
+    for _, run, _ in runs:
+        if not run.as_noise_floor and (floor := floor_of(run, files)) is not None:
+            floors[f"the original itself ({run.lane})"] = floor
+    missing = "" if floors else " How the original agrees with itself was not measured (ppl-client kld --floor)."
+    return Plot(
+        "agreement",
+        "Share of answers that are the same, by number of tokens",
+        "Share of the original's answers of which a run gives at least so many tokens too, by its top token after each "
+        "beginning of the answer. Answers that end before they part are censored: the curve is the Kaplan-Meier "
+        f"estimate. No errors are drawn.{missing}",
+        lambda theme: token_plots.draw_agreement(runs, floors, theme),
     )
 
 

@@ -13,12 +13,13 @@ from markupsafe import Markup
 from scoremode._texts import printable
 from scoremode.accuracy.compare_tasks import TaskComparison
 from scoremode.comparison.accuracy_tables import accuracy_notes, report_sections
+from scoremode.comparison.agreement import has_answers
 from scoremode.comparison.card import card
 from scoremode.comparison.figures import RunComparison
 from scoremode.comparison.plot_style import LIGHT, as_element
 from scoremode.comparison.plots import common_caption, measured, plots
 from scoremode.comparison.report_data import script_json, text_data
-from scoremode.comparison.report_tables import effect_cells, pair_matrices, run_table
+from scoremode.comparison.report_tables import effect_cells, pair_matrices, parted_answers, run_table
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import computed_differently, in_words, summary
 from scoremode.comparison.tables import Column, best_at_each_size, group_notes, group_tables
@@ -88,6 +89,11 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "matrices": pair_matrices(comparison),
         "groups": [section for sections in group_tables(comparison) for section in sections],
         "group_notes": group_notes(comparison),
+        "answers": [
+            (run.label, parted)
+            for run in runs
+            if has_answers(run, are_greedy=True) and (parted := parted_answers(run))[0].cells
+        ],
         "has_kld": _largest_kld(comparison) is not None,
         "plots": [(plot, Markup(as_element(plot.draw(LIGHT), plot.name, plot.subject))) for plot in plots(comparison)],
         "plots_caption": common_caption(comparison),

@@ -5,6 +5,10 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from scoremode._texts import printable
+from scoremode.comparison.agreement import agreement_of
 from scoremode.comparison.figures import (
     METRICS,
     NOT_KNOWN,
@@ -19,8 +23,13 @@ from scoremode.comparison.figures import (
     digits_of,
     with_errors,
 )
+from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import effects
+from scoremode.comparison.tables import Column
 
+NUM_PARTED = 10
+"""Answers that part first, which the report lists."""
+_TOKENS_BEFORE = 16
 _FAR_FEWER = 2
 """From this many digits of difference after the point, the figures of a column each keep their own digits."""
 
@@ -51,9 +60,10 @@ def _column(comparison: RunComparison, metric: Metric) -> list[Cell]:
         values = [
             nothing if row.has_no_divergence else value for row, value in zip(comparison.rows, values, strict=True)
         ]
-    digits = metric.digits if metric.of_run or metric.name == "kld_over_noise_floor" else None
+    has_fixed_digits = metric.of_run or metric.has_fixed_digits
+    digits = metric.digits if has_fixed_digits else None
     finest = [digits_of(value, metric.scale) for value in values if isinstance(value, Figure)]
-    if finest and max(finest) - min(finest) < _FAR_FEWER:
+    if not has_fixed_digits and finest and max(finest) - min(finest) < _FAR_FEWER:
         # All with the digits of the finest.
         digits = max(finest)
     return [cell_of(metric, value, digits, metric.unit) for value in values]
@@ -67,6 +77,33 @@ def effect_cells(comparison: RunComparison) -> list[tuple[str, list[Cell]]]:
         first, *rest = effects(comparison, figures)
         rows.append((label, [Cell(first, mark=_mark(comparison.base_pairs[label].verdict)), *map(Cell, rest)]))
     return rows
+
+
+def parted_answers(run: RunFile) -> list[Column]:
+    """The answers of a run that part first, with what both models say there."""
+    agreement, starts = agreement_of(run), np.cumsum(run.window_sizes) - run.window_sizes
+    assert run.window_documents is not None
+    assert run.top_token_ids is not None
+    assert run.reference_top_token_ids is not None
+    order = np.argsort(agreement.lengths, kind="stable")
+    windows = order[agreement.parts[order]][:NUM_PARTED]
+    at = (starts + agreement.lengths)[windows]
+    before = [
+        run.token_ids[max(start, end - _TOKENS_BEFORE) : end] for start, end in zip(starts[windows], at, strict=True)
+    ]
+    tops = {"original's top token": run.reference_top_token_ids, "its top token": run.top_token_ids}
+    return [
+        Column("prompt", [f"{row + 1:,}" for row in run.window_documents[windows]]),
+        Column("same for", [f"{length:,}" for length in agreement.lengths[windows]]),
+        Column("answer before", ["".join(_text(run, token) for token in tokens) for tokens in before], right=False),
+        Column("answer's token", [_text(run, token) for token in run.token_ids[at]], right=False),
+        *(Column(name, [_text(run, token) for token in ids[at]], right=False) for name, ids in tops.items()),
+    ]
+
+
+def _text(run: RunFile, token: int) -> str:
+    """The text of a token; its id where the run has no texts."""
+    return printable(run.token_texts.get(int(token), f"[{token}]"))
 
 
 def pair_matrices(comparison: RunComparison) -> list[Matrix]:

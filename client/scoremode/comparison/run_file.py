@@ -80,6 +80,7 @@ _OPTIONAL_ARRAYS = (
     "window_documents",
     "window_labels",
     "classes",
+    "top_ties",
     "ranks",
     "kld",
     "top_token_ids",
@@ -121,6 +122,8 @@ class RunFile(_Record):
     """[windows], index into `labels`; None for a run without `--by`."""
     classes: NDArray[np.uint8] | None = None
     """[n], index into `TOKEN_CLASSES`; None where the text is not of conversations."""
+    top_ties: NDArray[np.uint8] | None = None
+    """[n], whether a target shares the highest logit with another token; None unless the text is of greedy answers."""
     simulated_bits: float | None = None
     """Bits per weight that a quantization would have whose files hold rounded weights of the original's dtype."""
     is_reference: bool = False
@@ -328,8 +331,19 @@ def _check_arrays(path: Path, record: _Record, arrays: Arrays) -> None:
         raise RunError(f"{path} has no scored token")
     if "window_labels" in arrays and (last := arrays["window_labels"].max()) >= len(record.labels):
         raise RunError(f"{path}: window_labels has {last}, and labels has {len(record.labels)}")
+    if record.reference is not None and record.reference.answers is not None:
+        _check_answers(path, record.reference, record.reference.answers.num_answers, arrays)
     if record.prompts and len(record.prompts) != num_windows:
         raise RunError(f"{path}: prompts has {len(record.prompts)}, and there are {num_windows} windows")
+
+
+def _check_answers(path: Path, reference: Reference, num_answers: int, arrays: Arrays) -> None:
+    documents = arrays.get("window_documents", np.empty(0))
+    if not documents.size or (np.diff(documents, prepend=-1) <= 0).any() or documents[-1] >= num_answers:
+        raise RunError(f"{path}: window_documents are not of the {num_answers} answers of its reference")
+    for floor in filter(None, (reference.noise_floor, *reference.lane_noise_floors.values())):
+        if floor.agreement_lengths is not None and len(floor.agreement_lengths) != num_answers:
+            raise RunError(f"{path}: a noise floor has other than {num_answers} agreement_lengths")
 
 
 def _nlls(logprobs: NDArray[Any]) -> Floats:

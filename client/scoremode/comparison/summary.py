@@ -1,9 +1,11 @@
 """A comparison in a few sentences, what computed its runs besides their weights, and the limits that they exceed."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from scoremode.comparison.agreement import agreement_of
 from scoremode.comparison.figures import OPPOSITE, RunComparison, RunFigures, Verdict, with_errors
 from scoremode.comparison.groups import tokens_before
 from scoremode.comparison.run_file import RunFile
@@ -36,7 +38,7 @@ def summary(comparison: RunComparison) -> list[str]:
     sentences += _order("perplexity", [run.label for run in comparison.files], by_nll)
     if by_kld:
         sentences += _order("mean KL divergence", compared, by_kld)
-    sentences += [*_lanes(comparison), *_noise_floor(comparison.runs)]
+    sentences += [*_lanes(comparison), *_noise_floor(comparison.runs), *agreements(comparison.runs)]
     sentences += computed_differently(comparison.files)
     differences = [figure for pair in comparison.pairs for figure in (pair.ln_ppl_ratio, pair.kld_difference)]
     if any(figure is not None and figure.low is None for figure in differences):
@@ -160,6 +162,27 @@ def _noise_floor(runs: Sequence[RunFigures]) -> list[str]:
     if above:
         sentences.append(f"{_listed(above)} the noise floor by mean KL divergence.")
     return sentences
+
+
+def agreements(runs: Sequence[RunFigures]) -> Iterator[str]:
+    """For how long runs give the same answers as their reference's model."""
+    for figures in runs:
+        run, median, sampled = figures.run, figures.agreement_median, figures.expected_agreement
+        original = "" if run.reference is None else run.reference.model
+        if sampled is not None:
+            yield f"{run.label} and {original}, coupled as well as can be, sample {sampled.value:.1f} same tokens."
+        if median is None:
+            continue
+        agreement = agreement_of(run)
+        num_parted, num_answers = int(agreement.parts.sum()), len(agreement.sizes)
+        if not num_parted:
+            yield f"No answer of {run.label} parts from that of {original}, of {num_answers:,}."
+            continue
+        length = "the answers to their end" if math.isinf(median.value) else f"{median.value:.0f} tokens"
+        yield (
+            f"{run.label} gives the same answer as {original} for {length} in the median, and "
+            f"{num_answers - num_parted:,} of {num_answers:,} answers are the same to their end."
+        )
 
 
 def _are(items: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from scoremode.comparison.bootstrap import MIN_UNITS
 from scoremode.comparison.figures import METRICS, Figure, RunComparison, RunFigures, cell_of
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.sizes import MIN_FRONT, pareto_front, points
-from scoremode.comparison.summary import summary
+from scoremode.comparison.summary import agreements, summary
 from scoremode.runs.presets import comparable_with
 
 CsvRow = dict[str, object]
@@ -46,6 +46,13 @@ _RUN_SECTIONS = (
     ("kld_median", "kld_p95", "kld_p99", "kld_p999", "kld_max", "delta_p_rms"),
 )
 """Metrics of the tables of runs; the last two are for runs with divergences."""
+_AGREEMENT_SECTIONS = (
+    ("agreement_median", "agreement_p25", "agreement_p75", "agreement_p10"),
+    ("agreement_share", "agreement_ties", "agreement_floor", "agreement_floor_share"),
+    ("expected_agreement",),
+)
+"""Metrics of the tables of runs whose reference has answers."""
+_GROUP_AGREEMENT = ("agreement_median", "agreement_share", "expected_agreement")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,7 @@ def _csv_rows(comparison: RunComparison) -> Iterator[CsvRow]:
             row = _csv_row(pair.second, name, getattr(pair, name))
             yield {**row, "base": pair.first.label, "verdict": verdict}
     for group, figures in comparison.groups:
-        for name in ("num_scored", "perplexity", "ppl_ratio", "kld", "same_top_p"):
+        for name in ("num_scored", "perplexity", "ppl_ratio", "kld", "same_top_p", *_GROUP_AGREEMENT):
             row = _csv_row(figures.run, name, getattr(group if name == "num_scored" else figures, name))
             base = comparison.base.label if name == "ppl_ratio" else ""
             yield {**row, "base": base, "by": group.by, "group": group.name}
@@ -186,7 +193,23 @@ def _run_sections(comparison: RunComparison) -> list[list[Column]]:
     sections = _RUN_SECTIONS if has_kld else _RUN_SECTIONS[:2]
     columns = [[label, *(_column(name, values[name], base) for name in names)] for names in sections]
     columns[0].insert(1, weights)
-    return columns
+    return [*columns, *agreement_sections(comparison)]
+
+
+def agreement_sections(comparison: RunComparison) -> list[list[Column]]:
+    """The sections on answers, of the figures that are known, for runs that have some."""
+    rows = [row for row in comparison.runs if any(row.has(name) for names in _AGREEMENT_SECTIONS for name in names)]
+    label = Column("run", [row.run.label for row in rows], right=False)
+    sections = [[name for name in names if any(row.has(name) for row in rows)] for names in _AGREEMENT_SECTIONS]
+    return [
+        [label, *(_column(name, [getattr(row, name) for row in rows]) for name in names)] for names in sections if names
+    ]
+
+
+def agreement_as_text(comparison: RunComparison) -> list[str]:
+    """Tables on answers and sentences on them, for a terminal; none where the reference has no answers."""
+    sections = ["\n".join(aligned(section)) for section in agreement_sections(comparison)]
+    return ["====== Agreement of answers ======", *sections, *agreements(comparison.runs)] if sections else []
 
 
 def _pair_sections(comparison: RunComparison) -> list[list[Column]]:
@@ -231,9 +254,11 @@ def group_tables(comparison: RunComparison) -> Iterator[list[list[Column]]]:
             Column("tokens", [f"{group.num_scored:,}" for group in groups]),
             Column("run", [row.run.label for row in rows], right=False),
         ]
-        sections = [("perplexity", "ppl_ratio") if comparison.pairs else ("perplexity",)]
+        sections: list[tuple[str, ...]] = [("perplexity", "ppl_ratio") if comparison.pairs else ("perplexity",)]
         if any(row.kld is not None for row in rows):
             sections.append(("kld", "same_top_p"))
+        if agreements := tuple(name for name in _GROUP_AGREEMENT if any(row.has(name) for row in rows)):
+            sections.append(agreements)
         yield [
             [*labels, *(_column(name, [getattr(row, name) for row in rows], base) for name in names)]
             for names in sections

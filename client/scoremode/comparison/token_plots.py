@@ -1,12 +1,14 @@
 """Plots of single tokens: how their values are distributed, and where in the text runs begin to differ."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 from matplotlib.figure import Figure as Drawing
+from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
+from scoremode.comparison.agreement import Agreement
 from scoremode.comparison.plot_style import (
     Theme,
     add_tip,
@@ -59,6 +61,30 @@ def survival(values: Floats, thresholds: Floats) -> Floats:
     """The share of values above each threshold; NaN, which is not drawn, where it is 0."""
     above = len(values) - np.searchsorted(np.sort(values), thresholds, side="right")
     return np.where(above > 0, above / len(values), np.nan)
+
+
+def draw_agreement(
+    runs: Sequence[tuple[int, RunFile, Agreement]], floors: Mapping[str, Agreement], theme: Theme
+) -> Drawing:
+    """The share of answers that are the same for at least so many tokens, of runs and of the original in lanes."""
+    drawing, axes = new_axes(theme)
+    curves = [(index, run.label, agreement) for index, run, agreement in runs]
+    for index, label, agreement in [*curves, *((None, label, floor) for label, floor in floors.items())]:
+        tokens, shares = agreement.survival()
+        longest = int(agreement.sizes.max())
+        shown = np.unique(np.linspace(0, longest, _CURVE_POINTS).astype(int))
+        # The share holds from a token on until the next at which an answer parts.
+        held = shares[np.searchsorted(tokens, shown, side="right") - 1]
+        form = "{1:.1%} of answers are the same for {0:,.0f} tokens"
+        draw_curve(axes, theme, index, shown.astype(float), held, label, label, form)
+    axes.set_ylim(0, 1.02)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.set_xlabel("tokens of the answer")
+    axes.set_ylabel("share of answers that are the same")
+    legend(drawing, axes, theme)
+    return drawing
 
 
 def _percent(share: float) -> str:

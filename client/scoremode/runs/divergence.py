@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from scoremode._texts import model_name
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, ScoremodeError, ServersDifferError
-from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
+from scoremode.kld import POSITION_DTYPES, KldPositions, agreement_lengths, num_ties, of_answers, statistics
 from scoremode.metrics import exp, finite_or_none
 from scoremode.results import TOP_DTYPES, KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
 from scoremode.runs.lanes import lane_fields, mean_batch
@@ -158,6 +158,23 @@ class KldMeasurement:
     lane: Lane = "prefill"
     mean_batch: float | None = None
     """The mean of the windows' mean batches."""
+    top_ties: NDArray[np.bool_] | None = None
+    """[n], whether a target's logit is the served model's highest, and another's too; None unless the text is of greedy
+    answers, or if the server gives no top tokens."""
+
+    @property
+    def agreement(self) -> dict[str, object]:
+        """For a reference of greedy answers, the tokens of each before the first that is not the served model's top
+        token, in the order of prompts, and the ties up to there."""
+        answers = self.reference.answers
+        if answers is None or not answers.are_greedy or self.origins is None:
+            return {}
+        sizes = np.array(self.window_sizes)
+        lengths = agreement_lengths(self.positions.top_token_ids == self.positions.token_ids, sizes)
+        return {
+            "agreement_lengths": of_answers(lengths, self.origins.documents, answers.num_answers),
+            "agreement_ties": None if self.top_ties is None else num_ties(self.top_ties, lengths, sizes),
+        }
 
     @property
     def target_ids(self) -> NDArray[np.int32]:
@@ -193,6 +210,7 @@ class KldMeasurement:
             "statistics": self.statistics,
             "kld_over_noise_floor": self.kld_over_noise_floor,
             "most_divergent": finite_or_none([asdict(token) for token in self.most_divergent]),
+            **self.agreement,
             "seconds": self.seconds,
             "positions_per_second": self.positions_per_second,
             **record_end(self.token_texts, self.origins),
@@ -204,6 +222,8 @@ class KldMeasurement:
         if (top := self.top_tokens) is not None:
             arrays |= {f"top_tokens.{name}": getattr(top, name).astype(dtype) for name, dtype in TOP_DTYPES.items()}
         arrays["window_sizes"] = np.array(self.window_sizes, np.int32)
+        if self.top_ties is not None:
+            arrays["top_ties"] = self.top_ties.astype(np.uint8)
         return arrays | origin_arrays(self.origins, arrays, self.token_texts)
 
 
@@ -239,10 +259,16 @@ async def measure_kld(
     """
     pool = await Pool.connect(clients, concurrency)
     reference = await same_references(pool, name)
-    num_top = min(top_logprobs, pool.info.max_top_logprobs)
+    num_top = min(max(top_logprobs, _num_top(reference)), pool.info.max_top_logprobs)
     plan = KldPlan(pool.info, pool.clients[0].model or pool.info.model, reference, num_top, lane)
     run = await measure(plan, pool, start_journal, on_progress)
     return await _measurement(pool.clients[0], plan, run, pool.concurrency, return_token_texts=return_token_texts)
+
+
+def _num_top(reference: Reference) -> int:
+    """The top tokens that a comparison needs: the highest logit tells ties, on which the agreement of greedy answers
+    depends."""
+    return int(reference.answers is not None and reference.answers.are_greedy)
 
 
 async def same_references(pool: Pool, name: str) -> Reference:
@@ -273,10 +299,17 @@ async def measure_noise_floor(
         ScoremodeError: the server fails, or serves another model.
     """
     info = await client.info()
-    plan = KldPlan(info, client.model or info.model, await client.reference(name), lane=lane)
+    reference = await client.reference(name)
+    num_top = min(_num_top(reference), info.max_top_logprobs)
+    plan = KldPlan(info, client.model or info.model, reference, num_top, lane)
     run = Run(plan, None, on_progress)
     result = await client.kld(
-        name, num_positions=plan.reference.num_scored, as_noise_floor=True, on_window=run.store, lane=lane
+        name,
+        top_logprobs=num_top,
+        num_positions=plan.reference.num_scored,
+        as_noise_floor=True,
+        on_window=run.store,
+        lane=lane,
     )
     if missing := list(run.missing()):
         raise ResponseError(f"the server's answer lacks {len(missing)} windows of the reference")
@@ -330,7 +363,18 @@ async def _measurement(
         origins=origins,
         lane=plan.lane,
         mean_batch=mean_batch(window.mean_batch for window in windows),
+        top_ties=_top_ties(windows) if _num_top(reference) else None,
     )
+
+
+def _top_ties(windows: Sequence[KldWindowValues]) -> NDArray[np.bool_] | None:
+    """The targets [n] whose logit is as high as the top token's, and is not the only one; None without top tokens."""
+    ties = [
+        (window.positions.ranks > 1) & (window.positions.logprobs == window.top_logprobs.logprobs[:, 0])
+        for window in windows
+        if window.top_logprobs is not None
+    ]
+    return np.concatenate(ties) if len(ties) == len(windows) else None
 
 
 def reference_identity(reference: Reference) -> Mapping[str, object]:

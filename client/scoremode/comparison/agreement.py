@@ -1,0 +1,185 @@
+"""For how many tokens runs give the same answers as the model of their reference, which has that model's answers.
+
+An answer that never parts is censored: it says that the first difference comes after its last token. So quantiles are
+those of the Kaplan-Meier estimate. Intervals are percentiles of it over resampled answers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scoremode.comparison.bootstrap import MIN_UNITS, document_counts
+from scoremode.comparison.figures import Figure
+from scoremode.comparison.run_file import RunFile
+from scoremode.kld import Floats, agreement_lengths, num_ties
+
+_QUANTILES = {"agreement_p10": 0.1, "agreement_p25": 0.25, "agreement_median": 0.5, "agreement_p75": 0.75}
+_ROUNDING = 1e-9
+"""A product of shares may miss a half by as much."""
+_ENDS = (0.025, 0.975)
+
+
+class AgreementFigures(TypedDict, total=False):
+    """Figures of `RunFigures`."""
+
+    agreement_median: Figure
+    agreement_p25: Figure
+    agreement_p75: Figure
+    agreement_p10: Figure
+    agreement_share: Figure
+    agreement_ties: float
+    agreement_floor: Figure
+    agreement_floor_share: Figure
+    expected_agreement: Figure
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Agreement:
+    """Answers that have tokens: arrays of shape [answers]."""
+
+    lengths: NDArray[np.int64]
+    """The tokens before the first difference; all of the answer's if there is none."""
+    sizes: NDArray[np.int64]
+
+    @property
+    def parts(self) -> NDArray[np.bool_]:
+        """Whether an answer has a difference."""
+        return self.lengths < self.sizes
+
+    @property
+    def _last(self) -> NDArray[np.int64]:
+        """The token that differs, from 1; the last one of an answer that never parts."""
+        return np.minimum(self.lengths + 1, self.sizes)
+
+    def survival(self) -> tuple[Floats, Floats]:
+        """Numbers of tokens from 0 on, and the estimated share of answers that are the same for at least as many."""
+        # Takes a second, and most comparisons have no answers.
+        from scipy.stats import CensoredData, ecdf
+
+        estimate = ecdf(CensoredData.right_censored(self._last, ~self.parts)).sf
+        return np.append(0, estimate.quantiles), np.append(1.0, estimate.probabilities)
+
+    def quantile(self, fraction: float) -> float:
+        """The fewest tokens at which at least this share of the answers has parted; infinite if fewer ever do."""
+        tokens, shares = self.survival()
+        return float(_quantiles(tokens, shares[None], fraction)[0])
+
+    def resampled(self, counts: Floats, fraction: float) -> Floats:
+        """The quantile in each resample, given how often each answer is drawn, [resamples, answers]."""
+        tokens = np.unique(self._last[self.parts])
+        has_parted = self.parts[:, None] & (self._last[:, None] == tokens)
+        num_left = counts @ (self._last[:, None] >= tokens)
+        hazards = np.divide(counts @ has_parted, num_left, out=np.zeros_like(num_left), where=num_left > 0)
+        return _quantiles(tokens, np.cumprod(1 - hazards, axis=1), fraction)
+
+
+def _quantiles(tokens: NDArray[np.integer] | Floats, shares: Floats, fraction: float) -> Floats:
+    """[any], the tokens before the first of these at which a row of shares [any, tokens] has fallen by a fraction."""
+    has_fallen = shares <= 1 - fraction + _ROUNDING
+    first = np.where(has_fallen.any(axis=1), has_fallen.argmax(axis=1), len(tokens))
+    return np.append(np.asarray(tokens, np.float64) - 1, np.inf)[first]
+
+
+def has_answers(run: RunFile, *, are_greedy: bool) -> bool:
+    """Whether a run was compared with a reference of such answers. A reference is not, with its own."""
+    answers = None if run.reference is None or run.is_reference else run.reference.answers
+    return answers is not None and answers.are_greedy == are_greedy
+
+
+def agreement_of(run: RunFile, members: NDArray[np.bool_] | None = None) -> Agreement:
+    """The agreement of a run's answers, or of their tokens in a group [n] alone."""
+    assert run.top_token_ids is not None
+    is_same = run.top_token_ids == run.token_ids
+    sizes = run.window_sizes.astype(np.int64)
+    if members is not None:
+        is_same, sizes = is_same[members], _sizes_within(run, members)
+    has_tokens = sizes > 0
+    return Agreement(agreement_lengths(is_same, sizes)[has_tokens], sizes[has_tokens])
+
+
+def floor_of(run: RunFile, runs: Sequence[RunFile]) -> Agreement | None:
+    """The agreement of the reference's own model in the lane of a run, if it is known to any of the runs."""
+    for other in runs:
+        is_alike = other.reference_identity == run.reference_identity and other.lane == run.lane
+        floor = None if other.reference is None else other.reference.noise_floor_of(run.lane)
+        if is_alike and floor is not None and floor.agreement_lengths is not None:
+            assert other.window_documents is not None
+            lengths = np.array(floor.agreement_lengths)[other.window_documents]
+            return Agreement(lengths, run.window_sizes.astype(np.int64))
+    return None
+
+
+def answer_counts(runs: Sequence[RunFile], num_resamples: int, seed: int) -> Floats | None:
+    """How often each answer is drawn, [resamples, answers]; None without answers, or with too few of them."""
+    if all(run.reference is None or run.reference.answers is None for run in runs):
+        return None
+    return document_counts(runs[0].num_windows, num_resamples, seed)
+
+
+def agreement_figures(
+    run: RunFile, counts: Floats | None, members: NDArray[np.bool_] | None = None
+) -> AgreementFigures:
+    """The figures of a run, or of a group of its targets; none unless its reference has answers."""
+    present = _sizes_within(run, members) > 0 if members is not None else np.ones(run.num_windows, bool)
+    drawn = None if counts is None or present.sum() < MIN_UNITS else counts[:, present]
+    if has_answers(run, are_greedy=True):
+        agreement = agreement_of(run, members)
+        figures = _figures(agreement, drawn)
+        if run.top_ties is not None and members is None:
+            figures["agreement_ties"] = num_ties(run.top_ties > 0, agreement.lengths, run.window_sizes)
+        return figures
+    if has_answers(run, are_greedy=False):
+        return {"expected_agreement": _mean(expected_lengths(run, members)[present], drawn)}
+    return {}
+
+
+def floor_figures(run: RunFile, runs: Sequence[RunFile]) -> AgreementFigures:
+    """The median and the share of the reference's own model, where they are known."""
+    floor = floor_of(run, runs) if has_answers(run, are_greedy=True) else None
+    if floor is None:
+        return {}
+    return {
+        "agreement_floor": Figure(floor.quantile(0.5), None, None, None),
+        "agreement_floor_share": _mean(1.0 - floor.parts, None),
+    }
+
+
+def expected_lengths(run: RunFile, members: NDArray[np.bool_] | None = None) -> Floats:
+    """[windows], of a sampled answer the sum over its tokens of the product of min(1, q/p) up to each: in the mean over
+    answers, the number of tokens after which the best coupling of both samplers parts."""
+    assert run.reference_nlls is not None
+    logs = np.minimum(run.reference_nlls - run.nlls, 0.0)
+    sizes = run.window_sizes if members is None else _sizes_within(run, members)
+    if members is not None:
+        logs = logs[members]
+    parts = np.split(logs, np.cumsum(sizes)[:-1])
+    return np.array([np.exp(np.cumsum(part)).sum() for part in parts])
+
+
+def _figures(agreement: Agreement, counts: Floats | None) -> AgreementFigures:
+    figures = AgreementFigures(agreement_share=_mean(1.0 - agreement.parts, counts))
+    for name, fraction in _QUANTILES.items():
+        ends = (None, None) if counts is None else _percentiles(agreement.resampled(counts, fraction))
+        figures[name] = Figure(agreement.quantile(fraction), None, *ends)  # type: ignore[literal-required]
+    return figures
+
+
+def _mean(values: Floats, counts: Floats | None) -> Figure:
+    """The mean over answers."""
+    ends = (None, None) if counts is None else _percentiles(counts @ values / counts.sum(axis=1))
+    return Figure(float(values.mean()), None, *ends)
+
+
+def _percentiles(resampled: Floats) -> tuple[float, float]:
+    """The ends of the 95 % interval, which may be infinite."""
+    low, high = np.quantile(resampled[~np.isnan(resampled)], _ENDS, method="inverted_cdf")
+    return float(low), float(high)
+
+
+def _sizes_within(run: RunFile, members: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """[windows], the targets that belong to a group."""
+    ends = np.cumsum(run.window_sizes)
+    return np.diff(np.append(0, np.cumsum(members))[ends], prepend=0).astype(np.int64)
