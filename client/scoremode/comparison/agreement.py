@@ -78,9 +78,10 @@ class Agreement:
 
 def _quantiles(tokens: NDArray[np.integer] | Floats, shares: Floats, fraction: float) -> Floats:
     """[any], the tokens before the first of these at which a row of shares [any, tokens] has fallen by a fraction."""
-    has_fallen = shares <= 1 - fraction + _ROUNDING
-    first = np.where(has_fallen.any(axis=1), has_fallen.argmax(axis=1), len(tokens))
-    return np.append(np.asarray(tokens, np.float64) - 1, np.inf)[first]
+    # Shares never rise.
+    first = (shares > 1 - fraction + _ROUNDING).sum(axis=1)
+    values: Floats = np.append(np.asarray(tokens, np.float64) - 1, np.inf)[first]
+    return values
 
 
 def has_answers(run: RunFile, *, are_greedy: bool) -> bool:
@@ -143,7 +144,7 @@ def floor_figures(run: RunFile, runs: Sequence[RunFile]) -> AgreementFigures:
         return {}
     return {
         "agreement_floor": Figure(floor.quantile(0.5), None, None, None),
-        "agreement_floor_share": _mean(1.0 - floor.parts, None),
+        "agreement_floor_share": _mean(~floor.parts, None),
     }
 
 
@@ -160,14 +161,14 @@ def expected_lengths(run: RunFile, members: NDArray[np.bool_] | None = None) -> 
 
 
 def _figures(agreement: Agreement, counts: Floats | None) -> AgreementFigures:
-    figures = AgreementFigures(agreement_share=_mean(1.0 - agreement.parts, counts))
+    figures = AgreementFigures(agreement_share=_mean(~agreement.parts, counts))
     for name, fraction in _QUANTILES.items():
         ends = (None, None) if counts is None else _percentiles(agreement.resampled(counts, fraction))
         figures[name] = Figure(agreement.quantile(fraction), None, *ends)  # type: ignore[literal-required]
     return figures
 
 
-def _mean(values: Floats, counts: Floats | None) -> Figure:
+def _mean(values: Floats | NDArray[np.bool_], counts: Floats | None) -> Figure:
     """The mean over answers."""
     ends = (None, None) if counts is None else _percentiles(counts @ values / counts.sum(axis=1))
     return Figure(float(values.mean()), None, *ends)
