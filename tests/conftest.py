@@ -4,6 +4,7 @@ The real model stays in the demo cache. What makes models is imported where one 
 seconds, and every process of a test run reads this file.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,10 +86,12 @@ def random_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def disturbed_model(random_model: Path, tmp_path_factory) -> Path:
-    """`random_model` with noise on its weights."""
+    """`random_model` with noise on its weights, and defaults of sampling that change what it generates."""
     from tests import models
 
-    return models.disturbed(random_model, tmp_path_factory.mktemp("models") / "disturbed", 0.05)
+    path = models.disturbed(random_model, tmp_path_factory.mktemp("models") / "disturbed", 0.05)
+    (path / "generation_config.json").write_text(json.dumps(models.SAMPLING_DEFAULTS))
+    return path
 
 
 @pytest.fixture(scope="session")

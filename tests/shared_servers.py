@@ -119,6 +119,12 @@ SERVERS = {
         ),
         references="shared",
     ),
+    "disturbed_server": Server(
+        "tiny",
+        "disturbed_model",
+        ("--served-model-name", "disturbed", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
+        references="shared",
+    ),
     "rounded_server": Server(
         "real",
         "rounded_smollm2",

@@ -36,6 +36,13 @@ def int8_server(servers: Servers) -> str:
 
 
 @pytest.fixture(scope="session")
+def disturbed_server(servers: Servers) -> str:
+    """`scoremode serve` on the tiny model with noise on its weights, whose generation_config.json has other defaults of
+    all sampling parameters."""
+    return servers.url("disturbed_server")
+
+
+@pytest.fixture(scope="session")
 def llama_2_server(servers: Servers) -> str:
     """`scoremode serve` on a random model with a tokenizer as Llama 2's, context 2,050, with TRL's flags for teachers
     (processed logprobs, any number of them), and vLLM's own routes under /stock."""

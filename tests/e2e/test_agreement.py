@@ -1,0 +1,168 @@
+"""`ppl-client record --prompts` and the agreement of answers, on a server of the tiny model and one of a disturbed copy:
+next to what the copy answers in transformers, and to exact distributions."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from scoremode import ScoreClient
+from scoremode.cli.main import main
+from scoremode.comparison import compare, load_runs
+from tests import oracle
+
+NUM_PROMPTS, NUM_TOKENS = 40, 24
+EOS = 1
+
+
+def write_prompts(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def record(server: str, prompts: Path, name: str, *options: str) -> int:
+    words = ["record", "--url", server, "--prompts", str(prompts), "--reference", name, "--quiet"]
+    return main([*words, *(options or ("--max-new-tokens", str(NUM_TOKENS)))])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """Where journals are kept."""
+    before, folder = Path.cwd(), tmp_path_factory.mktemp("answers")
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def texts(wikitext: str) -> list[str]:
+    return [wikitext[start : start + 60] for start in range(20_000, 20_000 + 200 * NUM_PROMPTS, 200)]
+
+
+@pytest.fixture(scope="module")
+def recorded(server, client, texts, folder) -> list[dict]:
+    """The reference `answers` of greedy answers, as its file has them."""
+    labels = ["even", "odd"]
+    rows = [{"prompt": text, "language": labels[row % 2]} for row, text in enumerate(texts)]
+    prompts = write_prompts(folder / "prompts.jsonl", rows)
+    options = ("--max-new-tokens", str(NUM_TOKENS), "--by", "language", "--decode-batch", "5")
+    assert record(server, prompts, "answers", *options) == 0
+    assert not list(folder.glob("*.journal"))
+    yield client
+    client.delete_reference("answers")
+
+
+@torch.inference_mode()
+def generated(model: Path, tokens: list[int]) -> list[int]:
+    """The greedy answer of a model in float64, whose own `generate` would follow its generation_config.json."""
+    answer = list[int]()
+    while len(answer) < NUM_TOKENS and EOS not in answer:
+        logits = oracle._float64_model(model)(torch.tensor([[*tokens, *answer]])).logits
+        answer.append(int(logits[0, -1].argmax()))
+    return answer
+
+
+def num_same(answer: list[int], other: list[int]) -> int:
+    return next((at for at, pair in enumerate(zip(answer, other, strict=False)) if pair[0] != pair[1]), len(answer))
+
+
+def measured(server: str, path: Path, *options: str, reference: str = "answers") -> dict:
+    words = ["kld", "--url", server, "--reference", reference, "--lane", "decode", "--quiet", *options]
+    assert main([*words, "--output", str(path), "--force"]) == 0
+    return json.loads(path.read_text())
+
+
+def test_the_first_difference_is_that_of_the_copys_own_greedy_answer(
+    recorded, server, disturbed_server, random_model, disturbed_model, client, texts, folder, capsys
+):
+    expected = []
+    with ScoreClient(disturbed_server) as disturbed:
+        for text in texts:
+            prompt = client.tokenize(text)
+            answer, other = generated(random_model, prompt), generated(disturbed_model, prompt)
+            expected.append(num_same(answer, other))
+            # Whatever generation_config.json says.
+            assert disturbed.generate(prompt, NUM_TOKENS)[0] == other
+    assert len({*expected}) > 5
+    record = measured(disturbed_server, folder / "disturbed.json", "--decode-batch", "8")
+    assert record["agreement_lengths"] == expected
+    assert "Agreement of answers" in capsys.readouterr().out
+
+
+def test_no_answer_of_a_model_parts_from_itself(recorded, server, folder, capsys):
+    record = measured(server, folder / "floor.json", "--floor")
+    whole = load_file(folder / "floor.safetensors")["window_sizes"].tolist()
+    floor = record["reference"]["lane_noise_floors"]["decode"]
+    assert record["agreement_lengths"] == floor["agreement_lengths"] == whole
+    assert f"No answer of tiny parts from that of random, of {NUM_PROMPTS}." in capsys.readouterr().out
+
+
+def test_sampled_answers_agree_as_long_as_exact_distributions_do(
+    server, disturbed_server, client, random_model, disturbed_model, texts, folder
+):
+    prompts = write_prompts(folder / "sampled.jsonl", [{"prompt": texts[0][:9]}] * 600)
+    assert record(server, prompts, "sampled", "--max-new-tokens", "2", "--temperature", "1", "--seed", "7") == 0
+    path = folder / "sampled.json"
+    assert "agreement_lengths" not in measured(disturbed_server, path, reference="sampled")
+    found = compare(load_runs([path])).runs[-1].expected_agreement
+    client.delete_reference("sampled")
+    prompt = client.tokenize(texts[0][:9])
+    # All of one token after the prompt, and none after the end of the text.
+    sequences = torch.tensor([[*prompt, token] for token in range(1024)])
+    with torch.inference_mode():
+        both = [oracle._float64_model(model)(sequences).logits.softmax(-1) for model in (random_model, disturbed_model)]
+    p, q = (each[:, -2:].numpy() for each in both)
+    first, second = np.minimum(p[0, 0], q[0, 0]), np.minimum(p[:, 1], q[:, 1]).sum(1)
+    second[1] = 0
+    expected = first.sum() + first @ second
+    stderr = (found.high - found.low) / (2 * 1.96)
+    assert 0.1 < expected < 1.9
+    assert found.value == pytest.approx(expected, abs=2 * stderr)
+    assert stderr < 0.05
+
+
+def test_a_killed_recording_resumes_with_the_answers_that_are_there(server, client, texts, folder):
+    prompts = write_prompts(folder / "killed.jsonl", [{"prompt": text} for text in texts[:12]])
+    words = ["record", "--url", server, "--prompts", str(prompts), "--reference", "killed", "--max-new-tokens", "200"]
+    command = [sys.executable, "-m", "scoremode.cli", *words, "--decode-batch", "1"]
+    journal = folder / "killed.answers.journal"
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        while not journal.exists() or journal.read_bytes().count(b"\n") < 4:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    kept = journal.read_bytes()
+    # Another answer than any model gives, to tell it from one that was generated again.
+    header, first, *rest = kept.splitlines(keepends=True)
+    marked = json.loads(first) | {"token_ids": [5, 5, 5]}
+    journal.write_bytes(header + json.dumps(marked).encode() + b"\n" + b"".join(rest))
+    for option in ("--max-new-tokens", "--num-samples"):
+        assert record(server, prompts, "killed", *words[-2:], "--decode-batch", "1", option, "9") == 1
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert not journal.exists()
+    windows = client.reference_windows("killed")
+    assert windows.documents == list(range(12))
+    assert client.kld("killed").data[marked["index"]].positions.token_ids.tolist() == [5, 5, 5]
+    client.delete_reference("killed")
+
+
+def test_conversations_are_answered_as_the_template_has_them(server, client, folder, capsys):
+    question, answer = {"role": "user", "content": "Where is it?"}, {"role": "assistant", "content": "Here."}
+    expected = client.tokenize("user: Where is it?\n")
+    share = {"conversations": [{"from": "human", "value": "Where is it?"}, {"from": "gpt", "value": "Here."}]}
+    for number, row in enumerate(({"messages": [question, answer]}, share, {"prompt": [question]})):
+        prompts = write_prompts(folder / "rows.jsonl", [row])
+        assert record(server, prompts, f"rows{number}") == 0
+        assert client.reference_windows(f"rows{number}").prompts == [expected]
+        client.delete_reference(f"rows{number}")
+    prompts = write_prompts(folder / "rows.jsonl", [{"prompt": "It is"}, {"prompt": "a " * 2030}])
+    assert record(server, prompts, "long") == 1
+    assert "row 2 of rows.jsonl has" in capsys.readouterr().err
