@@ -170,9 +170,10 @@ def write_kld_run(
     reference: Reference,
     texts: Mapping[int, str] | None = None,
     tops: TopTokens | None = None,
+    **fields: Any,
 ) -> Path:
     """Write what `ppl-client kld --output` would: `arrays` [n] of every field of `KldPositions`, and `window_sizes`
-    whose sum is n. Returns the path."""
+    whose sum is n, with other `fields` of the measurement. Returns the path."""
     positions = KldPositions(**{name: arrays[name].astype(dtype) for name, dtype in POSITION_DTYPES.items()})
     measurement = KldMeasurement(
         server=server,
@@ -187,6 +188,7 @@ def write_kld_run(
         seconds=1.0,
         token_texts=dict(texts or {}),
         top_tokens=tops,
+        **fields,
     )
     record = measurement.record(["http://localhost:8000"])
     Output(path, resume=False, force=True).write(record, measurement.arrays())

@@ -1,4 +1,4 @@
-"""`ppl-client record --prompts` and the agreement of answers, on a server of the tiny model and one of a disturbed copy:
+"""`ppl-client record --prompts` and the agreement of answers on a server of the tiny model and one of a disturbed copy:
 next to what the copy answers in transformers, and to exact distributions."""
 
 import json

@@ -343,7 +343,8 @@ async def _measurement(
     figures = statistics(positions, window_sizes)
     origins = await client.reference_windows(reference.name)
     lists = (origins.num_context, origins.documents, origins.labels, origins.roles, origins.prompts)
-    if any(each is not None and len(each) != len(windows) for each in lists):
+    is_beyond = reference.answers is not None and max(origins.documents) >= reference.answers.num_answers
+    if is_beyond or any(each is not None and len(each) != len(windows) for each in lists):
         raise ResponseError(f"the server described another number of windows of {reference.name} than {len(windows)}")
     return KldMeasurement(
         server=plan.server,

@@ -174,18 +174,28 @@ def error_content(error: Exception) -> dict[str, Any]:
     return cast(dict[str, Any], response.model_dump())
 
 
+_TYPES = ("str", "int", "float", "bool")
+
+
 def _field(detail: Any) -> str | None:
     """The field of an error of pydantic; None for one of the whole body, such as of fields that exclude each other."""
     return str(detail["loc"][0])[: errors.MAX_NAME] if detail["loc"] else None
 
 
 def _describe(detail: Any) -> str:
-    place = (_field(detail) or "the body") + "".join(f"[{part}]" for part in detail["loc"][1:] if isinstance(part, int))
+    place = (_field(detail) or "the body") + "".join(map(_part, detail["loc"][1:]))
     if detail["type"] == "missing":
         return f"{'.'.join(map(str, detail['loc']))} is required"
     if detail["type"] == "extra_forbidden":
         return f"unknown field {place}"
     return f"{place}: {detail['msg'].removeprefix('Input ').removeprefix('Value error, ')}"
+
+
+def _part(part: int | str) -> str:
+    """A part of the place of an error; nothing for a type, which names a branch of a union."""
+    if isinstance(part, int):
+        return f"[{part}]"
+    return f".{part[: errors.MAX_NAME]}" if part.isidentifier() and part not in _TYPES else ""
 
 
 async def _read_request(request: Request, model: type[BaseModel]) -> BaseModel:

@@ -1,0 +1,149 @@
+"""The agreement of answers: figures worked by hand and their intervals, and where a comparison shows them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_server import INFO
+from made_up_runs import made_up_reference, write_kld_run
+from run_files import OWN
+
+from scoremode.comparison import RunFile, as_csv, as_markdown, as_text, card, compare, load_run, summary
+from scoremode.comparison.agreement import agreement_figures, agreement_of
+from scoremode.comparison.plot_style import LIGHT, as_svg
+from scoremode.comparison.plots import plots
+from scoremode.comparison.report import write_report
+from scoremode.errors import RunError
+from scoremode.kld import agreement_lengths, num_ties
+from scoremode.wire.protocol import ServerInfo
+from scoremode.wire.references import NoiseFloor, ReferenceAnswers, WindowOrigins
+
+SIZES = [4, 4, 4, 2, 4]
+LENGTHS = [4, 1, 2, 2, 2]
+"""Tokens before the first difference. The first difference is token 2 of one answer, of five that have so many and
+agree before, and token 3 of two, of three (the answer of two tokens is not among them):
+shares of answers that are the same for 1, 2, 3 tokens: 1, 4/5, 4/5 * 1/3."""
+FIGURES = {"agreement_p10": 1, "agreement_p25": 2, "agreement_median": 2, "agreement_p75": np.inf}
+
+
+def run_of(path: Path, lengths, sizes=SIZES, *, floor=None, server=None, answers=None, **arrays) -> RunFile:
+    """A run on answers of which the second prompt has none."""
+    num_scored, places = sum(sizes), np.concatenate([np.arange(size) for size in sizes])
+    is_same = places != np.repeat(lengths, sizes)
+    values = dict.fromkeys(("kld", "reverse_kld", "acceptance", "reference_confidence"), np.full(num_scored, 0.5))
+    values |= dict.fromkeys(("token_ids", "reference_top_token_ids"), np.full(num_scored, 7))
+    values |= dict.fromkeys(("ranks", "reference_ranks"), np.ones(num_scored))
+    values |= dict.fromkeys(("logprobs", "reference_logprobs"), np.full(num_scored, -1.0))
+    values |= {"top_token_ids": np.where(is_same, 7, 8)}
+    documents = [0, *range(2, len(sizes) + 1)]
+    answers = answers or ReferenceAnswers(max_new_tokens=4, num_answers=len(sizes) + 1)
+    of_floor = floor and NoiseFloor(mean=0, p99=0, max=0, num_scored=num_scored, created=1, agreement_lengths=floor)
+    origins = WindowOrigins(
+        num_context=[3] * len(sizes),
+        documents=documents,
+        labels=["a" if index % 2 else "b" for index in range(len(sizes))],
+        roles=["assistant"] * len(sizes),
+    )
+    reference = made_up_reference(
+        sizes, method="conversation", answers=answers, noise_floor=of_floor, fingerprint="of the model"
+    )
+    server = ServerInfo(**{**INFO, **(server or {"fingerprint": "of the copy"})})
+    texts = {7: "the", 8: "<a>"}
+    more = {"origins": origins, "top_ties": arrays.pop("top_ties", None), "texts": texts}
+    write_kld_run(path, {**values, **arrays}, sizes, server=server, reference=reference, **more)
+    return load_run(path, path.stem)
+
+
+def test_quantiles_leave_out_answers_that_have_ended(tmp_path):
+    run = run_of(tmp_path / "copy.json", LENGTHS)
+    assert agreement_of(run).lengths.tolist() == LENGTHS
+    tokens, shares = agreement_of(run).survival()
+    held = dict(zip(tokens.tolist(), shares.tolist(), strict=True))
+    assert [held[0], held[2], held[3], held[4]] == pytest.approx([1, 4 / 5, 4 / 15, 4 / 15])
+    figures = agreement_figures(run, None)
+    assert {name: figures[name].value for name in FIGURES} == FIGURES
+    assert figures["agreement_share"].value == 2 / 5
+
+
+def test_the_estimate_of_each_resample_is_that_of_its_answers(tmp_path):
+    random = np.random.default_rng(3)
+    sizes = random.integers(1, 9, 30).tolist()
+    lengths = [int(random.integers(0, size + 1)) for size in sizes]
+    agreement = agreement_of(run_of(tmp_path / "copy.json", lengths, sizes))
+    counts = random.multinomial(30, [1 / 30] * 30, size=20).astype(np.float64)
+    for fraction in (0.1, 0.5, 0.9):
+        found = agreement.resampled(counts, fraction).tolist()
+        for drawn, value in zip(counts.astype(int), found, strict=True):
+            drawn_run = run_of(
+                tmp_path / "drawn.json", np.repeat(lengths, drawn).tolist(), np.repeat(sizes, drawn).tolist()
+            )
+            assert agreement_of(drawn_run).quantile(fraction) == value
+
+
+def test_windows_without_targets_and_ties_after_the_difference():
+    is_same = np.array([1, 1, 0, 0, 1, 1, 0], bool)
+    lengths = agreement_lengths(is_same, np.array([3, 0, 3, 1]))
+    assert lengths.tolist() == [2, 0, 0, 0]
+    # A tie within, one where it parts, and two after.
+    assert num_ties(np.array([1, 0, 1, 0, 1, 1, 0], bool), lengths, np.array([3, 0, 3, 1])) == 2
+
+
+def test_sampled_answers_have_the_expectation_of_the_best_coupling(tmp_path):
+    """Ratios 1/2, 1, 1/4 and 2, 1: 1/2 + 1/2 + 1/8 and 1 + 1."""
+    logprobs = np.log([0.25, 0.5, 0.125, 1.0, 0.5])
+    logprobs_p = np.log([0.5, 0.5, 0.5, 0.5, 0.5])
+    sampled = ReferenceAnswers(max_new_tokens=4, num_answers=3, temperature=1, seed=1)
+    values = {"logprobs": logprobs, "reference_logprobs": logprobs_p}
+    figures = agreement_figures(run_of(tmp_path / "run.json", [0, 0], [3, 2], answers=sampled, **values), None)
+    assert figures.keys() == {"expected_agreement"}
+    assert figures["expected_agreement"].value == pytest.approx((9 / 8 + 2) / 2)
+
+
+@pytest.fixture
+def comparison(tmp_path):
+    """25 answers and the floor, whose own model parts once."""
+    floor = [4, 0, *([4, 4, 2, 4, 4, 4] * 4)]
+    ties = {"top_ties": np.tile([1, 0, 0, 0] * 3 + [0, 0] + [1, 1, 1, 1], 5)}
+    copy = run_of(tmp_path / "copy.json", LENGTHS * 5, SIZES * 5, floor=[*floor, 4, 4][:26], **ties)
+    own = run_of(tmp_path / "own.json", SIZES * 5, SIZES * 5, server=OWN)
+    return compare([copy, own], num_resamples=200)
+
+
+def test_figures_have_intervals_and_are_shown_in_every_form(comparison, tmp_path):
+    own, copy = comparison.runs
+    assert own.run.label == "own"
+    assert {name: getattr(copy, name).value for name in FIGURES} == FIGURES
+    assert 1 <= copy.agreement_median.low <= 2 <= copy.agreement_median.high
+    assert 0.15 < copy.agreement_share.low < 0.4 < copy.agreement_share.high < 0.65
+    # Each of the first, second and third answers has a tie at its first token; of the fifth three are within.
+    assert copy.agreement_ties == 5 * (3 + 3)
+    assert {group.name: figures.agreement_share.value for group, figures in comparison.groups if figures is not own}
+    assert "No answer of own parts from that of BF16, of 25." in summary(comparison)
+    assert "copy gives the same answer as BF16 for 2 tokens in the median" in " ".join(summary(comparison))
+    assert "to the end" in as_text(comparison)
+    assert "same for, median tokens" in as_markdown(comparison)
+    assert "copy,,,float32,agreement_median,2.0" in as_csv(comparison)
+    assert "same for (median tokens)" in card(comparison)
+    write_report(comparison, path := tmp_path / "report.html")
+    html = path.read_text()
+    assert "Answers that part first" in html
+    assert "&lt;a&gt;" in html
+    [plot] = [plot for plot in plots(comparison) if plot.name == "agreement"]
+    svg = as_svg(plot.draw(LIGHT), text_as_paths=False)
+    assert "copy: 80.0% of answers are the same for 2 tokens" in svg
+    assert "the original itself (prefill)" in svg
+
+
+def test_a_domains_answers_are_those_with_its_label(comparison):
+    [of_b] = [row for group, row in comparison.groups if group.name == "b" and row.run.label == "copy"]
+    lengths, sizes = np.array(LENGTHS * 5)[::2], np.array(SIZES * 5)[::2]
+    assert of_b.agreement_share.value == np.mean(lengths == sizes)
+
+
+def test_files_whose_answers_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(RunError, match="other than 6 agreement_lengths"):
+        run_of(tmp_path / "run.json", LENGTHS, floor=[1, 2])
+    path = run_of(tmp_path / "run.json", LENGTHS).path
+    path.write_text(path.read_text().replace('"num_answers": 6', '"num_answers": 3'))
+    with pytest.raises(RunError, match="of the 3 answers"):
+        load_run(path)

@@ -1,0 +1,221 @@
+"""Answers to prompts: how they are asked for, kept, resumed and recorded, and what is refused beforehand."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from fake_server import BOS, MAX_MODEL_LEN, FakeServer, StoredReference, client_of, compare, error, ok
+
+from scoremode.cli.main import main
+from scoremode.errors import CorpusError, OutputError, ResponseError, TransportError
+from scoremode.runs.answers import record_answers
+from scoremode.runs.corpora import load_prompts
+from scoremode.runs.divergence import measure_kld
+from scoremode.wire.references import AnswerSettings
+
+QUESTION, ANSWER = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}
+SETTINGS = AnswerSettings(max_new_tokens=6)
+ROWS = [{"prompt": "ab"}, {"prompt": "-"}, {"prompt": "cde"}]
+"""The answer to the second is empty."""
+NEUTRAL = {
+    **{"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0, "ignore_eos": False},
+    **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "watermarking": False},
+}
+
+
+class StoredAnswers(StoredReference):
+    def __init__(self, body: dict) -> None:
+        super().__init__({"prompt": "answers", "method": "disjoint", "name": body["name"]})
+        data = body["answers"]["data"]
+        self.request = {**body, "method": "conversation", "context_length": MAX_MODEL_LEN, "stride": MAX_MODEL_LEN}
+        tokens = [(answer["prompt_token_ids"], answer["token_ids"]) for answer in data]
+        self.windows = [(prompt + answer, len(prompt)) for prompt, answer in tokens if answer]
+        self.documents = [row for row, (_, answer) in enumerate(tokens) if answer]
+
+    def json(self) -> dict:
+        settings = {**self.request["answers"]}
+        return {**super().json(), "answers": {**settings, "num_answers": len(settings.pop("data"))}}
+
+    def origins(self) -> dict:
+        return {**super().origins(), "documents": self.documents}
+
+
+class AnsweringServer(FakeServer):
+    """Answers with the three bytes after the last one of the prompt, and drops connections after `most`."""
+
+    most = 10**9
+    finish_reason = "stop"
+
+    def __call__(self, request):
+        body = json.loads(request.content) if request.content else {}
+        if request.url.path == "/v1/completions":
+            self.requests.append((request.method, request.url.path, body))
+            self.most -= 1
+            ids = [] if body["prompt"][-1] == ord("-") else [body["prompt"][-1] + step for step in (1, 2, 3)]
+            choice = {"token_ids": ids, "text": "text", "finish_reason": self.finish_reason}
+            return ok({"choices": [choice]}) if self.most >= 0 else None
+        if request.url.path == "/tokenize" and "messages" in body:
+            return ok({"tokens": [1, 2]}) if body["messages"] == [QUESTION] else error(400, "broken")
+        return super().__call__(request)
+
+    def record(self, body):
+        stored = self.references.setdefault(body["name"], StoredAnswers(body))
+        stored.recorded = {*range(len(stored.windows))}
+        return super().record(body) if "answers" not in body else ok_stream(stored.json())
+
+    @property
+    def asked(self) -> list[dict]:
+        """The requests for answers."""
+        return [body for _, path, body in self.requests if path == "/v1/completions"]
+
+
+def ok_stream(content: dict):
+    response = ok(content)
+    return type(response)(200, content=b"data: " + response.content + b"\n\ndata: [DONE]\n\n")
+
+
+def prompts_of(tmp_path, rows=ROWS, **options):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_prompts(path, **options)
+
+
+async def recorded(server, tmp_path, settings=SETTINGS, rows=ROWS, **options):
+    async with client_of(server) as client:
+        prompts = prompts_of(tmp_path, rows)
+        return await record_answers(client, prompts, "base", settings, folder=tmp_path, concurrency=1, **options)
+
+
+async def test_an_empty_answer_keeps_its_place_with_length_0(tmp_path, caplog):
+    server = AnsweringServer()
+    await recorded(server, tmp_path)
+    assert "1 of 3 rows of prompts.jsonl, column prompt have an empty answer, which keeps its place" in caplog.text
+    assert not list(tmp_path.glob("*.journal"))
+    server.noise = 2.0
+    async with client_of(server) as client:
+        measurement = await measure_kld(client, "base")
+    parts = [compare(*window, 2.0) for window in server.references["base"].windows]
+    first, last = ([*(part.top_token_ids == part.token_ids), False].index(False) for part in parts)
+    assert measurement.record([])["agreement_lengths"] == [first, 0, last]
+
+
+async def test_a_request_leaves_no_parameter_to_the_models_files(tmp_path):
+    server = AnsweringServer()
+    await recorded(server, tmp_path)
+    assert server.asked[0] == {
+        **{"prompt": [BOS, *b"ab"], "max_tokens": 6, "return_token_ids": True},
+        **NEUTRAL,
+    }
+    sampling = AnsweringServer()
+    await recorded(sampling, tmp_path, AnswerSettings(max_new_tokens=6, temperature=1, seed=5))
+    assert [(each["temperature"], each["seed"]) for each in sampling.asked] == [(1, 5), (1, 6), (1, 7)]
+
+
+async def test_an_interrupted_recording_resumes(tmp_path):
+    server = AnsweringServer()
+    server.most = 2
+    with pytest.raises(TransportError):
+        await recorded(server, tmp_path)
+    journal = tmp_path / "base.answers.journal"
+    assert journal.read_bytes().count(b"\n") == 3
+    for other in (
+        {"settings": AnswerSettings(max_new_tokens=7)},
+        {"rows": [*ROWS[:2], {"prompt": "xyz"}]},
+        {"server": AnsweringServer(info={"fingerprint": "another"})},
+    ):
+        with pytest.raises(OutputError, match="is of another run"):
+            await recorded(**{"server": server, "tmp_path": tmp_path, **other})
+    server.most, server.requests = 10, []
+    await recorded(server, tmp_path)
+    assert [each["prompt"] for each in server.asked] == [[BOS, *b"cde"]]
+    assert not journal.exists()
+    # Again, nothing is generated.
+    await recorded(server, tmp_path)
+    assert len(server.asked) == 1
+    with pytest.raises(OutputError, match="other settings of answers"):
+        await recorded(server, tmp_path, AnswerSettings(max_new_tokens=7))
+    server.references["base"].recorded = {0}
+    with pytest.raises(OutputError, match="its answers are not in"):
+        await recorded(server, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([*ROWS, {"prompt": "a" * (MAX_MODEL_LEN - 6)}], "row 4 of prompts.jsonl has 59 tokens"),
+        ([{"messages": [QUESTION]}, {"messages": [{"role": "user", "content": "no"}]}], "row 2 .*cannot be a prompt"),
+    ],
+)
+async def test_no_answer_is_generated_if_a_prompt_cannot_have_one(tmp_path, rows, message):
+    rows[-1] = {name: value[:58] if name == "prompt" else value for name, value in rows[-1].items()}
+    server = AnsweringServer()
+    with pytest.raises(CorpusError, match=message):
+        await recorded(server, tmp_path, rows=rows)
+    assert not server.asked
+
+
+@pytest.mark.parametrize(("reason", "message"), [("length", "--generation-config vllm"), ("abort", "reason 'abort'")])
+async def test_an_answer_that_the_server_cuts_is_refused(tmp_path, reason, message):
+    server = AnsweringServer()
+    server.finish_reason = reason
+    with pytest.raises(ResponseError, match=message):
+        await recorded(server, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"messages": [QUESTION, ANSWER], "prompt": "text"}, {}),
+        ({"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}]}, {}),
+        ({"prompt": [QUESTION]}, {}),
+        ({"messages": "text", "chat": json.dumps([QUESTION])}, {"messages": "chat"}),
+    ],
+)
+async def test_a_prompt_is_a_conversation_without_its_last_answer(tmp_path, row, options):
+    corpus = prompts_of(
+        tmp_path, [{**row, "lang": "de"}, {**row, "lang": None}, row], by="lang", num_samples=2, **options
+    )
+    assert [each.messages for each in corpus.conversations] == [[QUESTION]] * 2
+    assert (corpus.labels, corpus.num_rows, corpus.info.by) == (("de", "(no label)"), 2, "lang")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path := tmp_path / "prompts.parquet")
+    assert load_prompts(path, **options).conversations == corpus.conversations[:1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"text": "a"}], "messages, conversations, prompt"),
+        ([], "messages, conversations, prompt"),
+        ([{"prompt": "a"}, {"prompt": None}], "row 2 .*column 'prompt' is not text but null"),
+        ([{"messages": [ANSWER]}], "row 1 .*has no message before the assistant's answer"),
+        ([{"messages": [QUESTION]}, {"messages": "?"}], "row 2 .*is not a list of messages"),
+    ],
+)
+def test_files_without_prompts_are_refused(tmp_path, rows, message):
+    with pytest.raises(CorpusError, match=message):
+        prompts_of(tmp_path, rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--prompts needs --max-new-tokens"),
+        (["--max-new-tokens", "3", "--temperature", "0.7"], "--temperature: must be 0 or 1, got 0.7"),
+        (["--max-new-tokens", "3", "--temperature", "1"], "--temperature 1 and --seed S are given together"),
+        (["--max-new-tokens", "3", "--seed", "1"], "--temperature 1 and --seed S are given together"),
+        (["--max-new-tokens", "3", "--stride", "1"], "--stride does not work with --prompts"),
+        (["--max-new-tokens", "3", "--layers"], "--layers does not work with --prompts"),
+        (["--max-new-tokens", "3", "--reference", "../a"], "'../a' is not a valid reference name"),
+    ],
+)
+def test_options_that_contradict_prompts(options, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["record", "--prompts", "p.jsonl", "--reference", "base", *options])
+    assert message in capsys.readouterr().err
+
+
+def test_options_of_answers_need_prompts(capsys):
+    with pytest.raises(SystemExit):
+        main(["record", "--text", "a", "--reference", "base", "--max-new-tokens", "3"])
+    assert "--max-new-tokens needs --prompts" in capsys.readouterr().err
