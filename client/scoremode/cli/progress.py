@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 from rich.console import Console
@@ -77,23 +77,6 @@ def answers_bar(*, quiet: bool) -> AbstractContextManager[OnProgress]:
         }
 
     return _bar("answers", "{task.fields[rate]} tok/s", TimeRemainingColumn(), "tokens", fields, quiet=quiet)
-
-
-@contextmanager
-def one_after_another(
-    first: AbstractContextManager[OnProgress], second: AbstractContextManager[OnProgress]
-) -> Iterator[tuple[OnProgress, OnProgress]]:
-    """Show a bar, and in its place another when that is first advanced; gives the functions that advance them."""
-    with ExitStack() as shown:
-        advance_first, started = shown.enter_context(first), list[OnProgress]()
-
-        def advance_second(progress: Progress) -> None:
-            if not started:
-                shown.close()
-                started.append(shown.enter_context(second))
-            started[0](progress)
-
-        yield advance_first, advance_second
 
 
 def corpus_bar(*, quiet: bool) -> AbstractContextManager[OnCorpusProgress]:

@@ -24,7 +24,7 @@ from scoremode.cli.options import (
     require,
     value,
 )
-from scoremode.cli.progress import answers_bar, one_after_another, progress_bar
+from scoremode.cli.progress import answers_bar, progress_bar
 from scoremode.cli.running import connected, corpus_of, window_rows, windows_of
 from scoremode.runs.answers import record_answers
 from scoremode.runs.corpora import DEFAULT_COLUMN, PROMPT_COLUMNS, load_prompts
@@ -84,16 +84,9 @@ async def _record_answers(options: argparse.Namespace) -> Recording:
     settings = AnswerSettings(
         max_new_tokens=options.max_new_tokens, temperature=options.temperature or 0, seed=options.seed
     )
-    bars = one_after_another(answers_bar(quiet=options.quiet), progress_bar("ppl", quiet=options.quiet))
-    async with connected(options, bars) as ([client], (on_answer, on_progress)):
+    async with connected(options, answers_bar(quiet=options.quiet)) as ([client], on_answer):
         return await record_answers(
-            client,
-            prompts,
-            options.reference,
-            settings,
-            concurrency=options.decode_batch,
-            on_answer=on_answer,
-            on_progress=on_progress,
+            client, prompts, options.reference, settings, concurrency=options.decode_batch, on_progress=on_answer
         )
 
 

@@ -6,7 +6,7 @@ those of the Kaplan-Meier estimate. Intervals are percentiles of it over resampl
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,24 +16,12 @@ from scoremode.comparison.figures import Figure
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import Floats, agreement_lengths, num_ties
 
+AgreementFigures = dict[str, Any]
+"""Fields of `RunFigures`."""
 _QUANTILES = {"agreement_p10": 0.1, "agreement_p25": 0.25, "agreement_median": 0.5, "agreement_p75": 0.75}
 _ROUNDING = 1e-9
 """A product of shares may miss a half by as much."""
 _ENDS = (0.025, 0.975)
-
-
-class AgreementFigures(TypedDict, total=False):
-    """Figures of `RunFigures`."""
-
-    agreement_median: Figure
-    agreement_p25: Figure
-    agreement_p75: Figure
-    agreement_p10: Figure
-    agreement_share: Figure
-    agreement_ties: float
-    agreement_floor: Figure
-    agreement_floor_share: Figure
-    expected_agreement: Figure
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,12 +81,9 @@ def has_answers(run: RunFile, *, are_greedy: bool) -> bool:
 def agreement_of(run: RunFile, members: NDArray[np.bool_] | None = None) -> Agreement:
     """The agreement of a run's answers, or of their tokens in a group [n] alone."""
     assert run.top_token_ids is not None
-    is_same = run.top_token_ids == run.token_ids
-    sizes = run.window_sizes.astype(np.int64)
-    if members is not None:
-        is_same, sizes = is_same[members], _sizes_within(run, members)
-    has_tokens = sizes > 0
-    return Agreement(agreement_lengths(is_same, sizes)[has_tokens], sizes[has_tokens])
+    is_same, sizes = run.top_token_ids == run.token_ids, _sizes(run, members)
+    lengths = agreement_lengths(is_same if members is None else is_same[members], sizes)
+    return Agreement(lengths[sizes > 0], sizes[sizes > 0])
 
 
 def floor_of(run: RunFile, runs: Sequence[RunFile]) -> Agreement | None:
@@ -124,7 +109,7 @@ def agreement_figures(
     run: RunFile, counts: Floats | None, members: NDArray[np.bool_] | None = None
 ) -> AgreementFigures:
     """The figures of a run, or of a group of its targets; none unless its reference has answers."""
-    present = _sizes_within(run, members) > 0 if members is not None else np.ones(run.num_windows, bool)
+    present = _sizes(run, members) > 0
     drawn = None if counts is None or present.sum() < MIN_UNITS else counts[:, present]
     if has_answers(run, are_greedy=True):
         agreement = agreement_of(run, members)
@@ -153,18 +138,15 @@ def expected_lengths(run: RunFile, members: NDArray[np.bool_] | None = None) -> 
     answers, the number of tokens after which the best coupling of both samplers parts."""
     assert run.reference_nlls is not None
     logs = np.minimum(run.reference_nlls - run.nlls, 0.0)
-    sizes = run.window_sizes if members is None else _sizes_within(run, members)
-    if members is not None:
-        logs = logs[members]
-    parts = np.split(logs, np.cumsum(sizes)[:-1])
+    parts = np.split(logs if members is None else logs[members], np.cumsum(_sizes(run, members))[:-1])
     return np.array([np.exp(np.cumsum(part)).sum() for part in parts])
 
 
 def _figures(agreement: Agreement, counts: Floats | None) -> AgreementFigures:
-    figures = AgreementFigures(agreement_share=_mean(~agreement.parts, counts))
+    figures: AgreementFigures = {"agreement_share": _mean(~agreement.parts, counts)}
     for name, fraction in _QUANTILES.items():
         ends = (None, None) if counts is None else _percentiles(agreement.resampled(counts, fraction))
-        figures[name] = Figure(agreement.quantile(fraction), None, *ends)  # type: ignore[literal-required]
+        figures[name] = Figure(agreement.quantile(fraction), None, *ends)
     return figures
 
 
@@ -180,7 +162,9 @@ def _percentiles(resampled: Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _sizes_within(run: RunFile, members: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """[windows], the targets that belong to a group."""
+def _sizes(run: RunFile, members: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+    """[windows], the targets that belong to a group; all without one."""
+    if members is None:
+        return run.window_sizes.astype(np.int64)
     ends = np.cumsum(run.window_sizes)
     return np.diff(np.append(0, np.cumsum(members))[ends], prepend=0).astype(np.int64)

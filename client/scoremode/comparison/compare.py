@@ -178,18 +178,18 @@ class _Sample:
         square = self._clipped_mean(run, "delta_p_square")
         names = {"kld_median": 0.5, "kld_p95": 0.95, "kld_p99": 0.99, "kld_p999": 0.999, "kld_max": 1}
         ordered = np.sort(self.values.get((run.label, "kld"), np.empty(0)))
+        quantiles = {name: quantile(ordered, fraction) if kld else None for name, fraction in names.items()}
         return RunFigures(
             run=run,
             nll=nll,
             perplexity=_exponential(nll),
             bits_per_byte=None if is_group else _bits_per_byte(run, nll),
             kld=kld,
-            **{name: quantile(ordered, fraction) if kld else None for name, fraction in names.items()},
             same_top_p=self._clipped_mean(run, "same_top", 1),
             delta_p_rms=square and square.mapped(math.sqrt, 0.5 / math.sqrt(square.value) if square.value else None),
             kld_over_noise_floor=kld.value / noise_floor if kld and noise_floor and noise_floor > 0 else None,
             ppl_ratio=None if run is base else _exponential(self._difference(base, run, "nll")),
-            **agreement,
+            **{**agreement, **quantiles},
         )
 
     def pair_figures(self, first_figures: RunFigures, second_figures: RunFigures) -> PairFigures:

@@ -86,7 +86,6 @@ async def record_answers(
     *,
     concurrency: int | None = None,
     folder: Path = Path(),
-    on_answer: OnProgress | None = None,
     on_progress: OnProgress | None = None,
 ) -> Recording:
     """Have a served model answer prompts, and record its distributions over the answers' tokens.
@@ -98,8 +97,7 @@ async def record_answers(
         settings: How the answers are generated.
         concurrency: Prompts in flight at once; by default as many as the server runs sequences at once.
         folder: Keeps a journal of the answers until the reference is complete, from which the same call resumes.
-        on_answer: Called for each answer.
-        on_progress: Called for each answer that is recorded.
+        on_progress: Called for each answer that is generated, which takes most of the time.
 
     Raises:
         ScoremodeError: a prompt cannot be answered within the model's context, which is found before any answer is
@@ -118,9 +116,9 @@ async def record_answers(
     journal = Journal(path, plan)
     _log.info("answers are kept in %s until the reference is complete; it has %d", path, journal.num_done)
     try:
-        run = await measure(plan, pool, lambda _: journal, on_answer)
+        run = await measure(plan, pool, lambda _: journal, on_progress)
         answered = replace(prompts, answers=plan.answers(run.in_order()))
-        recording = await record_reference(client, answered, name, on_progress=on_progress)
+        recording = await record_reference(client, answered, name)
     except BaseException:
         journal.close()
         raise

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from scoremode._texts import model_name
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, ScoremodeError, ServersDifferError
-from scoremode.kld import POSITION_DTYPES, KldPositions, agreement_lengths, num_ties, of_answers, statistics
+from scoremode.kld import POSITION_DTYPES, KldPositions, agreement_lengths, of_answers, statistics
 from scoremode.metrics import exp, finite_or_none
 from scoremode.results import TOP_DTYPES, KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
 from scoremode.runs.lanes import lane_fields, mean_batch
@@ -163,18 +163,15 @@ class KldMeasurement:
     answers, or if the server gives no top tokens."""
 
     @property
-    def agreement(self) -> dict[str, object]:
+    def agreement_lengths(self) -> list[int] | None:
         """For a reference of greedy answers, the tokens of each before the first that is not the served model's top
-        token, in the order of prompts, and the ties up to there."""
+        token, in the order of prompts."""
         answers = self.reference.answers
         if answers is None or not answers.are_greedy or self.origins is None:
-            return {}
-        sizes = np.array(self.window_sizes)
-        lengths = agreement_lengths(self.positions.top_token_ids == self.positions.token_ids, sizes)
-        return {
-            "agreement_lengths": of_answers(lengths, self.origins.documents, answers.num_answers),
-            "agreement_ties": None if self.top_ties is None else num_ties(self.top_ties, lengths, sizes),
-        }
+            return None
+        is_same = self.positions.top_token_ids == self.positions.token_ids
+        lengths = agreement_lengths(is_same, np.array(self.window_sizes))
+        return of_answers(lengths, self.origins.documents, answers.num_answers)
 
     @property
     def target_ids(self) -> NDArray[np.int32]:
@@ -210,7 +207,7 @@ class KldMeasurement:
             "statistics": self.statistics,
             "kld_over_noise_floor": self.kld_over_noise_floor,
             "most_divergent": finite_or_none([asdict(token) for token in self.most_divergent]),
-            **self.agreement,
+            **({} if (lengths := self.agreement_lengths) is None else {"agreement_lengths": lengths}),
             "seconds": self.seconds,
             "positions_per_second": self.positions_per_second,
             **record_end(self.token_texts, self.origins),
