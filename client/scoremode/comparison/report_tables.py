@@ -91,19 +91,22 @@ def parted_answers(run: RunFile) -> list[Column]:
     before = [
         run.token_ids[max(start, end - _TOKENS_BEFORE) : end] for start, end in zip(starts[windows], at, strict=True)
     ]
-    tops = {"original's top token": run.reference_top_token_ids, "its top token": run.top_token_ids}
+    next_ids = {
+        "next in the answer": run.token_ids,
+        "original's top token": run.reference_top_token_ids,
+        "its top token": run.top_token_ids,
+    }
     return [
         Column("prompt", [f"{row + 1:,}" for row in run.window_documents[windows]]),
         Column("same for", [f"{length:,}" for length in agreement.lengths[windows]]),
         Column("answer before", ["".join(_text(run, token) for token in tokens) for tokens in before], right=False),
-        Column("answer's token", [_text(run, token) for token in run.token_ids[at]], right=False),
-        *(Column(name, [_text(run, token) for token in ids[at]], right=False) for name, ids in tops.items()),
+        *(Column(name, [f"“{_text(run, token)}”" for token in ids[at]], right=False) for name, ids in next_ids.items()),
     ]
 
 
 def _text(run: RunFile, token: int) -> str:
     """The text of a token; its id where the run has no texts."""
-    return printable(run.token_texts.get(int(token), f"[{token}]"))
+    return printable(run.token_texts.get(int(token), f"token {token}"))
 
 
 def pair_matrices(comparison: RunComparison) -> list[Matrix]:

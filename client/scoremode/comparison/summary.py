@@ -178,10 +178,10 @@ def agreements(runs: Sequence[RunFigures]) -> Iterator[str]:
         if not num_parted:
             yield f"No answer of {run.label} parts from that of {original}, of {num_answers:,}."
             continue
-        length = "the answers to their end" if math.isinf(median.value) else f"{median.value:.0f} tokens"
+        length = "to the end" if math.isinf(median.value) else f"up to token {median.value:,.0f}"
         yield (
-            f"{run.label} gives the same answer as {original} for {length} in the median, and "
-            f"{num_answers - num_parted:,} of {num_answers:,} answers are the same to their end."
+            f"{run.label} gives the same answer as {original} {length} in the median; "
+            f"{num_answers - num_parted:,} of {num_answers:,} answers never part."
         )
 
 

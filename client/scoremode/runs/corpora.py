@@ -221,6 +221,8 @@ def load_prompts(
         known = ", ".join(PROMPT_COLUMNS)
         raise CorpusError(f"{path} has no row with a column of {known}: --messages COLUMN names another")
     is_text = messages is None and column == "prompt" and not isinstance(first[column], list)
+    if is_text and chat_template_kwargs:
+        raise CorpusError(f"--chat-template-kwargs is for conversations, and column {column!r} of {path} has texts")
     columns, optional = [column, *([by] if by else [])], () if is_text else OPTIONAL_COLUMNS
     rows = list(islice(_read_file(path, columns, optional), num_samples))
     labels = tuple(_label(values[by]) for _, values in rows) if by else ()

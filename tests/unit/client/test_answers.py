@@ -197,6 +197,11 @@ def test_files_without_prompts_are_refused(tmp_path, rows, message):
         prompts_of(tmp_path, rows)
 
 
+def test_texts_have_no_chat_template(tmp_path):
+    with pytest.raises(CorpusError, match="is for conversations, and column 'prompt' of"):
+        prompts_of(tmp_path, chat_template_kwargs={"thinking": True})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
