@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from scoremode._texts import printable
 from scoremode.comparison.bootstrap import MIN_UNITS
-from scoremode.comparison.figures import METRICS, Figure, RunComparison, RunFigures, cell_of
+from scoremode.comparison.figures import METRICS, EngineLog, Figure, RunComparison, RunFigures, cell_of
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.sizes import MIN_FRONT, pareto_front, points
 from scoremode.comparison.summary import agreements, summary
@@ -193,12 +193,11 @@ def _run_sections(comparison: RunComparison) -> list[list[Column]]:
     sections = _RUN_SECTIONS if has_kld else _RUN_SECTIONS[:2]
     columns = [[label, *(_column(name, values[name], base) for name in names)] for names in sections]
     columns[0].insert(1, weights)
-    return [*columns, *agreement_sections(comparison)]
+    return [*columns, *_agreement_sections(rows)]
 
 
-def agreement_sections(comparison: RunComparison) -> list[list[Column]]:
-    """The sections on answers, of the figures that are known, for runs that have some."""
-    rows = [row for row in comparison.runs if any(row.has(name) for names in _AGREEMENT_SECTIONS for name in names)]
+def _agreement_sections(rows: Sequence[RunFigures[RunFile | EngineLog]]) -> list[list[Column]]:
+    """The sections on answers, of the figures that are known of any of these runs."""
     label = Column("run", [row.run.label for row in rows], right=False)
     sections = [[name for name in names if any(row.has(name) for row in rows)] for names in _AGREEMENT_SECTIONS]
     return [
@@ -208,7 +207,8 @@ def agreement_sections(comparison: RunComparison) -> list[list[Column]]:
 
 def agreement_as_text(comparison: RunComparison) -> list[str]:
     """Tables on answers and sentences on them, for a terminal; none where the reference has no answers."""
-    sections = ["\n".join(aligned(section)) for section in agreement_sections(comparison)]
+    rows = [row for row in comparison.runs if row.has("agreement_share") or row.has("expected_agreement")]
+    sections = ["\n".join(aligned(section)) for section in _agreement_sections(rows)]
     return ["====== Agreement of answers ======", *sections, *agreements(comparison.runs)] if sections else []
 
 
@@ -257,8 +257,8 @@ def group_tables(comparison: RunComparison) -> Iterator[list[list[Column]]]:
         sections: list[tuple[str, ...]] = [("perplexity", "ppl_ratio") if comparison.pairs else ("perplexity",)]
         if any(row.kld is not None for row in rows):
             sections.append(("kld", "same_top_p"))
-        if agreements := tuple(name for name in _GROUP_AGREEMENT if any(row.has(name) for row in rows)):
-            sections.append(agreements)
+        if of_answers := tuple(name for name in _GROUP_AGREEMENT if any(row.has(name) for row in rows)):
+            sections.append(of_answers)
         yield [
             [*labels, *(_column(name, [getattr(row, name) for row in rows], base) for name in names)]
             for names in sections

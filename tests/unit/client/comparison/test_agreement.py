@@ -136,6 +136,15 @@ def test_figures_have_intervals_and_are_shown_in_every_form(comparison, tmp_path
     assert "the original itself (prefill)" in svg
 
 
+def test_a_run_alone_is_next_to_a_reference_without_figures(comparison):
+    alone = compare([comparison.runs[1].run], num_resamples=100)
+    header, _, reference, copy = as_markdown(alone).splitlines()[:4]
+    at = header.split(" | ").index("same for, median tokens")
+    assert reference.split(" | ")[at] == "-"
+    assert copy.split(" | ")[at].startswith("2 ")
+    assert "sampled" not in as_text(alone)
+
+
 def test_a_domains_answers_are_those_with_its_label(comparison):
     [of_b] = [row for group, row in comparison.groups if group.name == "b" and row.run.label == "copy"]
     lengths, sizes = np.array(LENGTHS * 5)[::2], np.array(SIZES * 5)[::2]
