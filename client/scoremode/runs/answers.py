@@ -11,7 +11,7 @@ from pathlib import Path
 
 from scoremode._tasks import joined
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import BadRequestError, CorpusError, NotFoundError, OutputError
+from scoremode.errors import BadRequestError, CorpusError, OutputError
 from scoremode.results import GeneratedAnswer
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.journal import Journal
@@ -130,9 +130,9 @@ async def _recorded(
     client: AsyncScoreClient, server: ServerInfo, prompts: Corpus, name: str, settings: AnswerSettings
 ) -> Reference | None:
     """The reference, if the server has it, perhaps not complete. OutputError if there is another of that name."""
-    try:
-        reference = await client.reference(name)
-    except NotFoundError:
+    # Fails before anything is generated if the server has no folder for references.
+    reference = next((each for each in await client.references() if each.name == name), None)
+    if reference is None:
         return None
     wanted = ReferenceAnswers(**settings.model_dump(), num_answers=prompts.num_rows)
     is_same_text = reference.corpus is not None and reference.corpus.sha256 == prompts.fingerprint

@@ -8,7 +8,7 @@ import pytest
 from fake_server import BOS, MAX_MODEL_LEN, FakeServer, StoredReference, client_of, compare, error, ok
 
 from scoremode.cli.main import main
-from scoremode.errors import CorpusError, OutputError, ResponseError, TransportError
+from scoremode.errors import CorpusError, NotFoundError, OutputError, ResponseError, TransportError
 from scoremode.runs.answers import record_answers
 from scoremode.runs.corpora import load_prompts
 from scoremode.runs.divergence import measure_kld
@@ -152,6 +152,18 @@ async def test_no_answer_is_generated_if_a_prompt_cannot_have_one(tmp_path, rows
     server = AnsweringServer()
     with pytest.raises(CorpusError, match=message):
         await recorded(server, tmp_path, rows=rows)
+    assert not server.asked
+
+
+async def test_no_answer_is_generated_without_a_folder_for_references(tmp_path):
+    server = AnsweringServer()
+
+    def no_folder(request):
+        return error(404, "no folder") if "references" in request.url.path else server(request)
+
+    async with client_of(no_folder) as client:
+        with pytest.raises(NotFoundError, match="no folder"):
+            await record_answers(client, prompts_of(tmp_path), "base", SETTINGS, folder=tmp_path)
     assert not server.asked
 
 
