@@ -142,7 +142,7 @@ def test_a_run_alone_is_next_to_a_reference_without_figures(comparison):
     at = header.split(" | ").index("same for, median tokens")
     assert reference.split(" | ")[at] == "-"
     assert copy.split(" | ")[at].startswith("2 ")
-    assert "sampled" not in as_text(alone)
+    assert "sampled: same for" not in as_text(alone)
 
 
 def test_a_domains_answers_are_those_with_its_label(comparison):
