@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scoremode._tasks import joined
+from scoremode._tasks import results_of
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import BadRequestError, CorpusError, OutputError
 from scoremode.results import GeneratedAnswer
@@ -169,7 +169,7 @@ async def _tokenized(client: AsyncScoreClient, prompts: Corpus) -> list[list[int
             except BadRequestError as error:
                 raise CorpusError(f"row {row + 1} of {prompts.name} cannot be a prompt: {error}") from error
 
-    return await joined(map(tokens_of, range(prompts.num_rows)))
+    return await results_of(map(tokens_of, range(prompts.num_rows)))
 
 
 def _check_lengths(prompts: Corpus, token_ids: Sequence[Sequence[int]], max_new_tokens: int, context: int) -> None:
