@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_text
     from scoremode.comparison.card import write_card
     from scoremode.comparison.run_file import with_bits
-    from scoremode.comparison.summary import exceeded
+    from scoremode.comparison.summary import exceeded_limits
 
     comparison, tasks, lines = None, None, list[str]()
     limits = (options.fail_if, options.max_kld, options.max_ppl_increase)
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         )
         comparison = with_logs(comparison, options.llama_cpp, options.qbench)
         if any(each is not None for each in limits):
-            lines = exceeded(comparison, *limits)
+            lines = exceeded_limits(comparison, *limits)
     if folders := _task_folders(options.tasks or (), [run.label for run in runs]):
         models = {label: load_tasks(path, options.task_metric, options.task_filter) for label, path in folders.items()}
         tasks = compare_tasks(models, options.smallest_difference / 100)

@@ -266,10 +266,10 @@ def _floor(comparison: RunComparison) -> str:
 
 def common_caption(comparison: RunComparison) -> str:
     """The caption below all plots together says how intervals were computed, and describes the measurement."""
-    return f"{comparison.intervals_in_words('Intervals are 95 %')} {measured(comparison)}"
+    return f"{comparison.intervals_in_words('Intervals are 95 %')} {measurement_in_words(comparison)}"
 
 
-def measured(comparison: RunComparison) -> str:
+def measurement_in_words(comparison: RunComparison) -> str:
     """Corpus, method, tokens, dtypes, versions, devices and days; a reference does not say where its text is from."""
     run = comparison.base
     corpus = ", ".join(comparison.corpus_names) or run.text_in_words

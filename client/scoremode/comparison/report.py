@@ -17,7 +17,7 @@ from scoremode.comparison.agreement import has_answers
 from scoremode.comparison.card import card
 from scoremode.comparison.figures import RunComparison
 from scoremode.comparison.plot_style import LIGHT, as_element
-from scoremode.comparison.plots import common_caption, measured, plots
+from scoremode.comparison.plots import common_caption, measurement_in_words, plots
 from scoremode.comparison.report_data import script_json, text_data
 from scoremode.comparison.report_tables import effect_cells, pair_matrices, parted_answers, run_table
 from scoremode.comparison.run_file import RunFile
@@ -73,7 +73,7 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
     return {
         "comparison": comparison,
         "title": ", ".join([*(run.label for run in runs[:_MAX_NAMED]), *more]),
-        "measured": measured(comparison),
+        "measured": measurement_in_words(comparison),
         "style": Markup(style),
         "style_hash": policy_hash(style),
         "script": Markup(script),

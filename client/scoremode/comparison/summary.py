@@ -55,7 +55,7 @@ def verdict_line(comparison: RunComparison, figures: RunFigures) -> str:
     return f"{line} ({SATURATION})" if figures.run.server.saturates else line
 
 
-def exceeded(
+def exceeded_limits(
     comparison: RunComparison,
     fail_if: Literal["worse", "differs"] | None = None,
     max_kld: float | None = None,

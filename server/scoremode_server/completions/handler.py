@@ -29,7 +29,7 @@ from scoremode_server.engine.admission import cancel_and_wait
 from scoremode_server.engine.engine import EngineResult
 from scoremode_server.engine.passes import RowsRequest, engine_id
 from scoremode_server.errors import EngineOutputError, RequestError, UnfinishedError
-from scoremode_server.http.requests import accepted
+from scoremode_server.http.requests import accept
 from scoremode_server.rows import read_columns
 from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, Turns
@@ -244,7 +244,7 @@ class _EngineThatScores:
         num_values = [len(each.token_ids) * each.spec.num_columns for each in self._asked]
         try:
             core.limits.check_num_values(num_values)
-            async with accepted(core.admission, handler.route, request_id, len(num_values), num_tokens) as queue:
+            async with accept(core.admission, handler.route, request_id, len(num_values), num_tokens) as queue:
                 rows = (core.scorer.engine.rows(replace(each, queue=queue)) for each in self._asked)
                 async with aclosing(queue.in_order(rows)) as in_order:
                     self.results = [result async for result in in_order]

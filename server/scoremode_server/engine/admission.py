@@ -40,7 +40,7 @@ class EngineSize:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _WaitingSequence:
     queue: "RequestQueue"
     admitted: asyncio.Future[None]
     num_tokens: int
@@ -65,7 +65,7 @@ class Admission:
         """Seconds in the engine, summed over all sequences that decode, and when that sum was last updated."""
         self.abort = abort
         self._show = show
-        self._waiting: dict[RequestQueue, deque[_Waiting]] = {}
+        self._waiting: dict[RequestQueue, deque[_WaitingSequence]] = {}
         self._queues: set[RequestQueue] = set()
         self.timeouts: set[asyncio.Timeout] = set()
         """Of the tasks that read, tokenize and score requests."""
@@ -115,7 +115,7 @@ class Admission:
     ) -> AsyncGenerator[None, None]:
         """A sequence's place in the engine, which must compute `num_tokens` of it. Entering waits until there is one.
         With `decodes` the sequence counts in `mean_batch`: it is not in the prefill lane."""
-        waiting = _Waiting(queue, asyncio.get_running_loop().create_future(), num_tokens, decodes)
+        waiting = _WaitingSequence(queue, asyncio.get_running_loop().create_future(), num_tokens, decodes)
         self._waiting.setdefault(queue, deque()).append(waiting)
         self.admit_waiting()
         try:
@@ -161,7 +161,7 @@ class Admission:
                 timeout.reschedule(0)
         await self.abort([request_id for queue in self._queues for request_id in queue.running])
 
-    def _next(self) -> _Waiting | None:
+    def _next(self) -> _WaitingSequence | None:
         """The next sequence for which the engine has space. The last free place and the reserved tokens go only to
         requests with at most one sequence in the engine, which would otherwise wait for another step."""
         num_free = self.size.sequences - self.num_running
@@ -173,7 +173,7 @@ class Admission:
         # A cancelled one is only removed.
         return next((self._waiting[queue][0] for queue in queues), None)
 
-    def _count(self, sequence: _Waiting, num_running: int) -> None:
+    def _count(self, sequence: _WaitingSequence, num_running: int) -> None:
         """A sequence goes in, or with -1 out."""
         self._num_computing_tokens += num_running * sequence.num_tokens
         self.num_running += num_running

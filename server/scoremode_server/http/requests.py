@@ -124,7 +124,7 @@ def until_disconnect(handler: RouteHandler) -> RouteHandler:
 
 
 @asynccontextmanager
-async def accepted(
+async def accept(
     admission: Admission, route: str, request_id: str, num_sequences: int = 0, num_tokens: int = 0
 ) -> AsyncGenerator[RequestQueue, None]:
     """`Admission.request`, with a line in the log at the end."""

@@ -15,7 +15,7 @@ from starlette.types import Send
 
 from scoremode_server.engine.admission import Admission, RequestQueue, cancel_and_wait
 from scoremode_server.errors import RequestError
-from scoremode_server.http.requests import accepted, error_content, logger
+from scoremode_server.http.requests import accept, error_content, logger
 from scoremode_server.rows import json_logprobs
 
 T = TypeVar("T")
@@ -53,16 +53,16 @@ async def respond(
 ) -> Response:
     """Accept a request, whose sequences count when they begin. Answer with a stream of all events, or with the result
     alone, with the windows in `data` if wanted."""
-    in_queue = accepted(admission, route, request_id)
+    in_queue = accept(admission, route, request_id)
     if stream:
-        return Stream(_written(in_queue, events, request_id), media_type="text/event-stream")
-    kept: deque[dict[str, Any]] = deque(maxlen=None if with_windows else 1)
+        return Stream(_event_stream(in_queue, events, request_id), media_type="text/event-stream")
+    results: deque[dict[str, Any]] = deque(maxlen=None if with_windows else 1)
     async with in_queue as queue, aclosing(events(queue)) as all_events:
         async for event in all_events:
-            kept.append(event)
-        result = kept.pop()
+            results.append(event)
+        result = results.pop()
         if with_windows:
-            result["data"] = sorted(kept, key=itemgetter("index"))
+            result["data"] = sorted(results, key=itemgetter("index"))
         return json_response(result)
 
 
@@ -85,10 +85,10 @@ class Stream(StreamingResponse):
             await super().stream_response(send)
 
 
-async def owned(
+async def in_own_task(
     in_queue: AbstractAsyncContextManager[RequestQueue], parts: Callable[[RequestQueue], AsyncGenerator[T, None]]
 ) -> AsyncGenerator[T, None]:
-    """The parts of the answer to a request that is `accepted`. A task of its own owns the request, whose time may run
+    """The parts of the answer to a request that is accepted. A task of its own owns the request, whose time may run
     out while the client reads. If the reader stops, the request ends at once."""
     made: asyncio.Queue[T | None] = asyncio.Queue()
 
@@ -110,12 +110,12 @@ async def owned(
         await cancel_and_wait(owner)
 
 
-async def _written(
+async def _event_stream(
     in_queue: AbstractAsyncContextManager[RequestQueue], events: Events, request_id: str
 ) -> AsyncGenerator[bytes, None]:
     """The events as JSON, and `[DONE]` at the end. An error is an event, because the status line was sent before."""
     try:
-        async with aclosing(owned(in_queue, events)) as all_events:
+        async with aclosing(in_own_task(in_queue, events)) as all_events:
             async for event in all_events:
                 yield b"data: %b\n\n" % dump(event)
     except Exception as error:

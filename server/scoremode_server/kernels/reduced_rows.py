@@ -91,7 +91,7 @@ class Shard:
     """vLLM's group of the ranks that hold all parts."""
 
 
-def agreed(group: Any, answers: list[bool]) -> list[bool]:
+def true_on_every_rank(group: Any, answers: list[bool]) -> list[bool]:
     """Tell which of the answers are yes on every rank."""
     if group.world_size == 1:
         return answers

@@ -57,7 +57,7 @@ class LayerParts:
         """Make sure that the layers of a text's windows that are not recorded yet fit on the disk. StorageError if they
         do not."""
         layers, sizes = await self.served(), text.num_tokens - 1
-        recorded = await self.references.in_thread(name, partial(self.references.directory.recorded, name))
+        recorded = await self.references.in_thread(name, partial(self.references.directory.recorded_windows, name))
         missing = [size for index, size in enumerate(sizes.tolist()) if index not in recorded]
         num_bytes = sum(missing) * layers.token_bytes(self.references.model.dtype)
         if num_bytes > (free_bytes := await self._free_bytes()):

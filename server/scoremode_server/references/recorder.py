@@ -111,10 +111,12 @@ class Recorder:
     async def record(self, reference: StoredReference, settings: ScoreSettings) -> AsyncGenerator[WindowOnDisk, None]:
         """Every window in order, once it is on disk. Windows that were recorded before are read."""
         text = await self.references.text(reference)
-        recorded = await self.references.in_thread(reference.name, reference.recorded)
+        recorded = await self.references.in_thread(reference.name, reference.recorded_windows)
         head_ticket = await self._write_head(reference)
         windows = (
-            self._found(reference, index, settings) if index in recorded else self._missing(reference, index, settings)
+            self._read_window(reference, index, settings)
+            if index in recorded
+            else self._record_window(reference, index, settings)
             for index in range(len(text.windows))
         )
         most = None
@@ -126,7 +128,7 @@ class Recorder:
             async for window in in_order:
                 yield window
         if head_ticket is not None:
-            await self._written(reference, head_ticket, "the LM head")
+            await self._wait_until_written(reference, head_ticket, "the LM head")
 
     async def _write_head(self, reference: StoredReference) -> str | None:
         """Have the LM head written while windows are recorded, unless it is on disk. Returns its ticket."""
@@ -138,7 +140,7 @@ class Recorder:
             return ticket
         return None
 
-    async def _found(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
+    async def _read_window(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
         """A window that has a file. If that or one of its layers' is damaged, the window is recorded again."""
 
         def read() -> torch.Tensor:
@@ -149,21 +151,21 @@ class Recorder:
         try:
             logprobs = await self.references.in_thread(reference.name, read)
         except BrokenFileError:
-            return await self._missing(reference, index, settings)
+            return await self._record_window(reference, index, settings)
         return -json_logprobs(logprobs.numpy()), None
 
-    async def _missing(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
+    async def _record_window(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
         num_boundaries = _num_boundaries(reference)
         window = MarkedWindow.begin("record", reference, index, settings, num_boundaries=num_boundaries)
         _, columns, ranks = await self.core.scorer.engine.prompt_columns(window.request())
         window.check_rows(np.isnan(columns[:, 0]))
-        await self._written(reference, window.mark.ticket, f"window {window.mark.index}")
+        await self._wait_until_written(reference, window.mark.ticket, f"window {window.mark.index}")
         # Until now its hidden states were in memory.
         window.settings.queue.done(len(window.token_ids), 0)
         await self.core.scorer.turns.wait()
         return -json_logprobs(columns[:, 0]), ranks
 
-    async def _written(self, reference: StoredReference, ticket: str, what: str) -> None:
+    async def _wait_until_written(self, reference: StoredReference, ticket: str, what: str) -> None:
         """Wait until a worker has written a window or the LM head."""
         try:
             async with asyncio.timeout(SECONDS_TO_WRITE):

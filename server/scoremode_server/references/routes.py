@@ -30,8 +30,8 @@ from scoremode.wire.references import (
 from scoremode_server.engine.admission import RequestQueue
 from scoremode_server.engine.passes import engine_id
 from scoremode_server.errors import NotServedError, RequestError
-from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accepted, until_disconnect
-from scoremode_server.http.responses import Stream, owned, respond, top_entries
+from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accept, until_disconnect
+from scoremode_server.http.responses import Stream, in_own_task, respond, top_entries
 from scoremode_server.references.answers import agreement, answer_windows
 from scoremode_server.references.comparer import Comparer, base_file_of, llama_cpp_header
 from scoremode_server.references.exchange import WorkerFiles
@@ -41,7 +41,7 @@ from scoremode_server.references.recorder import Recorder
 from scoremode_server.references.service import References
 from scoremode_server.references.worker.packing import ComparedRows
 from scoremode_server.rows import json_logprobs
-from scoremode_server.scoring.core import Core, prepared
+from scoremode_server.scoring.core import Core, prepare
 from scoremode_server.scoring.model_files import with_adapter
 from scoremode_server.scoring.scorer import ScoreSettings, lane_settings
 from scoremode_server.scoring.text_windows import RunningPerplexity, cut_texts
@@ -133,7 +133,7 @@ async def delete_reference(name: str, raw_request: Request) -> ReferenceDeleted:
 async def record_reference(request: ReferenceRequest, raw_request: Request) -> Response:
     """Score a text's windows and store their hidden states. The same request again resumes where it was interrupted."""
     references = references_of(raw_request)
-    async with prepared(raw_request, request.model) as (core, model, options):
+    async with prepare(raw_request, request.model) as (core, model, options):
         if request.answers is not None:
             texts, num_texts = answer_windows(request, request.answers, core.limits), len(request.answers.data)
         else:
@@ -183,7 +183,7 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
 async def export_reference(name: str, raw_request: Request, first: int = 0) -> Response:
     """Stream the file, from window `first` on."""
     references = references_of(raw_request)
-    async with prepared(raw_request, None) as (core, _, options):
+    async with prepare(raw_request, None) as (core, _, options):
         reference = await references.comparer.open(name)
         num_windows, header = reference.manifest.text.num_windows, llama_cpp_header(reference)
         if not 0 <= first < num_windows:
@@ -201,7 +201,7 @@ async def export_reference(name: str, raw_request: Request, first: int = 0) -> R
 
     layout = base_file_of(reference)
     headers = {"Content-Length": str(layout.size - layout.end_of(first))}
-    written = owned(accepted(core.admission, f"{ROUTE}/llama.cpp", request_id), parts)
+    written = in_own_task(accept(core.admission, f"{ROUTE}/llama.cpp", request_id), parts)
     # What is wrong with the first window has a status.
     return Stream(written, await anext(written), media_type="application/octet-stream", headers=headers)
 
@@ -223,7 +223,7 @@ async def get_layers(raw_request: Request) -> ServedLayers:
 async def create_kld(request: KldRequest, raw_request: Request) -> Response:
     """Score windows of a reference with the served model, and compare the distributions over the whole vocabulary."""
     references = references_of(raw_request)
-    async with prepared(raw_request, request.model) as (core, model, options):
+    async with prepare(raw_request, request.model) as (core, model, options):
         core.limits.check_top_logprobs(request.top_logprobs)
         reference = await references.comparer.open(request.reference)
         windows = _windows(request, reference.manifest.text.num_windows)

@@ -135,7 +135,7 @@ def _describe(reference: StoredReference) -> Reference:
         text_fingerprint=text.fingerprint,
         **text.model_dump(exclude={"fingerprint"}),
         corpus=manifest.corpus,
-        num_recorded=len(reference.recorded()),
+        num_recorded=len(reference.recorded_windows()),
         disk_bytes=reference.disk_bytes(),
         **(dict(result) if result else dict.fromkeys(Result.model_fields)),
         noise_floor=manifest.noise_floor,

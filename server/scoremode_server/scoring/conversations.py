@@ -106,7 +106,7 @@ class Conversations:
     def _params(self, name: str, tools: Tools | None, chat_template_kwargs: dict[str, Any] | None) -> ChatParams:
         """Make the parameters that vLLM's `preprocess_chat` makes from a request, without a generation prompt."""
         variables = dict(chat_template_kwargs or {})
-        request = _checked(
+        request = _chat_request(
             name,
             messages=[],
             tools=tools,
@@ -163,7 +163,7 @@ class _Conversation:
 
     def _marked_turns(self, text: str, spans: list[Span]) -> list[Turn]:
         """A turn for each span, if the assistant says what is in it."""
-        said = [_said(message) for message in self.messages if message["role"] == "assistant"]
+        said = [_texts_of(message) for message in self.messages if message["role"] == "assistant"]
         for start, end in spans:
             if not any(each in text[start:end] for of_message in said for each in of_message):
                 raise RequestError(
@@ -173,7 +173,7 @@ class _Conversation:
                 )
         # Parts of one message follow each other.
         turns: list[Turn] = []
-        for start, end in _joined(spans) if len(spans) > len(said) else spans:
+        for start, end in _merge_touching(spans) if len(spans) > len(said) else spans:
             first, last, is_merged = self._encoder.tokens_of((start, end))
             # The first token of a sequence has no logprob.
             turns.append({"role": "assistant", "first": max(1, first), "end": last, "is_merged": is_merged})
@@ -274,7 +274,7 @@ def _read(name: str, messages: Messages) -> Messages:
         for at, part in enumerate(parts if isinstance(parts, list) else ()):
             _check_part(f"{name}[{place}]", at, part)
     # vLLM's model renames fields in the messages themselves.
-    _checked(name, messages=messages)
+    _chat_request(name, messages=messages)
     return messages
 
 
@@ -291,7 +291,7 @@ def _check_part(message: str, at: int, part: Any) -> None:
         )
 
 
-def _checked(name: str, **fields: Any) -> ChatCompletionRequest:
+def _chat_request(name: str, **fields: Any) -> ChatCompletionRequest:
     """vLLM's request with these fields."""
     try:
         return ChatCompletionRequest(**fields)
@@ -304,13 +304,13 @@ def _checked(name: str, **fields: Any) -> ChatCompletionRequest:
         raise RequestError(f"{name}: {error}", "messages") from None
 
 
-def _said(message: dict[str, Any]) -> list[str]:
+def _texts_of(message: dict[str, Any]) -> list[str]:
     """The texts that a template may render of a message: reasoning, thoughts between tags, and the answer."""
     texts = [message[name] for name in ("reasoning", "content") if isinstance(message.get(name), str)]
     return [part.rpartition("<think>")[2].strip() for text in texts for part in text.split("</think>")] or [""]
 
 
-def _joined(spans: list[Span]) -> list[Span]:
+def _merge_touching(spans: list[Span]) -> list[Span]:
     """Spans, of which those that touch are one."""
     joined: list[Span] = []
     for start, end in spans:
@@ -323,7 +323,7 @@ def _joined(spans: list[Span]) -> list[Span]:
 def _has_thoughts(text: str, message: dict[str, Any]) -> bool:
     """Whether a text has a message's reasoning: in a field of its own or between tags, in this order."""
     content = message.get("content")
-    *thoughts, _ = _said({**message, "content": content if isinstance(content, str) else ""})
+    *thoughts, _ = _texts_of({**message, "content": content if isinstance(content, str) else ""})
     at = 0
     for thought in thoughts:
         at = text.find(thought, at)

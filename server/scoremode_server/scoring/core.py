@@ -48,7 +48,7 @@ class Core:
 
 
 @asynccontextmanager
-async def prepared(
+async def prepare(
     raw_request: Request, model: str | None
 ) -> AsyncGenerator[tuple[Core, ServedModel, dict[str, Any]], None]:
     """The core, the model of that name and the engine's options, if the server is not full. What is done inside, such

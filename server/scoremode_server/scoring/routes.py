@@ -30,10 +30,10 @@ from scoremode.wire.protocol import (
 from scoremode_server.engine.admission import RequestQueue
 from scoremode_server.engine.engine import ScoredRows
 from scoremode_server.engine.passes import engine_id
-from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accepted, until_disconnect
+from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accept, until_disconnect
 from scoremode_server.http.responses import json_response, respond, top_entries
 from scoremode_server.rows import NO_TOKEN, Rows, json_logprobs
-from scoremode_server.scoring.core import Core, prepared
+from scoremode_server.scoring.core import Core, prepare
 from scoremode_server.scoring.model_files import with_adapter
 from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, ScoredSequence, ScoreSettings, lane_settings
 from scoremode_server.scoring.sequences import RequestedSequence, ScoringPass, read_sequences
@@ -49,7 +49,7 @@ router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"], responses=ERROR
 @until_disconnect
 async def create_perplexity(request: PerplexityRequest, raw_request: Request) -> Response:
     """Score a text's windows and sum them up; with `stream`, an event for each window on the way."""
-    async with prepared(raw_request, request.model) as (core, model, options):
+    async with prepare(raw_request, request.model) as (core, model, options):
         texts = await cut_texts(request, core)
         lane = lane_settings(core.lanes, request)
     request_id = f"ppl-{raw_request.state.request_id}"
@@ -105,7 +105,7 @@ async def score_info(raw_request: Request, model: str | None = None) -> ServerIn
 @until_disconnect
 async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     """Score every token of every prompt, or every token of every continuation of every prompt."""
-    async with prepared(raw_request, request.model) as (core, model, options):
+    async with prepare(raw_request, request.model) as (core, model, options):
         core.limits.check_top_logprobs(request.top_logprobs)
         sequences, passes = await read_sequences(request, core)
     num_tokens = sum(each.sequence.num_tokens for each in passes)
@@ -114,7 +114,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     core.limits.check_num_values(num_values, request.encoding_format)
     lane = lane_settings(core.lanes, request)
     request_id = f"score-{raw_request.state.request_id}"
-    async with accepted(core.admission, "/v1/score", request_id, len(passes), num_tokens) as queue:
+    async with accept(core.admission, "/v1/score", request_id, len(passes), num_tokens) as queue:
         settings = ScoreSettings(
             request_id=engine_id(request_id),
             queue=queue,
@@ -126,8 +126,8 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             options=options,
             **lane,
         )
-        joined = (each.scored() for each in passes)
-        async with aclosing(core.scorer.scores(joined, settings)) as scores:
+        to_score = (each.sequence_to_score() for each in passes)
+        async with aclosing(core.scorer.scores(to_score, settings)) as scores:
             answers = [answer async for answer in scores]
 
         def write() -> Response:
@@ -155,7 +155,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
 @until_disconnect
 async def create_turns(request: TurnsRequest, raw_request: Request) -> Response:
     """Conversations as the chat template renders them, and where each scored turn is among their tokens."""
-    async with prepared(raw_request, request.model) as (core, _, _):
+    async with prepare(raw_request, request.model) as (core, _, _):
         return json_response({"object": "turns", "data": await core.conversations.sequences(request)})
 
 

@@ -65,7 +65,7 @@ class ScoringPass:
         """Tokens in each row next to the sequence's own."""
         return self.sequence.num_candidates + len(self.columns) - 1
 
-    def scored(self) -> ScoredSequence:
+    def sequence_to_score(self) -> ScoredSequence:
         """Join the tokens of the context with the others, for the engine to score."""
         sequence = self.sequence
         token_ids = sequence.context[: sequence.first] + sequence.targets if sequence.first else sequence.targets

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 from scoremode_server.kernels.fused_logprobs import LogitsFunction
-from scoremode_server.kernels.reduced_rows import Shard, agreed
+from scoremode_server.kernels.reduced_rows import Shard, true_on_every_rank
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -65,7 +65,7 @@ def examine(logits_fn: LogitsFunction, hidden_size: int, dtype: torch.dtype, gro
             # What a rank computes by itself must be the very columns that it gets from all.
             gathered = call.output[:, shard.first : shard.first + shard.columns]
             is_local = torch.equal(project(example)[:, : shard.columns], gathered)
-    if group.world_size > 1 and not agreed(group, [is_local])[0]:
+    if group.world_size > 1 and not true_on_every_rank(group, [is_local])[0]:
         logger.warning("Prompt logprobs gather the vocabulary on each rank: what computes logits is not known")
         project, shard = logits_fn, None
     # Some models scale hidden states before they project them.

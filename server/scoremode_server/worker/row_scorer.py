@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
 from scoremode_server.kernels import fused_logprobs, working_memory
-from scoremode_server.kernels.reduced_rows import JoinedRows, agreed
+from scoremode_server.kernels.reduced_rows import JoinedRows, true_on_every_rank
 from scoremode_server.worker.lm_head import LMHead, examine
 from scoremode_server.worker.row_spec import RowSpec
 
@@ -238,7 +238,7 @@ class RowScorer:
         # Ranks exchange nothing where only rows of the default sink are computed.
         extended = [piece for piece in pieces if piece.sink.spec.sink]
         are_ready = [piece.sink.is_ready(local=local) for piece in extended]
-        on_all_ranks = dict(zip(extended, agreed(self.group, are_ready) if extended else (), strict=True))
+        on_all_ranks = dict(zip(extended, true_on_every_rank(self.group, are_ready) if extended else (), strict=True))
         for piece in pieces:
             sink = piece.sink
             if on_all_ranks.get(piece, True):

@@ -34,7 +34,7 @@ import torch
 from scoremode.windows import Window
 from scoremode.wire.references import REFERENCE_NAME, Answer
 from scoremode_server.references.files.manifest import Manifest
-from scoremode_server.references.files.tensors import BrokenFileError, moved_to, read_tensors, write_tensors
+from scoremode_server.references.files.tensors import BrokenFileError, moving_into_place, read_tensors, write_tensors
 
 _MANIFEST = "manifest.json"
 _SHARD = re.compile(r"(\d{6,})\.safetensors")
@@ -68,7 +68,7 @@ class StoredReference:
     def shard(self, index: int) -> Path:
         return self.path / "windows" / f"{index:06}.safetensors"
 
-    def recorded(self) -> set[int]:
+    def recorded_windows(self) -> set[int]:
         names = (_SHARD.fullmatch(path.name) for path in (self.path / "windows").glob("*"))
         return {int(name[1]) for name in names if name}
 
@@ -108,7 +108,7 @@ class StoredReference:
         return tensors["weight"], tensors.get("bias")
 
     def save(self, manifest: Manifest) -> "StoredReference":
-        with moved_to(self.path / _MANIFEST) as partial:
+        with moving_into_place(self.path / _MANIFEST) as partial:
             partial.write_text(manifest.to_json())
         return StoredReference(self.name, self.path, manifest)
 
@@ -193,10 +193,10 @@ class ReferenceDirectory:
         except (OSError, ValueError) as error:
             raise BrokenFileError(f"{path / _MANIFEST}: {error}") from None
 
-    def recorded(self, name: str) -> set[int]:
+    def recorded_windows(self, name: str) -> set[int]:
         """The windows that a reference has on disk; none if there is no reference of that name."""
         try:
-            return self.open(name).recorded()
+            return self.open(name).recorded_windows()
         except NoReferenceError:
             return set()
 

@@ -26,7 +26,7 @@ class BrokenFileError(Exception):
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str | int]) -> None:
     """Write a safetensors file completely or not at all: tensors on the CPU, contiguous, of one of `DTYPES`, and a
     description of them."""
-    with moved_to(path) as partial:
+    with moving_into_place(path) as partial:
         try:
             save_file(dict(tensors), partial, {_KEY: _metadata(tensors, about)})
         except SafetensorError as error:
@@ -34,7 +34,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mappin
 
 
 @contextmanager
-def moved_to(path: Path) -> Iterator[Path]:
+def moving_into_place(path: Path) -> Iterator[Path]:
     """The path at which a file is written before it is moved. It is random, because writers on several hosts, or in
     containers, may have the same process id."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

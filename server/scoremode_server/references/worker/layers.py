@@ -82,7 +82,7 @@ class _Watch:
 @dataclass(slots=True)
 class DecoderLayers:
     """A model's decoder layers, and where its residual stream is cut: before each layer, before the MLP of those that
-    call a norm with it, and after the last layer. Nothing is known before `watched` has seen a forward pass."""
+    call a norm with it, and after the last layer. Nothing is known before `watching` has seen a forward pass."""
 
     model: nn.Module
     refusal: str = "no forward pass was seen"
@@ -93,7 +93,7 @@ class DecoderLayers:
     """Of each layer: that which begins its MLP."""
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Learn where the stream is cut from a forward pass that runs inside."""
         prefix, self._layers, self.refusal = _find_layers(self.model)
         watches = [_Watch() for _ in self._layers]
@@ -141,7 +141,7 @@ class DecoderLayers:
         )
 
     @contextmanager
-    def hooked(self, parts: Sequence[tuple[LayerSink, StepPart]]) -> Iterator[None]:
+    def hooking(self, parts: Sequence[tuple[LayerSink, StepPart]]) -> Iterator[None]:
         """Let requests copy or replace their rows in a forward pass that runs inside."""
         crossing: dict[int, list[tuple[LayerSink, StepPart]]] = defaultdict(list)
         for sink, part in parts:

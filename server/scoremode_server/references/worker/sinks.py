@@ -97,7 +97,7 @@ class ComparedWindow(RowSink):
         head: LMHead,
     ) -> Columns:
         reference, recorded = self._reference(scorer, pieces, local=head.shard is not None)
-        return _compared(scorer, targets, hidden_states, recorded, head, reference, self.spec.num_top)
+        return _compare_rows(scorer, targets, hidden_states, recorded, head, reference, self.spec.num_top)
 
     def store(self, columns: Columns, hidden_states: torch.Tensor) -> None:
         self.parts.append(LogprobsTensors(*columns))
@@ -137,7 +137,7 @@ class ExportedWindow(ComparedWindow):
         return torch.cat(chunks), torch.zeros(num_rows, 1), torch.zeros(num_rows, dtype=torch.int32)
 
 
-def _compared(
+def _compare_rows(
     scorer: RowScorer,
     targets: torch.Tensor,
     hidden_states: JoinedRows | torch.Tensor,
@@ -212,11 +212,11 @@ class WorkerWindows:
     _threads: CallThreads = field(default_factory=CallThreads)
     layers: DecoderLayers | None = None
     """Of the model, once a dummy run has shown them; none where a compiled model calls no hooks."""
-    _read: dict[str, Future[WindowTensors]] = field(default_factory=dict)
+    _reads: dict[str, Future[WindowTensors]] = field(default_factory=dict)
     """By ticket."""
-    _written: FIFOCache[str, Future[str]] = field(default_factory=lambda: FIFOCache(MAX_WRITTEN))
+    _writes: FIFOCache[str, Future[str]] = field(default_factory=lambda: FIFOCache(MAX_WRITTEN))
     """By ticket: why something was not written, or "" if it was."""
-    _unwritten: list[tuple[Future[str], str, int]] = field(default_factory=list)
+    _pending_writes: list[tuple[Future[str], str, int]] = field(default_factory=list)
     """Windows that are being written, with the name of the reference and bytes."""
 
     def begin(self, spec: RowSpec, *, writes: bool) -> RowSink:
@@ -224,7 +224,7 @@ class WorkerWindows:
         mark = msgspec.convert(spec.sink_data, WindowMark)
         if mark.action == "record":
             return RecordedWindow(spec, mark=mark, write=self._write_window_later) if writes else RowSink(spec)
-        read = self._read.get(mark.ticket)
+        read = self._reads.get(mark.ticket)
         recorded, stream = (None, None) if read is None or not read.done() or read.exception() else read.result()
         make_sink = ExportedWindow if mark.action == "export" else ComparedWindow
         return make_sink(spec, mark=mark, recorded=recorded, leased=self.leased, stream=stream)
@@ -235,10 +235,10 @@ class WorkerWindows:
         """Let windows copy or replace their residual stream; watch the model's first pass. See `SinkMaker`."""
         if self.layers is None or self.layers.model is not model:
             self.layers = DecoderLayers(model)
-            return self.layers.watched()
+            return self.layers.watching()
         windows = [(sink, part) for sink, part in parts if isinstance(sink, ComparedWindow | RecordedWindow)]
         crossing = [(window, part) for window, part in windows if window.mark.boundaries]
-        return self.layers.hooked(crossing) if crossing else nullcontext()
+        return self.layers.hooking(crossing) if crossing else nullcontext()
 
     def reserve(self, scorer: RowScorer, runner: Any, hidden_states: torch.Tensor, head: LMHead) -> None:
         """Allocate the memory for a reference's head, and compare as many rows as a step has: see `SinkMaker`."""
@@ -248,7 +248,7 @@ class WorkerWindows:
             # What a hook holds: both parts of the stream, and a step's rows of it.
             Stream(zeros(len(states), states)[1], zeros(len(states), states)[1]).copy(slice(None))
         reference = ReferenceHead(head.project, scorer.shape.logit_bytes)
-        _compared(scorer, targets, states, states, head, reference, working_memory.RESERVED_TOP)
+        _compare_rows(scorer, targets, states, states, head, reference, working_memory.RESERVED_TOP)
 
     def allocate_head(self, config: VllmConfig, device: torch.device) -> None:
         """Make the memory for a reference's head, once: as much as for the served model's, of which most are."""
@@ -271,10 +271,10 @@ class WorkerWindows:
         for order in msgspec.convert(orders, list[Order]):
             match order:
                 case ReadWindow(mark):
-                    self._read[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark))
+                    self._reads[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark))
                 case ForgetWindow(ticket):
-                    if ticket in self._read:
-                        self._read.pop(ticket).cancel()
+                    if ticket in self._reads:
+                        self._reads.pop(ticket).cancel()
                 case HoldReference(mark, holder, head):
                     if not self.leased.hold(mark, holder, HeadFormat(**head)):
                         refusals[mark.head] = IN_USE
@@ -284,10 +284,10 @@ class WorkerWindows:
         return {"outcomes": outcomes, "num_refused": self.leased.num_refused}
 
     def _outcome(self, ticket: str) -> str | None:
-        if (written := self._written.get(ticket)) is not None:
+        if (written := self._writes.get(ticket)) is not None:
             # Returned once: what is kept must not push out a file that is asked for later, such as the LM head.
-            return self._written.pop(ticket).result() if written.done() else None
-        begun = self._read.get(ticket) or self.leased.progress(ticket)
+            return self._writes.pop(ticket).result() if written.done() else None
+        begun = self._reads.get(ticket) or self.leased.progress(ticket)
         if begun is None or not begun.done():
             return None
         return "" if (error := begun.exception()) is None else _reason(error)
@@ -347,16 +347,16 @@ class WorkerWindows:
                 return _reason(error)
             return ""
 
-        self._unwritten = [each for each in self._unwritten if not each[0].done()]
-        waiting = sum(size for _, other, size in self._unwritten if other == name)
+        self._pending_writes = [each for each in self._pending_writes if not each[0].done()]
+        waiting = sum(size for _, other, size in self._pending_writes if other == name)
         # One window with its layers may be larger.
         if waiting and num_bytes + waiting > MAX_UNWRITTEN_BYTES:
             written = Future[str]()
             written.set_result(f"{MAX_UNWRITTEN_BYTES} bytes wait for the disk already")
         else:
             written = self._threads.submit(name, attempt)
-            self._unwritten.append((written, name, num_bytes))
-        self._written[ticket] = written
+            self._pending_writes.append((written, name, num_bytes))
+        self._writes[ticket] = written
 
 
 def _reason(error: BaseException) -> str:

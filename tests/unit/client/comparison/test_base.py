@@ -8,7 +8,7 @@ import pytest
 from run_files import OWN, kld_run, made_up_kld, made_up_nlls, made_up_reference, perplexity_run
 
 from scoremode.comparison import compare, summary, verdict_line
-from scoremode.comparison.summary import exceeded
+from scoremode.comparison.summary import exceeded_limits
 from scoremode.errors import RunError
 
 NLLS = {"int8": made_up_nlls(1, shift=0.01), "int4": made_up_nlls(2, shift=0.2)}
@@ -94,10 +94,10 @@ def test_a_copy_of_the_original_is_a_run_like_any_other(tmp_path, quantized):
 def test_a_limit_that_cannot_be_checked_is_an_error(tmp_path, quantized):
     other = perplexity_run(tmp_path, "other", NLLS["int4"])
     with pytest.raises(RunError, match="--max-kld: other has no KL divergence"):
-        exceeded(compare([*quantized, other], num_resamples=100), max_kld=1)
+        exceeded_limits(compare([*quantized, other], num_resamples=100), max_kld=1)
     short = [perplexity_run(tmp_path, name, NLLS["int4"][:100], window_sizes=[100]) for name in ("one", "two")]
     with pytest.raises(RunError, match="--fail-if cannot be checked: no intervals: a text of"):
-        exceeded(compare(short, num_resamples=100), fail_if="worse")
+        exceeded_limits(compare(short, num_resamples=100), fail_if="worse")
 
 
 def test_a_measured_run_has_its_verdict_in_a_line(quantized):

@@ -112,7 +112,7 @@ async def test_no_id_of_a_request_passes_for_other_fields_of_its_line(
 async def test_one_log_line_has_the_outcome_of_a_request(lines, error: BaseException | None, status: int):
     admission = light_app().state.scoremode.admission
     try:
-        async with requests.accepted(admission, "/v1/score", "score-7", 3, 30) as queue:
+        async with requests.accept(admission, "/v1/score", "score-7", 3, 30) as queue:
             queue.done(10, 4)
             if error is not None:
                 raise error

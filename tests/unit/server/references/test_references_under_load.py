@@ -255,6 +255,6 @@ async def test_nothing_is_kept_of_what_was_read(root: Path, forget: Callable[[Pa
         await kld(client, "base", 5)
         files = app.state.scoremode_references.comparer.files
         await files._task
-    assert not engine.windows._read
+    assert not engine.windows._reads
     assert not engine.windows._threads._waiting
     assert not engine.windows.leased._holders

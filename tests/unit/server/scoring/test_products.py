@@ -20,9 +20,13 @@ CONTEXT = list(range(5, 905))
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the sequences whose tokens were copied for the engine."""
     lengths: list[int] = []
-    scored = ScoringPass.scored
+    stock = ScoringPass.sequence_to_score
 
-    monkeypatch.setattr(ScoringPass, "scored", lambda self: lengths.append(self.sequence.num_tokens) or scored(self))
+    def note_length(self: ScoringPass) -> object:
+        lengths.append(self.sequence.num_tokens)
+        return stock(self)
+
+    monkeypatch.setattr(ScoringPass, "sequence_to_score", note_length)
     return lengths
 
 

@@ -50,7 +50,7 @@ def test_a_copied_reference_is_what_was_written(tmp_path: Path):
     shutil.copytree(tmp_path / "here" / "base", tmp_path / "there" / "copy")
     opened = ReferenceDirectory(tmp_path / "there").open("copy")
     assert opened.manifest == manifest()
-    assert opened.recorded() == shards.keys()
+    assert opened.recorded_windows() == shards.keys()
     for index, shard in shards.items():
         assert all(map(torch.equal, opened.read_shard(index), shard))
     assert all(map(torch.equal, opened.read_head(), (weight, bias)))
@@ -113,7 +113,7 @@ def test_files_of_killed_writers_are_not_windows(tmp_path: Path):
     reference.write_shard(0, *random_shard(4))
     for name in (".000001.safetensors.c0ffee", "000002.safetensors.bak", "1 copy.safetensors"):
         (reference.path / "windows" / name).write_bytes(b"half")
-    assert reference.recorded() == {0}
+    assert reference.recorded_windows() == {0}
 
 
 def test_of_those_who_create_at_the_same_time_one_does(tmp_path: Path):
@@ -151,7 +151,7 @@ def test_a_reference_that_is_deleted_while_it_is_open_stays_away(tmp_path: Path)
     create(tmp_path, "first").path.rename(tmp_path / ".deleted-by-a-server-that-was-killed")
     ReferenceDirectory(tmp_path).delete("base")
     assert text.window(0) == TEXT.window(0)
-    assert (reference.recorded(), reference.disk_bytes()) == (set(), 0)
+    assert (reference.recorded_windows(), reference.disk_bytes()) == (set(), 0)
     for read in (lambda: reference.read_shard(0), reference.read_head):
         with pytest.raises(BrokenFileError, match="is missing"):
             read()

@@ -162,7 +162,7 @@ def tokens(seed: int, count: int) -> torch.Tensor:
 
 def watched(model: Model) -> DecoderLayers:
     layers = DecoderLayers(model)
-    with layers.watched():
+    with layers.watching():
         model(torch.zeros(2), tokens(0, 2))
     return layers
 
@@ -176,7 +176,7 @@ def run(layers: DecoderLayers, requests: list[tuple[torch.Tensor, Window | None]
             parts.append((window, StepPart(str(number), 0, row, len(embedded) + 1, len(embedded))))
         positions += [*range(len(embedded) + 1)]
         row += len(embedded) + 1
-    with layers.hooked(parts):
+    with layers.hooking(parts):
         padded = [torch.cat((embedded, torch.ones(1, HIDDEN))) for embedded, _ in requests]
         out = layers.model(torch.tensor(positions), torch.cat(padded))
     return [part[:-1] for part in out.split([len(embedded) + 1 for embedded, _ in requests])]
@@ -241,7 +241,7 @@ def test_other_layers_are_refused_by_their_class(model, refusal):
 def test_a_layer_of_the_models_list_that_is_not_called_is_no_boundary():
     model = Model()
     layers = DecoderLayers(model)
-    with layers.watched():
+    with layers.watching():
         pass
     assert layers.refusal.startswith("Layer: its layers were not called")
     assert layers.described is None

@@ -127,7 +127,7 @@ def test_a_recorded_window_is_the_same_however_its_prompt_is_split(tmp_path: Pat
             rows = steps(add(windows, spec("record", first, index)), *split, NUM_FED)
             for actual, expected in zip(rows, whole_rows(first), strict=False):
                 assert torch.allclose(actual, expected)
-    assert reference.recorded() == set(range(len(SPLITS)))
+    assert reference.recorded_windows() == set(range(len(SPLITS)))
     for index in range(len(SPLITS)):
         hidden_states, logprobs = reference.read_shard(index)
         assert torch.equal(hidden_states, STATES[first - 1 :])
@@ -183,7 +183,7 @@ def test_nan_is_returned_and_not_written(tmp_path: Path):
         states[4] = math.nan
         rows = steps(window, NUM_FED, states=states)
         assert rows.logprobs.isnan()[:, 0].tolist() == [row == 4 for row in range(NUM_FED)]
-    assert reference.recorded() == set()
+    assert reference.recorded_windows() == set()
     assert windows._outcome("one 0") == "the model computed NaN"
     # Of several ranks one writes.
     assert type(windows.begin(spec("record", 1), writes=False)) is RowSink
@@ -262,24 +262,24 @@ def test_a_step_does_not_wait_for_the_disk(windows: WorkerWindows, monkeypatch: 
     ]
     let_go.set()
     let_all_be_written(windows)
-    assert windows.root.open("base").recorded() == set(range(40))
+    assert windows.root.open("base").recorded_windows() == set(range(40))
     assert told(windows, "0", "39") == ["", ""]
 
 
 def test_of_files_that_nobody_asks_for_the_last_are_known(windows: WorkerWindows, monkeypatch: pytest.MonkeyPatch):
     create(windows.root.root)
     monkeypatch.setattr(tensors, "save_file", full_disk)
-    windows._written = FIFOCache(10)
+    windows._writes = FIFOCache(10)
     for index in range(30):
         finish(windows, index)
         let_all_be_written(windows)
-    assert len(windows._written) == 10
+    assert len(windows._writes) == 10
     assert told(windows, "19", "29") == [None, "[Errno 28] No space left on device"]
 
 
 def test_the_state_of_the_lm_head_outlasts_any_number_of_windows(windows: WorkerWindows):
     create(windows.root.root)
-    windows._written = FIFOCache(10)
+    windows._writes = FIFOCache(10)
     windows.write_head_later("name", "one", "head", [torch.ones(3, 4)])
     for index in range(30):
         finish(windows, index)
@@ -298,7 +298,7 @@ def test_a_call_does_not_wait_for_a_file(windows: WorkerWindows):
     assert told(windows, "0", "1") == [None, ""]
     # Nobody waits for it any more.
     order(windows, ForgetWindow("0"), ForgetWindow("1"))
-    assert not windows._read
+    assert not windows._reads
     os.close(os.open(reference.shard(0), os.O_RDWR))
 
 
