@@ -86,7 +86,7 @@ def as_text(measurement: LayersMeasurement) -> str:
         ("base", f"{reference.name}: {reference.model}, {reference_in_words(reference)}"),
         *window_rows(reference, reference.corpus, reference.num_scored, reference.num_tokens),
         ("time", f"{measurement.seconds:,.1f} s"),
-        ("whole model", f"{_pair(whole)} nats per token"),
+        ("whole model", f"{whole.in_words} nats per token"),
     ])  # fmt: skip
     parts = sorted(measurement.parts, key=lambda part: -part.cost)
     width = max(len(part.name) for part in parts)
@@ -98,7 +98,7 @@ def as_text(measurement: LayersMeasurement) -> str:
     for part, so_far in zip(parts, sums, strict=True):
         mark = "" if part.is_above_floor else "  not above the floor"
         lines.append(
-            f"{printable(part.name):{width}}  {part.kind:16}  {_pair(part):>22}  {_share(part.cost, whole)}  "
+            f"{printable(part.name):{width}}  {part.kind:16}  {part.in_words:>22}  {_share(part.cost, whole)}  "
             f"{_share(so_far, whole)}{mark}"
         )
     return "\n\n".join([heading, "\n".join(lines), "\n".join(_kinds(measurement))])
@@ -124,7 +124,7 @@ def recipe_as_text(recipe: Recipe, measurement: LayersMeasurement) -> str:
             f"{printable(each.block.name)}  {each.block.cost:.6f} nats, {each.extra_bytes:,} bytes"
             for each in recipe.kept
         ),
-        f"Expected KLD: {_pair(recipe.predicted)} instead of {_pair(measurement.whole)}",
+        f"Expected KLD: {recipe.predicted.in_words} instead of {measurement.whole.in_words}",
         "",
         "llm-compressor:",
         "  ignore:",
@@ -134,10 +134,6 @@ def recipe_as_text(recipe: Recipe, measurement: LayersMeasurement) -> str:
         f"  --quantization-config '{recipe.quantization_config}'",
     ]
     return "\n".join(lines)
-
-
-def _pair(cost: Cost) -> str:
-    return f"{cost.cost:.6f} ± {'-' if cost.stderr is None else f'{cost.stderr:.6f}'}"
 
 
 def _share(cost: float, whole: Cost) -> str:

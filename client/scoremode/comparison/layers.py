@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from scoremode._texts import model_name, printable
+from scoremode.comparison.compare import check_labels
 from scoremode.comparison.report import policy_hash
+from scoremode.comparison.run_file import labels_of
 from scoremode.errors import RunError, file_errors
-from scoremode.runs.layers import PartKind
+from scoremode.runs.layers import Cost, PartCost, PartKind
 from scoremode.runs.report import weights_in_words
 from scoremode.wire.protocol import ServerInfo
 from scoremode.wire.references import Reference
@@ -26,46 +27,25 @@ _COLORS: dict[PartKind, int] = {"mlp": 1, "moe": 1, "embeddings": 2, "head": 2, 
 """Places of colors; mixers have the first."""
 
 
-@checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore", allow_inf_nan=False))
-class Part:
-    """A part's cost in nats per token, and what is known of it."""
-
-    name: str
-    kind: PartKind
-    cost: float
-    stderr: float | None
-    is_above_floor: bool
-
-
-@checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore", allow_inf_nan=False))
-class _Whole:
-    cost: float
-    stderr: float | None
-
-
 @checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore"))
-class _Record:
+class LayersRun:
+    """A run as its file has it."""
+
     model: str
     server: ServerInfo
     reference: Reference
-    whole: _Whole
-    embeddings: Part
-    blocks: list[Part]
-    head: Part
+    whole: Cost
+    embeddings: PartCost
+    blocks: list[PartCost]
+    head: PartCost
+
+    @property
+    def parts(self) -> list[PartCost]:
+        """In the order of the model."""
+        return [self.embeddings, *self.blocks, self.head]
 
 
-@dataclass(frozen=True, slots=True)
-class LayersRun:
-    """One run; `parts` are in the order of the model."""
-
-    label: str
-    weights: str
-    reference: Reference
-    whole: _Whole
-    parts: list[Part]
-
-
-_RECORD = TypeAdapter(_Record)
+_RUN = TypeAdapter(LayersRun)
 
 
 def is_layers_file(path: Path) -> bool:
@@ -77,36 +57,26 @@ def is_layers_file(path: Path) -> bool:
     return isinstance(content, dict) and content.get("kind") == "layers"
 
 
-def load_layers(paths: Sequence[Path], labels: Sequence[str] | None = None) -> list[LayersRun]:
-    """Load runs of one original over one text. RunError if one cannot be read, or they do not fit each other."""
-    records = [_load(path) for path in paths]
-    names = list(labels or [model_name(record.model) for record in records])
-    if len(set(names)) < len(names):
-        names = [path.stem for path in paths]
-    first = records[0]
-    for path, record in zip(paths, records, strict=True):
-        if _identity(record) != _identity(first):
+def load_layers(paths: Sequence[Path], labels: Sequence[str] | None = None) -> dict[str, LayersRun]:
+    """Load runs of one original over one text, by their labels. RunError if one cannot be read, or they do not fit each
+    other."""
+    runs = [_load(path) for path in paths]
+    labels = labels_of(labels, [model_name(run.model) for run in runs], paths)
+    check_labels(labels)
+    for path, run in zip(paths, runs, strict=True):
+        if _identity(run) != _identity(runs[0]):
             raise RunError(f"{path} has another original, text or other layers than {paths[0]}")
-    return [
-        LayersRun(
-            printable(name),
-            weights_in_words(record.server),
-            record.reference,
-            record.whole,
-            [record.embeddings, *record.blocks, record.head],
-        )
-        for name, record in zip(names, records, strict=True)
-    ]
+    return dict(zip(labels, runs, strict=True))
 
 
-def _load(path: Path) -> _Record:
+def _load(path: Path) -> LayersRun:
     with file_errors(RunError, f"read {path}"):
         content = path.read_text("utf-8")
     try:
         fields = json.loads(content)
         if not isinstance(fields, dict) or fields.get("kind") != "layers":
             raise RunError(f"{path} is not a run of ppl-client layers, which are compared with each other alone")
-        return _RECORD.validate_python(fields)
+        return _RUN.validate_python(fields)
     except ValidationError as error:
         first = error.errors()[0]
         raise RunError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -114,19 +84,17 @@ def _load(path: Path) -> _Record:
         raise RunError(f"{path} is not JSON, or is cut short") from None
 
 
-def _identity(record: _Record) -> tuple[Any, ...]:
-    reference = record.reference
-    return reference.fingerprint, reference.text_fingerprint, [block.name for block in record.blocks]
+def _identity(run: LayersRun) -> tuple[Any, ...]:
+    return run.reference.fingerprint, run.reference.text_fingerprint, [block.name for block in run.blocks]
 
 
-def layers_as_text(runs: Sequence[LayersRun]) -> str:
+def layers_as_text(runs: Mapping[str, LayersRun]) -> str:
     """The cost of each part in each run, in the order of the model."""
-    names = ["whole model", *(printable(part.name) for part in runs[0].parts)]
-    columns = [["part", *names]]
-    for run in runs:
-        costs = [_pair(run.whole.cost, run.whole.stderr), *(_pair(part.cost, part.stderr) for part in run.parts)]
-        marks = ["", *("" if part.is_above_floor else " *" for part in run.parts)]
-        columns.append([run.label, *(f"{cost}{mark:2}" for cost, mark in zip(costs, marks, strict=True))])
+    first = next(iter(runs.values()))
+    columns = [["part", "whole model", *(printable(part.name) for part in first.parts)]]
+    for label, run in runs.items():
+        cells = [f"{part.in_words}{'  ' if part.is_above_floor else ' *'}" for part in run.parts]
+        columns.append([label, f"{run.whole.in_words}  ", *cells])
     widths = [max(map(len, column)) for column in columns]
     lines = [
         f"{name:{widths[0]}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
@@ -135,19 +103,20 @@ def layers_as_text(runs: Sequence[LayersRun]) -> str:
     return "\n".join([*(line.rstrip() for line in lines), "", "nats per token; * not above the floor", ""])
 
 
-def write_layers_report(runs: Sequence[LayersRun], path: Path) -> None:
+def write_layers_report(runs: Mapping[str, LayersRun], path: Path) -> None:
     """Write the bars of each run by depth, side by side and to one scale."""
+    reference = next(iter(runs.values())).reference
     style = (_TEMPLATES / "report.css").read_text("utf-8") + (_TEMPLATES / "layers.css").read_text("utf-8")
-    highest = max(part.cost + (part.stderr or 0) for run in runs for part in run.parts)
-    lowest = min(0.0, *(part.cost - (part.stderr or 0) for run in runs for part in run.parts))
+    highest = max(part.cost + (part.stderr or 0) for run in runs.values() for part in run.parts)
+    lowest = min(0.0, *(part.cost - (part.stderr or 0) for run in runs.values() for part in run.parts))
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
     html = environment.get_template("layers.html.j2").render(
-        title=", ".join(run.label for run in runs),
+        title=", ".join(runs),
         style=Markup(style),
         style_hash=policy_hash(style),
-        reference=runs[0].reference,
-        original=weights_in_words(runs[0].reference),
-        panels=[_panel(run, lowest, max(highest, lowest + 1e-12)) for run in runs],
+        reference=reference,
+        original=weights_in_words(reference),
+        panels=[_panel(label, run, lowest, max(highest, lowest + 1e-12)) for label, run in runs.items()],
         table=layers_as_text(runs),
         size=(WIDTH + MARGIN, HEIGHT + MARGIN),
         margin=MARGIN,
@@ -155,7 +124,7 @@ def write_layers_report(runs: Sequence[LayersRun], path: Path) -> None:
     path.write_text(html, encoding="utf-8")
 
 
-def _panel(run: LayersRun, lowest: float, highest: float) -> Mapping[str, Any]:
+def _panel(label: str, run: LayersRun, lowest: float, highest: float) -> Mapping[str, Any]:
     """The picture of a run: places in pixels."""
 
     def y(cost: float) -> float:
@@ -176,19 +145,15 @@ def _panel(run: LayersRun, lowest: float, highest: float) -> Mapping[str, Any]:
                 "ends": ends,
                 "color": _COLORS.get(part.kind, 0),
                 "is_faint": not part.is_above_floor,
-                "tip": f"{printable(part.name)} ({part.kind}): {_pair(part.cost, part.stderr)} nats"
+                "tip": f"{printable(part.name)} ({part.kind}): {part.in_words} nats"
                 + ("" if part.is_above_floor else ", not above the floor"),
             }
         )
     return {
-        "label": run.label,
-        "weights": run.weights,
-        "whole": _pair(run.whole.cost, run.whole.stderr),
+        "label": label,
+        "weights": weights_in_words(run.server),
+        "whole": run.whole.in_words,
         "bars": bars,
         "ticks": [(y(cost), f"{cost:.2g}") for cost in (0.0, highest / 2, highest)],
         "zero": y(0.0),
     }
-
-
-def _pair(cost: float, stderr: float | None) -> str:
-    return f"{cost:.6f} ± {'-' if stderr is None else f'{stderr:.6f}'}"

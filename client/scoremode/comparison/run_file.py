@@ -364,11 +364,8 @@ def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) 
         RunError: a run cannot be read, or there is not one label for each run.
     """
     runs = [load_run(path) for path in paths]
-    if labels is None:
-        labels = _labels(runs)
-    if len(labels) != len(runs):
-        raise RunError(f"{len(labels)} labels for {len(runs)} runs")
-    return [replace(run, label=printable(label)) for run, label in zip(runs, labels, strict=True)]
+    labels = labels_of(labels, [in_lane(run.model, run.lane) for run in runs], [run.path for run in runs])
+    return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
 
 
 def with_bits(runs: Sequence[RunFile], bits: Mapping[str, float]) -> list[RunFile]:
@@ -380,11 +377,14 @@ def with_bits(runs: Sequence[RunFile], bits: Mapping[str, float]) -> list[RunFil
     return [replace(run, simulated_bits=bits.get(run.label)) for run in runs]
 
 
-def _labels(runs: Sequence[RunFile]) -> list[str]:
-    labels = [in_lane(run.model, run.lane) for run in runs]
-    numbered = [f"{run.path} ({number})" for number, run in enumerate(runs, 1)]
+def labels_of(chosen: Sequence[str] | None, names: Sequence[str], paths: Sequence[Path]) -> list[str]:
+    """The chosen labels of runs, or else names that tell them apart. RunError if there is not one for each run."""
+    labels = list(names if chosen is None else chosen)
+    if len(labels) != len(paths):
+        raise RunError(f"{len(labels)} labels for {len(paths)} runs")
+    numbered = [f"{path} ({number})" for number, path in enumerate(paths, 1)]
     # Each is longer than the one before, and the last is another for every file.
-    for longer in ([run.path.stem for run in runs], [str(run.path) for run in runs], numbered):
+    for longer in ([path.stem for path in paths], [str(path) for path in paths], numbered) if chosen is None else ():
         counts = Counter(labels)
         labels = [label if counts[label] == 1 else other for label, other in zip(labels, longer, strict=True)]
-    return labels
+    return [printable(label) for label in labels]

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from scoremode._texts import model_name
 from scoremode.client import AsyncScoreClient
@@ -90,15 +92,19 @@ class LayersPlan:
         return window
 
 
-@dataclass(frozen=True, slots=True)
+@checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore", allow_inf_nan=False))
 class Cost:
     """A cost in nats per token, and its standard error with windows as independent; None for one window."""
 
     cost: float
     stderr: float | None
 
+    @property
+    def in_words(self) -> str:
+        return f"{self.cost:.6f} ± {'-' if self.stderr is None else f'{self.stderr:.6f}'}"
 
-@dataclass(frozen=True, slots=True)
+
+@checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore", allow_inf_nan=False))
 class PartCost(Cost):
     """The cost of a part of the model."""
 

@@ -17,7 +17,7 @@ KINDS = ["attention", "mlp"]
 
 
 def part(name: str, kind: str, cost: float, stderr: float | None = 0.001) -> dict[str, Any]:
-    return {"name": name, "kind": kind, "cost": cost, "stderr": stderr, "floor": 0.0, "is_above_floor": cost > 0.0}
+    return {"name": name, "kind": kind, "modules": [name], "cost": cost, "stderr": stderr, "floor": 0.0}
 
 
 def write_run(path: Path, costs: list[float], **changes: Any) -> Path:
@@ -100,6 +100,8 @@ def test_runs_that_do_not_fit_are_refused(paths, change, message):
 
 
 def test_a_file_that_is_cut_short_and_options_of_other_runs_are_refused(paths, tmp_path, capsys):
+    with pytest.raises(RunError, match="2 runs are called 'A'"):
+        load_layers(paths, ["A", "A"])
     assert main(["compare", *map(str, paths), "--card"]) == 1
     assert "--card does not work with runs of ppl-client layers" in capsys.readouterr().err
     paths[1].write_text(paths[1].read_text()[:100])
@@ -111,4 +113,4 @@ def test_a_run_without_any_cost_is_drawn(tmp_path):
     run = load_layers([write_run(tmp_path / "same.json", [0.0] * 4)])
     write_layers_report(run, tmp_path / "report.html")
     assert (tmp_path / "report.html").read_text().count("faint") > 4
-    assert run[0].reference.fingerprint == FINGERPRINT
+    assert run["same"].reference.fingerprint == FINGERPRINT
