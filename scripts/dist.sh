@@ -29,7 +29,7 @@ trap 'rm -rf "$empty"' EXIT
 wheel=$(realpath dist/*.whl)
 cd "$empty"
 "$python" -m uv venv --quiet --python "$python" environment
-"$python" -m uv pip install --quiet --python environment/bin/python "$wheel[report]"
+"$python" -m uv pip install --quiet --python environment/bin/python "${wheel}[report]"
 export PYTHONSAFEPATH=1 PATH="$empty/environment/bin:$PATH"
 ppl-client --version
 time ppl-client example
