@@ -5,8 +5,10 @@ import asyncio
 import copy
 import importlib.metadata
 import json
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from glob import escape
@@ -18,6 +20,7 @@ import torch
 import transformers
 import vllm
 from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.logger import init_logger
 from xxhash import xxh3_128
@@ -28,6 +31,8 @@ from scoremode_server.scoring.model_identity import ModelIdentity
 # vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode.model_files")
 
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Names that safetensors has for dtypes."""
 BLOCK_BYTES = 4096
 WHOLE_BYTES = 1 << 20
 """Files up to this size are read whole."""
@@ -59,7 +64,6 @@ def model_identity(config: VllmConfig, tokenizer: Any, computed_by: ComputedBy |
     model, load = config.model_config, config.load_config
     dtype = str(model.dtype).removeprefix("torch.")
     folder = _folder(model.model, model.revision, load.download_dir)
-    stored_dtype = getattr(model.hf_text_config, "dtype", None)
     vocabulary = [] if tokenizer is None else sorted(tokenizer.get_vocab().items())
     return ModelIdentity(
         model=model.model,
@@ -71,7 +75,7 @@ def model_identity(config: VllmConfig, tokenizer: Any, computed_by: ComputedBy |
         fingerprint=_fingerprint(model, load, dtype, folder),
         tokenizer_fingerprint=_digest(*vocabulary),
         computed_by=computed_by,
-        stored_dtype=None if stored_dtype is None else str(stored_dtype).removeprefix("torch."),
+        stored_dtype=_stored_dtype(model, _weight_files(Path(model.model), folder, str(load.load_format))),
         weight_bytes=weight_bytes(model, load),
         num_parameters=num_parameters(model.hf_config, model.trust_remote_code),
     )
@@ -92,6 +96,21 @@ def weight_bytes(model: ModelConfig, load: LoadConfig) -> int | None:
     """Bytes of the files that vLLM loads; None if they are not in a folder or a file."""
     folder = _folder(model.model, model.revision, load.download_dir)
     return sum(file.stat().st_size for file in _weight_files(Path(model.model), folder, str(load.load_format))) or None
+
+
+def _stored_dtype(model: ModelConfig, files: Sequence[Path]) -> str | None:
+    """The dtype of most weights in safetensors files; of other files, or other dtypes, what the configuration says,
+    which tools that convert weights leave as it was."""
+    sizes = Counter[str]()
+    for file in files:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    weight = tensors.get_slice(name)
+                    sizes[weight.get_dtype()] += math.prod(weight.get_shape())
+    configured = getattr(model.hf_text_config, "dtype", None)
+    largest = max(sizes, key=lambda dtype: sizes[dtype], default="")
+    return _DTYPES.get(largest, None if configured is None else str(configured).removeprefix("torch."))
 
 
 def num_parameters(config: Any, trust_remote_code: bool) -> int | None:

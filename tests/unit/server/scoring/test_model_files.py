@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
+from safetensors.torch import save_file as save_torch
 from transformers import AutoConfig, Gemma2Config, LlamaConfig
 from vllm.config import LoadConfig, ModelConfig
 from vllm.lora.request import LoRARequest
@@ -245,3 +247,13 @@ def test_a_name_on_the_hub_has_the_size_of_its_cached_files(sized: Path, tmp_pat
     names = (("an/example", revision), ("an/example", "b" * 40), ("s3://bucket/model", None))
     models = [SimpleNamespace(model=model, revision=commit) for model, commit in names]
     assert [weight_bytes(model, load) for model in models] == [30, None, None]
+
+
+def test_the_stored_dtype_is_that_of_most_weights(tmp_path: Path):
+    """A configuration may name the dtype from before a conversion; of packed integers it says more than the file."""
+    text_config = SimpleNamespace(dtype=torch.bfloat16)
+    weights = {"norm": torch.ones(9, dtype=torch.float16), "linear": torch.ones(4, 4)}
+    save_torch(weights, tmp_path / SHARDS[0])
+    assert identity(tmp_path, hf_text_config=text_config).stored_dtype == "float32"
+    save_torch({"packed": torch.ones(99, dtype=torch.int32)}, tmp_path / SHARDS[1])
+    assert identity(tmp_path, hf_text_config=text_config).stored_dtype == "bfloat16"
