@@ -24,7 +24,7 @@ from scoremode.cli.progress import progress_bar
 from scoremode.cli.running import connected, resumable, server_rows, window_rows
 from scoremode.runs.layers import Cost, LayersMeasurement, PartCost, measure_layers
 from scoremode.runs.output import Output
-from scoremode.runs.recipe import Recipe, make_recipe
+from scoremode.runs.recipe import Recipe, make_recipe, tensor_bytes
 from scoremode.runs.report import reference_in_words, weights_in_words
 
 
@@ -42,6 +42,10 @@ def check(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, write the output and print the tables."""
+    # Before hours of work: a recipe needs both checkpoints.
+    if options.keep is not None or options.keep_gib is not None:
+        tensor_bytes(options.base_weights)
+        tensor_bytes(options.weights)
     outputs = []
     if options.output is not None:
         outputs = [Output(options.output, resume=options.resume, force=options.force)]

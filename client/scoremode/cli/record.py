@@ -18,6 +18,7 @@ from scoremode.cli.options import (
     Group,
     Option,
     UsageError,
+    at_least,
     check_one_server,
     check_text,
     refuse,
@@ -150,7 +151,9 @@ COMMAND = Command(
                     "1 samples the answers, with --seed; default: 0, greedy",
                     type=value(float, (0, 1).__contains__, "0 or 1"),
                 ),
-                Option("--seed S", "of the first sampled answer; each has one more than the one before", type=int),
+                Option(
+                    "--seed S", "of the first sampled answer; each has one more than the one before", type=at_least(0)
+                ),
             ],
         ),
         Group(

@@ -4,7 +4,7 @@ An answer that never parts is censored: it says that the first difference comes 
 those of the Kaplan-Meier estimate. Intervals are percentiles of it over resampled answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +55,15 @@ class Agreement:
         tokens, shares = self.survival()
         return float(_quantiles(tokens, shares[None], fraction)[0])
 
-    def resampled(self, counts: Floats, fraction: float) -> Floats:
-        """The quantile in each resample, given how often each answer is drawn, [resamples, answers]."""
+    def resampled(self, counts: Floats, fractions: Iterable[float]) -> list[Floats]:
+        """The quantiles at some fractions in each resample, given how often each answer is drawn,
+        [resamples, answers]."""
         tokens = np.unique(self._last[self.parts])
         has_parted = self.parts[:, None] & (self._last[:, None] == tokens)
         num_left = counts @ (self._last[:, None] >= tokens)
         hazards = np.divide(counts @ has_parted, num_left, out=np.zeros_like(num_left), where=num_left > 0)
-        return _quantiles(tokens, np.cumprod(1 - hazards, axis=1), fraction)
+        shares = np.cumprod(1 - hazards, axis=1)
+        return [_quantiles(tokens, shares, fraction) for fraction in fractions]
 
 
 def _quantiles(tokens: NDArray[np.integer] | Floats, shares: Floats, fraction: float) -> Floats:
@@ -144,8 +146,9 @@ def expected_lengths(run: RunFile, members: NDArray[np.bool_] | None = None) -> 
 
 def _figures(agreement: Agreement, counts: Floats | None) -> AgreementFigures:
     figures: AgreementFigures = {"agreement_share": _mean(~agreement.parts, counts)}
-    for name, fraction in _QUANTILES.items():
-        ends = (None, None) if counts is None else _percentiles(agreement.resampled(counts, fraction))
+    resampled = [None] * len(_QUANTILES) if counts is None else agreement.resampled(counts, _QUANTILES.values())
+    for (name, fraction), values in zip(_QUANTILES.items(), resampled, strict=True):
+        ends = (None, None) if values is None else _percentiles(values)
         figures[name] = Figure(agreement.quantile(fraction), None, *ends)
     return figures
 

@@ -52,7 +52,7 @@ def is_layers_file(path: Path) -> bool:
     """Whether a file is a run of `ppl-client layers`. One that cannot be read is not: who reads it says why."""
     try:
         content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("kind") == "layers"
 
@@ -80,7 +80,7 @@ def _load(path: Path) -> LayersRun:
     except ValidationError as error:
         first = error.errors()[0]
         raise RunError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise RunError(f"{path} is not JSON, or is cut short") from None
 
 

@@ -108,6 +108,8 @@ async def record_answers(
     earlier = await _recorded(client, pool.info, prompts, name, settings)
     if earlier is not None:
         if earlier.complete:
+            # Left by a command that ended before it could.
+            path.unlink(missing_ok=True)
             return Recording(prompts, earlier, earlier.num_recorded, 0.0)
         _check_journal(path, name)
     token_ids = await _tokenized(client, prompts)

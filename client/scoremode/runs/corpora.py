@@ -31,6 +31,8 @@ HUB_ALIASES = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
 PROMPT_COLUMNS = ("messages", "conversations", "prompt")
 """Columns in which prompts are looked for, in this order; the last may have texts."""
 
+MAX_LABEL = 1024
+"""Characters, as the server takes them."""
 NO_LABEL = "(no label)"
 """The label of rows whose `by` column is empty."""
 
@@ -226,6 +228,8 @@ def load_prompts(
     columns, optional = [column, *([by] if by else [])], () if is_text else OPTIONAL_COLUMNS
     rows = list(islice(_read_file(path, columns, optional), num_samples))
     labels = tuple(_label(values[by]) for _, values in rows) if by else ()
+    if long := [where for (where, _), label in zip(rows, labels, strict=False) if len(label) > MAX_LABEL]:
+        raise CorpusError(f"{long[0]}: column {by!r} has a label of more than {MAX_LABEL:,} characters")
     corpus = Corpus(path.name, "", f"{path.name}, column {column}", num_rows=len(rows), by=by, labels=labels)
     if not is_text:
         return _with_conversations(corpus, rows, column, chat_template_kwargs, are_prompts=True)

@@ -1,6 +1,7 @@
 """Choose the blocks of a quantized model to keep in 16 bits, for the most nats per byte."""
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,8 @@ class Recipe:
 
 
 def _patterns(modules: list[str]) -> list[str]:
-    return [f"re:^{re.escape(module)}\\..*" for module in modules]
+    # A module that is a linear layer itself, or has some.
+    return [rf"re:^{re.escape(module)}(\..*)?$" for module in modules]
 
 
 def make_recipe(
@@ -67,7 +69,7 @@ def make_recipe(
     Raises:
         RunError: a checkpoint cannot be read, or does not have the blocks.
     """
-    base, quantized = tensor_bytes(base_weights), tensor_bytes(weights)
+    base, quantized = tensor_bytes(base_weights, in_16_bits=True), tensor_bytes(weights)
     candidates = []
     for block in measurement.blocks:
         if not block.is_above_floor:
@@ -90,9 +92,9 @@ def make_recipe(
     return Recipe(kept, measurement.without([each.block for each in kept]))
 
 
-def tensor_bytes(folder: Path) -> dict[str, int]:
-    """The size of each tensor of a checkpoint, by its name, from the headers of its safetensors files. RunError if
-    there are none, or one cannot be read."""
+def tensor_bytes(folder: Path, *, in_16_bits: bool = False) -> dict[str, int]:
+    """The size of each tensor of a checkpoint, by its name, from the headers of its safetensors files; at most that in
+    16 bits if asked for. RunError if there are none, or one cannot be read."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise RunError(f"{folder} has no safetensors files")
@@ -104,7 +106,9 @@ def tensor_bytes(folder: Path) -> dict[str, int]:
         try:
             header = json.loads(content)
             header.pop("__metadata__", None)
-            sizes |= {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in header.items()}
+            for name, entry in header.items():
+                size = entry["data_offsets"][1] - entry["data_offsets"][0]
+                sizes[name] = min(size, 2 * math.prod(entry["shape"])) if in_16_bits else size
         except (ValueError, LookupError, TypeError, AttributeError):
             raise RunError(f"{path} is not a safetensors file, or is cut short") from None
     return sizes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import NotFoundError, OutputError, RateLimitError, ServerError, TransportError
+from scoremode.errors import NotFoundError, RateLimitError, ServerError, TransportError
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.run import OnProgress, Progress
 from scoremode.windows import WindowSettings
@@ -61,7 +61,7 @@ async def record_reference(
     except NotFoundError:
         num_resumed = 0
     if layers:
-        await _check_space(client, name, windows.get("max_tokens"), is_new=not num_resumed)
+        await _say_space(client, name, windows.get("max_tokens"))
     num_new = tokens_before = 0
 
     def take(window: PerplexityWindow) -> None:
@@ -105,17 +105,12 @@ async def record_reference(
             return Recording(corpus, reference, num_resumed, time.perf_counter() - started)
 
 
-async def _check_space(client: AsyncScoreClient, name: str, max_tokens: int | None, *, is_new: bool) -> None:
-    """Say how much disk the layers of a text take in disjoint windows. OutputError if a new reference cannot have
-    that much; the server checks what an interrupted one still needs, and texts without `max_tokens`."""
+async def _say_space(client: AsyncScoreClient, name: str, max_tokens: int | None) -> None:
+    """Say how much disk the layers of a text take at most in disjoint windows. The server, which knows how long the
+    text is, refuses what does not fit before it records anything."""
     served, info = await client.layers(), await client.info()
     token_bytes = served.token_bytes(info.dtype)
     needed, free = f"{token_bytes / 2**20:.2f} MiB per token", f"{served.free_bytes / 2**30:,.1f} GiB"
     if max_tokens is not None:
         needed = f"{max_tokens * token_bytes / 2**30:,.2f} GiB"
-    if is_new and max_tokens is not None and max_tokens * token_bytes > served.free_bytes:
-        raise OutputError(
-            f"the layers of {name} need {needed} on the server's disk, which has {free} free: record fewer tokens "
-            "(--max-tokens), or make space"
-        )
     _log.info("the layers of %s take at most %s on the server's disk, which has %s free", name, needed, free)

@@ -347,8 +347,8 @@ class ServerInfo(BaseModel):
     computed_by: ComputedBy | None = None
     """Model runner, kernels, GPUs and parallelism; None from an older server."""
     stored_dtype: str | None = None
-    """Of most of the checkpoint's weights, which may be served in another; None where it is not known, and from an older
-    server."""
+    """Of most of the checkpoint's weights, which may be served in another; None where that is not known, and from an
+    older server."""
     weight_bytes: NonNegativeInt | None = None
     """Of the weight files that the server loads; None where it cannot know, or is older."""
     num_parameters: NonNegativeInt | None = None

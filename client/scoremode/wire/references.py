@@ -77,7 +77,7 @@ class AnswerSettings(BaseModel):
     """The most tokens that an answer could have."""
     temperature: Literal[0, 1] = 0
     """0 for greedy answers, 1 for sampled ones."""
-    seed: int | None = None
+    seed: NonNegativeInt | None = None
     """The first answer's; each has one more than the answer before. None for greedy answers."""
 
     @property
@@ -167,9 +167,9 @@ class ReferenceLayers(BaseModel):
     """The recorded model's mean KL divergence from itself when it is resumed from each boundary, on the first window;
     None until it is measured."""
 
-    def token_bytes(self, dtype: str) -> int:
-        """The bytes that the residual stream of one token takes at all boundaries."""
-        return (len(self.blocks) + 1) * self.hidden_size * (4 if dtype == "float32" else 2)
+    def token_bytes(self, dtype: str, num_more: int = 0) -> int:
+        """The bytes that the residual stream of one token takes at all boundaries, and as many more hidden states."""
+        return (len(self.blocks) + 1 + num_more) * self.hidden_size * (4 if dtype == "float32" else 2)
 
 
 class ServedLayers(ReferenceLayers):

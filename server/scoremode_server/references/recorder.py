@@ -121,7 +121,9 @@ class Recorder:
         )
         most = None
         if (layers := reference.manifest.layers) is not None:
-            window_bytes = int(text.num_tokens.max()) * layers.token_bytes(reference.manifest.model.dtype)
+            # With the final hidden states, as the worker counts them.
+            token_bytes = layers.token_bytes(reference.manifest.model.dtype, num_more=1)
+            window_bytes = int(text.num_tokens.max()) * token_bytes
             most = max(1, MAX_UNWRITTEN_BYTES // window_bytes)
         # One load is in the engine while another is written.
         async with aclosing(settings.queue.in_order(windows, loads=2, most=most)) as in_order:

@@ -93,8 +93,10 @@ def exact_logprobs(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _has_hooks(runner: Any, sinks: Mapping[str, SinkMaker]) -> bool:
-    """Whether sinks take part in forward passes: a compiled model, or a CUDA graph, calls no hooks."""
-    return bool(sinks) and runner.model_config.enforce_eager
+    """Whether sinks take part in forward passes: a compiled model, or a CUDA graph, calls no hooks, and a pipeline has
+    ranks that know nothing of rows."""
+    is_whole = runner.parallel_config.pipeline_parallel_size == 1
+    return bool(sinks) and is_whole and runner.model_config.enforce_eager
 
 
 def step_parts(runner: Any, scorer: RowScorer, num_scheduled_tokens: Mapping[str, int]) -> list[StepPart]:

@@ -87,6 +87,14 @@ async def recorded(server, tmp_path, settings=SETTINGS, rows=ROWS, **options):
         return await record_answers(client, prompts, "base", settings, folder=tmp_path, concurrency=1, **options)
 
 
+async def test_a_journal_that_a_killed_command_left_is_removed_by_the_next(tmp_path):
+    server = AnsweringServer()
+    await recorded(server, tmp_path)
+    (tmp_path / "base.answers.journal").write_text("left")
+    await recorded(server, tmp_path)
+    assert not list(tmp_path.glob("*.journal"))
+
+
 async def test_an_empty_answer_keeps_its_place_with_length_0(tmp_path, caplog):
     server = AnsweringServer()
     await recorded(server, tmp_path)
@@ -209,6 +217,11 @@ def test_files_without_prompts_are_refused(tmp_path, rows, message):
         prompts_of(tmp_path, rows)
 
 
+def test_a_label_that_no_server_takes_is_refused(tmp_path):
+    with pytest.raises(CorpusError, match=r"row 2 of .*: column 'by' has a label of more than 1,024 characters"):
+        prompts_of(tmp_path, [{"prompt": "a", "by": "b"}, {"prompt": "a", "by": "b" * 1025}], by="by")
+
+
 def test_texts_have_no_chat_template(tmp_path):
     with pytest.raises(CorpusError, match="is for conversations, and column 'prompt' of"):
         prompts_of(tmp_path, chat_template_kwargs={"thinking": True})
@@ -221,6 +234,7 @@ def test_texts_have_no_chat_template(tmp_path):
         (["--max-new-tokens", "3", "--temperature", "0.7"], "--temperature: must be 0 or 1, got 0.7"),
         (["--max-new-tokens", "3", "--temperature", "1"], "--temperature 1 and --seed S are given together"),
         (["--max-new-tokens", "3", "--seed", "1"], "--temperature 1 and --seed S are given together"),
+        (["--max-new-tokens", "3", "--temperature", "1", "--seed", "-1"], "--seed: must be at least 0"),
         (["--max-new-tokens", "3", "--stride", "1"], "--stride does not work with --prompts"),
         (["--max-new-tokens", "3", "--layers"], "--layers does not work with --prompts"),
         (["--max-new-tokens", "3", "--reference", "../a"], "'../a' is not a valid reference name"),

@@ -72,7 +72,7 @@ def test_the_estimate_of_each_resample_is_that_of_its_answers(tmp_path):
     agreement = agreement_of(run_of(tmp_path / "copy.json", lengths, sizes))
     counts = random.multinomial(30, [1 / 30] * 30, size=20).astype(np.float64)
     for fraction in (0.1, 0.5, 0.9):
-        found = agreement.resampled(counts, fraction).tolist()
+        [found] = agreement.resampled(counts, [fraction])
         for drawn, value in zip(counts.astype(int), found, strict=True):
             drawn_run = run_of(
                 tmp_path / "drawn.json", np.repeat(lengths, drawn).tolist(), np.repeat(sizes, drawn).tolist()

@@ -107,6 +107,9 @@ def test_a_file_that_is_cut_short_and_options_of_other_runs_are_refused(paths, t
     paths[1].write_text(paths[1].read_text()[:100])
     assert main(["compare", *map(str, paths)]) == 1
     assert f"{paths[1]} is not JSON, or is cut short" in capsys.readouterr().err
+    paths[0].write_text("[" * 200_000)
+    assert main(["compare", *map(str, paths)]) == 1
+    assert "is not" in capsys.readouterr().err
 
 
 def test_a_run_without_any_cost_is_drawn(tmp_path):

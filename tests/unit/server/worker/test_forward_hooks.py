@@ -73,10 +73,15 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Maker:
     return maker
 
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_v1_forward_passes_are_enclosed_where_the_model_is_eager(maker: Maker, eager: bool):
+@pytest.mark.parametrize(("is_eager", "num_stages"), [(True, 1), (False, 1), (True, 2)])
+def test_v1_forward_passes_are_enclosed_where_the_model_is_eager_and_whole(
+    maker: Maker, is_eager: bool, num_stages: int
+):
+    """In a pipeline all ranks but the last have no rows, and no LM head to compare with."""
     runner: Any = Runner({"one": [1] * 9, "own": [2] * 9}, {"one": 0, "own": 0})
-    runner.model_config.enforce_eager = eager
+    runner.model_config.enforce_eager = is_eager
+    runner.parallel_config.pipeline_parallel_size = num_stages
+    eager = is_eager and num_stages == 1
     runner.requests["own"].sampling_params.extra_args = OWN.as_extra_args()
 
     def forward(scheduled: dict[str, int]) -> None:
@@ -119,6 +124,7 @@ def test_v2_forward_passes_are_enclosed_where_the_model_is_eager(maker: Maker, e
     worker._scoremode_scorer.begin("own", OWN)
     runner = SimpleNamespace(
         model_config=SimpleNamespace(enforce_eager=eager),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         prompt_logprobs_worker=worker,
         model=None,
         req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.array([9, 9]))),

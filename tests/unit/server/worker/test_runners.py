@@ -44,7 +44,7 @@ class Runner:
         self.sampler = Sampler()
         model = {"get_vocab_size": lambda: VOCAB, "head_dtype": torch.float32}
         self.model_config = SimpleNamespace(logprobs_mode="raw_logprobs", **model)
-        self.parallel_config = SimpleNamespace(tensor_parallel_size=1)
+        self.parallel_config = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
         self.device = torch.device("cpu")
         self.num_prompt_logprobs = dict(num_top)
         self.requests = {name: _request(name, tokens, num_top.get(name)) for name, tokens in prompts.items()}
