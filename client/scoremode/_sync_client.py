@@ -45,7 +45,6 @@ from scoremode.wire.requests import (
     VALUE_BYTES,
     DetokenizedText,
     OnWindow,
-    TokenIds,
     connection_settings,
     lane_request,
     parse_answer,
@@ -54,6 +53,7 @@ from scoremode.wire.requests import (
     reference_path,
     scored_sequences,
     server_root,
+    tokenization,
     window_reader,
 )
 from scoremode.wire.retries import Attempts, Retries
@@ -388,16 +388,7 @@ class ScoreClient:
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a text with the server's tokenizer."""
-        return self.send(
-            call(
-                "POST",
-                "/tokenize",
-                lambda body: TokenIds.model_validate(body).tokens,
-                model=self.model,
-                prompt=text,
-                add_special_tokens=add_special_tokens,
-            )
-        )
+        return self.send(tokenization(model=self.model, prompt=text, add_special_tokens=add_special_tokens))
 
     def tokenize_messages(
         self,
@@ -408,15 +399,7 @@ class ScoreClient:
         """Render a conversation with the served model's chat template, up to where the assistant answers, as token ids.
         The arguments are as for `turns`."""
         return self.send(
-            call(
-                "POST",
-                "/tokenize",
-                lambda body: TokenIds.model_validate(body).tokens,
-                model=self.model,
-                messages=messages,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
+            tokenization(model=self.model, messages=messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
         )
 
     def generate(

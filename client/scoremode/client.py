@@ -49,7 +49,6 @@ from scoremode.wire.requests import (
     VALUE_BYTES,
     DetokenizedText,
     OnWindow,
-    TokenIds,
     connection_settings,
     lane_request,
     parse_answer,
@@ -58,6 +57,7 @@ from scoremode.wire.requests import (
     reference_path,
     scored_sequences,
     server_root,
+    tokenization,
     window_reader,
 )
 from scoremode.wire.retries import Attempts, Retries
@@ -396,16 +396,7 @@ class AsyncScoreClient:
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a text with the server's tokenizer."""
-        return await self.send(
-            call(
-                "POST",
-                "/tokenize",
-                lambda body: TokenIds.model_validate(body).tokens,
-                model=self.model,
-                prompt=text,
-                add_special_tokens=add_special_tokens,
-            )
-        )
+        return await self.send(tokenization(model=self.model, prompt=text, add_special_tokens=add_special_tokens))
 
     async def tokenize_messages(
         self,
@@ -416,15 +407,7 @@ class AsyncScoreClient:
         """Render a conversation with the served model's chat template, up to where the assistant answers, as token ids.
         The arguments are as for `turns`."""
         return await self.send(
-            call(
-                "POST",
-                "/tokenize",
-                lambda body: TokenIds.model_validate(body).tokens,
-                model=self.model,
-                messages=messages,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
+            tokenization(model=self.model, messages=messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
         )
 
     async def generate(

@@ -21,7 +21,7 @@ from scoremode.cli.options import (
     require,
 )
 from scoremode.cli.progress import progress_bar
-from scoremode.cli.running import connected, resumable, server_rows, window_rows
+from scoremode.cli.running import connected, resumable, server_rows, window_rows, write_and_print
 from scoremode.runs.layers import Cost, LayersMeasurement, PartCost, measure_layers
 from scoremode.runs.output import Output
 from scoremode.runs.recipe import Recipe, make_recipe, tensor_bytes
@@ -46,17 +46,13 @@ def run(options: argparse.Namespace) -> None:
     if options.keep is not None or options.keep_gib is not None:
         tensor_bytes(options.base_weights)
         tensor_bytes(options.weights)
-    outputs = []
+    output = None
     if options.output is not None:
-        outputs = [Output(options.output, resume=options.resume, force=options.force)]
-    with resumable(outputs):
-        measurement = asyncio.run(_measure(options, outputs))
-        try:
-            for output in outputs:
-                output.write(measurement.record(options.urls), measurement.arrays())
-        finally:
-            print(as_text(measurement))
-    for output in outputs:
+        output = Output(options.output, resume=options.resume, force=options.force)
+    with resumable([*filter(None, [output])]):
+        measurement = asyncio.run(_measure(options, output))
+        write_and_print(measurement, None, options.urls, output, as_text(measurement))
+    if output is not None:
         output.remove_journal()
     if options.keep is not None or options.keep_gib is not None:
         extra_bytes = None if options.keep_gib is None else options.keep_gib * 2**30
@@ -70,13 +66,13 @@ def run(options: argparse.Namespace) -> None:
         )
 
 
-async def _measure(options: argparse.Namespace, outputs: list[Output]) -> LayersMeasurement:
+async def _measure(options: argparse.Namespace, output: Output | None) -> LayersMeasurement:
     async with connected(options, progress_bar("kld", quiet=options.quiet)) as (clients, on_progress):
         return await measure_layers(
             clients,
             options.reference,
             concurrency=options.concurrency,
-            start_journal=outputs[0].start_journal if outputs else None,
+            start_journal=None if output is None else output.start_journal,
             on_progress=on_progress,
         )
 

@@ -27,6 +27,12 @@ from scoremode.runs.run import OnProgress, Progress
 SECONDS_PER_LINE = 30.0
 """Between lines on progress where stderr is not a terminal, which shows a bar instead."""
 
+_FIGURES: dict[str, Callable[[Progress], str]] = {
+    "ppl": lambda progress: f"{progress.perplexity:.4f}",
+    "kld": lambda progress: f"{progress.mean:.6f}",
+    "tokens": lambda progress: f"{progress.num_scored:,}",
+}
+
 _log = logging.getLogger(__name__)
 
 
@@ -51,32 +57,20 @@ def lines_on_stderr() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def progress_bar(figure: Literal["ppl", "kld"], *, quiet: bool) -> AbstractContextManager[OnProgress]:
-    """Show a bar with the perplexity or the mean KL divergence so far, unless `quiet`; gives what advances it."""
+def progress_bar(figure: Literal["ppl", "kld", "tokens"], *, quiet: bool) -> AbstractContextManager[OnProgress]:
+    """Show a bar of windows with the perplexity or the mean KL divergence so far, or of answers with their tokens,
+    unless `quiet`; gives what advances it."""
 
     def fields(progress: Progress) -> dict[str, Any]:
         return {
             "total": progress.num_windows,
             "completed": progress.windows_done,
             "num_tokens": progress.num_scored - progress.num_resumed,
-            "figure": f"{progress.perplexity:.4f}" if figure == "ppl" else f"{progress.mean:.6f}",
+            "figure": _FIGURES[figure](progress),
         }
 
-    return _bar("windows", "{task.fields[rate]} tok/s", TimeRemainingColumn(), figure, fields, quiet=quiet)
-
-
-def answers_bar(*, quiet: bool) -> AbstractContextManager[OnProgress]:
-    """Show a bar of generated answers with their tokens so far, unless `quiet`; gives what advances it."""
-
-    def fields(progress: Progress) -> dict[str, Any]:
-        return {
-            "total": progress.num_windows,
-            "completed": progress.windows_done,
-            "num_tokens": progress.num_scored - progress.num_resumed,
-            "figure": f"{progress.num_scored:,}",
-        }
-
-    return _bar("answers", "{task.fields[rate]} tok/s", TimeRemainingColumn(), "tokens", fields, quiet=quiet)
+    counted = "answers" if figure == "tokens" else "windows"
+    return _bar(counted, "{task.fields[rate]} tok/s", TimeRemainingColumn(), figure, fields, quiet=quiet)
 
 
 def corpus_bar(*, quiet: bool) -> AbstractContextManager[OnCorpusProgress]:

@@ -25,7 +25,7 @@ from scoremode.cli.options import (
     require,
     value,
 )
-from scoremode.cli.progress import answers_bar, progress_bar
+from scoremode.cli.progress import progress_bar
 from scoremode.cli.running import connected, corpus_of, window_rows, windows_of
 from scoremode.runs.answers import record_answers
 from scoremode.runs.corpora import DEFAULT_COLUMN, PROMPT_COLUMNS, load_prompts
@@ -85,7 +85,7 @@ async def _record_answers(options: argparse.Namespace) -> Recording:
     settings = AnswerSettings(
         max_new_tokens=options.max_new_tokens, temperature=options.temperature or 0, seed=options.seed
     )
-    async with connected(options, answers_bar(quiet=options.quiet)) as ([client], on_answer):
+    async with connected(options, progress_bar("tokens", quiet=options.quiet)) as ([client], on_answer):
         return await record_answers(
             client, prompts, options.reference, settings, concurrency=options.decode_batch, on_progress=on_answer
         )

@@ -14,6 +14,7 @@ from scoremode.client import AsyncScoreClient
 from scoremode.runs.calibration import Calibration, FinishedRun, Overlap
 from scoremode.runs.corpora import Corpus, load_corpus, read_rows
 from scoremode.runs.lanes import lane_difference
+from scoremode.runs.layers import LayersMeasurement
 from scoremode.runs.output import Output
 from scoremode.runs.plan import Plan, tokenize_texts
 from scoremode.runs.pool import patient_client
@@ -83,7 +84,7 @@ async def connected(
 
 
 def write_and_print(
-    run: FinishedRun, overlap: Overlap | None, urls: Sequence[str], output: Output | None, text: str
+    run: FinishedRun | LayersMeasurement, overlap: Overlap | None, urls: Sequence[str], output: Output | None, text: str
 ) -> None:
     """Write a finished run, and print it: a number that took hours is shown even where it cannot be written."""
     try:

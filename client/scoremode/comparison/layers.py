@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from scoremode._texts import model_name, printable
 from scoremode.comparison.compare import check_labels
-from scoremode.comparison.report import policy_hash
+from scoremode.comparison.report import policy_hash, template_of
 from scoremode.comparison.run_file import labels_of
 from scoremode.errors import RunError, file_errors
 from scoremode.runs.layers import Cost, PartCost, PartKind
@@ -109,8 +108,7 @@ def write_layers_report(runs: Mapping[str, LayersRun], path: Path) -> None:
     style = (_TEMPLATES / "report.css").read_text("utf-8") + (_TEMPLATES / "layers.css").read_text("utf-8")
     highest = max(part.cost + (part.stderr or 0) for run in runs.values() for part in run.parts)
     lowest = min(0.0, *(part.cost - (part.stderr or 0) for run in runs.values() for part in run.parts))
-    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    html = environment.get_template("layers.html.j2").render(
+    html = template_of("layers.html.j2").render(
         title=", ".join(runs),
         style=Markup(style),
         style_hash=policy_hash(style),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from scoremode._texts import printable
@@ -44,12 +44,11 @@ def write_report(
         max_bytes: The file's largest size: it keeps the text of as many of the most divergent passages as fit.
             Tables, plots and means of all passages are always there.
     """
-    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
     context = _context(comparison)
     context["accuracies"] = [] if tasks is None else report_sections(tasks)
     context["accuracy_notes"] = [] if tasks is None else accuracy_notes(tasks)
     context["base_of_tasks"] = "" if tasks is None else tasks.base
-    template = environment.get_template("report.html.j2")
+    template = template_of("report.html.j2")
     without_text = template.render(**context, data="", text_note="")
     data = text_data(comparison.files, max_bytes - len(without_text.encode()) - 1000)
     data["largest_kld"] = _largest_kld(comparison)
@@ -127,6 +126,12 @@ def _largest_kld(comparison: RunComparison) -> int | None:
     """The place of the run with the largest mean KL divergence."""
     means = [-1.0 if figures.kld is None else figures.kld.value for figures in comparison.runs]
     return int(np.argmax(means)) if max(means) >= 0 else None
+
+
+def template_of(name: str) -> Template:
+    """A template of an HTML file: text is escaped, and a name that is not given is an error."""
+    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    return environment.get_template(name)
 
 
 def policy_hash(source: str) -> str:

@@ -54,19 +54,8 @@ class KldPlan:
         return self.reference.num_windows
 
     async def measure(self, client: AsyncScoreClient, index: int) -> KldWindowValues:
-        result = await client.kld(
-            self.reference.name,
-            (index, index + 1),
-            top_logprobs=self.top_logprobs,
-            num_positions=self.reference.context_length,
-            lane=self.lane,
-        )
-        if self.server.fingerprint is not None and result.fingerprint != self.server.fingerprint:
-            raise ServersDifferError(
-                f"{client.address} compared another model: its fingerprint is {result.fingerprint!r} "
-                f"instead of {self.server.fingerprint!r}"
-            )
-        return result.data[0]
+        settings: dict[str, Any] = {"top_logprobs": self.top_logprobs, "lane": self.lane}
+        return await compared_window(client, self.server, self.reference, index, **settings)
 
     def nats(self, window: KldWindowValues) -> float:
         return float(window.positions.kld.sum(dtype="f8"))
@@ -74,7 +63,7 @@ class KldPlan:
     def header(self) -> dict[str, object]:
         return {
             "kind": "kld",
-            **{f"reference.{name}": value for name, value in reference_identity(self.reference).items()},
+            **reference_header(self.reference),
             "model": self.model,
             **({"top_logprobs": self.top_logprobs} if self.top_logprobs else {}),
             **lane_fields(self.lane),
@@ -272,7 +261,7 @@ async def same_references(pool: Pool, name: str) -> Reference:
     """Look up a reference that all servers must have. ServersDifferError if one has another of that name."""
     references = [await client.reference(name) for client in pool.clients]
     for client, other in zip(pool.clients, references, strict=True):
-        if difference := differences(reference_identity(other), reference_identity(references[0])):
+        if difference := differences(_identity(other), _identity(references[0])):
             raise ServersDifferError(
                 f"{client.address} has another reference {name!r} than {pool.clients[0].address}: {difference}"
             )
@@ -327,9 +316,7 @@ async def _measurement(
     positions = KldPositions.concatenate([window.positions for window in windows])
     if len(positions) != (num_expected := plan.reference.num_scored):
         raise ResponseError(f"the server gave {len(positions)} positions for the {num_expected} of the reference")
-    reference = await client.reference(plan.reference.name)
-    if difference := differences(reference_identity(reference), reference_identity(plan.reference)):
-        raise ResponseError(f"the reference was replaced while the model was compared with it: {difference}")
+    reference = await unreplaced(client, plan.reference)
     window_sizes = [window.num_scored for window in windows]
     try:
         top_tokens = most_divergent(windows, positions.kld) if plan.top_logprobs else None
@@ -375,7 +362,34 @@ def _top_ties(windows: Sequence[KldWindowValues]) -> NDArray[np.bool_] | None:
     return np.concatenate(ties) if len(ties) == len(windows) else None
 
 
-def reference_identity(reference: Reference) -> Mapping[str, object]:
+async def compared_window(
+    client: AsyncScoreClient, server: ServerInfo, reference: Reference, index: int, **settings: Any
+) -> KldWindowValues:
+    """Compare one window, with settings of `AsyncScoreClient.kld`. ServersDifferError if the server has another model
+    than `server`."""
+    result = await client.kld(reference.name, (index, index + 1), num_positions=reference.context_length, **settings)
+    if server.fingerprint is not None and result.fingerprint != server.fingerprint:
+        raise ServersDifferError(
+            f"{client.address} compared another model: its fingerprint is {result.fingerprint!r} "
+            f"instead of {server.fingerprint!r}"
+        )
+    return result.data[0]
+
+
+async def unreplaced(client: AsyncScoreClient, reference: Reference) -> Reference:
+    """Look up a reference again after a run, with what is kept with it now. ResponseError if it is another one."""
+    now = await client.reference(reference.name)
+    if difference := differences(_identity(now), _identity(reference)):
+        raise ResponseError(f"the reference was replaced while the model was compared with it: {difference}")
+    return now
+
+
+def reference_header(reference: Reference) -> dict[str, object]:
+    """The fields of a journal that tell a reference from any other."""
+    return {f"reference.{name}": value for name, value in _identity(reference).items()}
+
+
+def _identity(reference: Reference) -> Mapping[str, object]:
     """The fields of a reference that tell it from any other."""
     return reference.model_dump(
         include={"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}

@@ -17,11 +17,11 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from scoremode._texts import model_name
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import ResponseError, RunError, ServersDifferError
+from scoremode.errors import ResponseError, RunError
 from scoremode.metrics import finite_or_none
 from scoremode.results import ResumedKld
-from scoremode.runs.divergence import reference_identity, same_references
-from scoremode.runs.plan import differences, server_header
+from scoremode.runs.divergence import compared_window, reference_header, same_references, unreplaced
+from scoremode.runs.plan import server_header
 from scoremode.runs.pool import Pool
 from scoremode.runs.report import record_beginning
 from scoremode.runs.run import OnProgress, StartJournal, measure
@@ -47,7 +47,7 @@ class LayersPlan:
     @property
     def num_places(self) -> int:
         """Divergences of a window: of the whole model, and from each boundary."""
-        return len(self.layers.blocks) + 2
+        return self.layers.num_boundaries + 1
 
     @property
     def num_windows(self) -> int:
@@ -55,18 +55,9 @@ class LayersPlan:
 
     async def measure(self, client: AsyncScoreClient, index: int) -> ResumedKld:
         window, place = divmod(index, self.num_places)
-        result = await client.kld(
-            self.reference.name,
-            (window, window + 1),
-            num_positions=self.reference.context_length,
-            from_boundary=place - 1 if place else None,
-        )
-        if self.server.fingerprint is not None and result.fingerprint != self.server.fingerprint:
-            raise ServersDifferError(
-                f"{client.address} compared another model: its fingerprint is {result.fingerprint!r} "
-                f"instead of {self.server.fingerprint!r}"
-            )
-        kld = result.data[0].positions.kld
+        boundary = place - 1 if place else None
+        values = await compared_window(client, self.server, self.reference, window, from_boundary=boundary)
+        kld = values.positions.kld
         if not np.isfinite(kld).all():
             raise ResponseError(f"the divergence of window {window} is infinite, and has no parts")
         return ResumedKld(index=index, num_scored=len(kld), kld_sum=float(kld.sum(dtype="f8")))
@@ -77,7 +68,7 @@ class LayersPlan:
     def header(self) -> dict[str, object]:
         return {
             "kind": "layers",
-            **{f"reference.{name}": value for name, value in reference_identity(self.reference).items()},
+            **reference_header(self.reference),
             "model": self.model,
             **server_header(self.server),
         }
@@ -225,9 +216,7 @@ async def measure_layers(
     plan = LayersPlan(pool.info, pool.clients[0].model or pool.info.model, reference)
     run = await measure(plan, pool, start_journal, on_progress)
     windows, seconds = run.in_order(), run.seconds()
-    now = await pool.clients[0].reference(name)
-    if differing := differences(reference_identity(now), reference_identity(reference)):
-        raise ResponseError(f"the reference was replaced while it was compared with: {differing}")
+    await unreplaced(pool.clients[0], reference)
     sizes = np.array([window.num_scored for window in windows]).reshape(-1, plan.num_places)
     if (sizes != sizes[:, :1]).any() or sizes[:, 0].sum() != reference.num_scored:
         raise ResponseError(f"the server's windows do not have the {reference.num_scored} positions of the reference")

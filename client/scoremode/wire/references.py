@@ -167,9 +167,13 @@ class ReferenceLayers(BaseModel):
     """The recorded model's mean KL divergence from itself when it is resumed from each boundary, on the first window;
     None until it is measured."""
 
+    @property
+    def num_boundaries(self) -> int:
+        return len(self.blocks) + 1
+
     def token_bytes(self, dtype: str, num_more: int = 0) -> int:
         """The bytes that the residual stream of one token takes at all boundaries, and as many more hidden states."""
-        return (len(self.blocks) + 1 + num_more) * self.hidden_size * (4 if dtype == "float32" else 2)
+        return (self.num_boundaries + num_more) * self.hidden_size * (4 if dtype == "float32" else 2)
 
 
 class ServedLayers(ReferenceLayers):

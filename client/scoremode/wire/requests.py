@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from scoremode._version import __version__
 from scoremode.errors import ResponseError
-from scoremode.wire.calls import Answer, EventReader
+from scoremode.wire.calls import Answer, Call, EventReader, call
 from scoremode.wire.protocol import (
     Continuations,
     Int32,
@@ -57,6 +57,11 @@ class _Completion(BaseModel):
 
 class TokenIds(BaseModel):
     tokens: Many[Int32]
+
+
+def tokenization(**fields: Any) -> Call[list[int]]:
+    """A request for the token ids of a text or of a conversation."""
+    return call("POST", "/tokenize", lambda body: TokenIds.model_validate(body).tokens, **fields)
 
 
 class DetokenizedText(BaseModel):

@@ -80,7 +80,7 @@ class LayerParts:
                 f"from_boundary: reference {reference.name!r} was recorded without layers: record it with layers",
                 "from_boundary",
             )
-        if boundary > len(recorded.blocks):
+        if boundary >= recorded.num_boundaries:
             raise RequestError(
                 f"from_boundary: {boundary} is not from 0 to {len(recorded.blocks)}, the boundaries of reference "
                 f"{reference.name!r}",
@@ -105,7 +105,7 @@ class LayerParts:
             window = MarkedWindow.begin("compare", reference, 0, settings, from_boundary=boundary)
             return replace(window, token_ids=[(token_id + 1) % vocab_size for token_id in window.token_ids])
 
-        windows = map(resumed, (None, *range(len(layers.blocks) + 1)))
+        windows = map(resumed, (None, *range(layers.num_boundaries)))
         means: list[float] = []
         async with aclosing(self.comparer.compare_windows(reference, windows, settings)) as in_order:
             async for _, rows in in_order:
@@ -143,7 +143,7 @@ def refusal(config: VllmConfig) -> str:
 def _difference(served: ReferenceLayers, recorded: ReferenceLayers) -> str:
     """Say what a reference has and the served model does not; empty if the model can be resumed from it."""
     if len(served.blocks) != len(recorded.blocks):
-        return f"{len(recorded.blocks) + 1} boundaries, and the served model {len(served.blocks) + 1}"
+        return f"{recorded.num_boundaries} boundaries, and the served model {served.num_boundaries}"
     if served.hidden_size != recorded.hidden_size:
         return f"a hidden size of {recorded.hidden_size}, and the served model one of {served.hidden_size}"
     kinds = [(mine.kind, other.kind) for mine, other in zip(served.blocks, recorded.blocks, strict=True)]

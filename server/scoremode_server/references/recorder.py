@@ -192,7 +192,7 @@ class Recorder:
 def _num_boundaries(reference: StoredReference) -> int:
     """The boundaries at which a reference has the residual stream."""
     layers = reference.manifest.layers
-    return 0 if layers is None else len(layers.blocks) + 1
+    return 0 if layers is None else layers.num_boundaries
 
 
 def _settings(answers: Answers) -> ReferenceAnswers:

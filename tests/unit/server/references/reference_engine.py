@@ -64,7 +64,7 @@ class LinearModel:
         """Let a window copy or replace its stream at the boundaries of blocks that change nothing, unless `leak` is
         set: then the last depends on more than the stream."""
         stream, at_first = stream.clone(), stream.clone()
-        for boundary in range(len(LAYERS.blocks) + 1):
+        for boundary in range(LAYERS.num_boundaries):
             if boundary in sink.mark.boundaries and not self.calls_no_hooks:
                 sink.cross(boundary, Stream(stream, None), slice(0, len(stream)), 0)
         return stream + self.leak * at_first
