@@ -104,25 +104,31 @@ def by_transformers(path: Path, dtype: torch.dtype, prompts: Sequence[list[int]]
     return np.concatenate(found)
 
 
-def by_vllm(path: Path, options: argparse.Namespace, prompts: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """The same by the engine: all prompts at once, then one at a time with what the prefix cache holds by then."""
+def engine_of(family: str, path: Path, **settings: Any) -> Any:
+    """A `vllm.LLM` of a model of a family, with Scoremode."""
     from vllm import LLM
 
-    from scoremode_server import enable, score
+    from scoremode_server import enable
 
     enable()
-    engine = LLM(
+    return LLM(
         str(path),
-        dtype=options.dtype,
         max_model_len=1024,
         max_num_seqs=8,
         max_num_batched_tokens=1024,
-        enforce_eager=options.eager,
         # Other families start at the same time, and would take each other's memory for their own.
         gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=2**30,
-        **({"gdn_prefill_backend": "triton"} if "linear attention" in options.family else {}),
+        **({"gdn_prefill_backend": "triton"} if "linear attention" in family else {}),
+        **settings,
     )
+
+
+def by_vllm(path: Path, options: argparse.Namespace, prompts: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The same by the engine: all prompts at once, then one at a time with what the prefix cache holds by then."""
+    from scoremode_server import score
+
+    engine = engine_of(options.family, path, dtype=options.dtype, enforce_eager=options.eager)
     together = score(engine, prompts)
     alone = [score(engine, [tokens])[0] for tokens in prompts]
     return tuple(np.concatenate([one.logprobs[1:] for one in scores]) for scores in (together, alone))

@@ -32,7 +32,7 @@ from scoremode_server.scoring.model_identity import ModelIdentity
 from scoremode_server.settings import REFERENCE_VARIABLE, WORKER_EXTENSION
 from scoremode_server.worker.row_spec import RowSpec
 from tests import models
-from tests.gpu.family import FAMILIES, SIZES
+from tests.gpu.family import FAMILIES, SIZES, engine_of
 
 ODD_FAMILIES: dict[str, Any] = {
     "Cohere (norms with one tensor twice)": lambda: transformers.CohereConfig(**SIZES),
@@ -88,7 +88,7 @@ class LayeredEngine:
         reference = ReferenceDirectory(self.root).create(name, manifest, stored)
         self.call("scoremode_write_head", name, manifest.identity, "head")
         marks = [
-            self._mark("record", reference, index, num_boundaries=len(layers.blocks) + 1) for index in range(len(texts))
+            self._mark("record", reference, index, num_boundaries=layers.num_boundaries) for index in range(len(texts))
         ]
         self._generate(marks, texts)
         self._wait("head", *[mark.ticket for mark in marks])
@@ -150,23 +150,8 @@ class LayeredEngine:
 def result_of(family: str, path: Path, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """What the engine says of the layers, and its distance from itself resumed from each boundary, fed other tokens."""
     os.environ[REFERENCE_VARIABLE] = str(root)
-    from vllm import LLM
-
-    from scoremode_server import enable
-
-    enable()
-    engine = LLM(
-        str(path),
-        dtype=options.dtype,
-        max_model_len=1024,
-        max_num_seqs=8,
-        max_num_batched_tokens=1024,
-        enforce_eager=True,
-        gpu_memory_utilization=0.05,
-        kv_cache_memory_bytes=2**30,
-        worker_extension_cls=WORKER_EXTENSION,
-        **({"gdn_prefill_backend": "triton"} if "linear attention" in family else {}),
-    )
+    settings = {"dtype": options.dtype, "enforce_eager": True, "worker_extension_cls": WORKER_EXTENSION}
+    engine = engine_of(family, path, **settings)
     layered = LayeredEngine(engine, root)
     described = layered.call("scoremode_describe_layers")
     if isinstance(described, str):

@@ -30,11 +30,6 @@ def body(engine: ReferenceEngine, **changes: Any) -> dict[str, Any]:
     return {"name": "base", "answers": {"max_new_tokens": 6, "data": answers, **changes}, "labels": LABELS}
 
 
-@pytest.fixture
-def engine(tmp_path) -> ReferenceEngine:
-    return ReferenceEngine(tmp_path)
-
-
 async def test_answers_are_windows_and_keep_their_places(engine):
     request = body(engine)
     async with client_of(light_app(engine)) as client:

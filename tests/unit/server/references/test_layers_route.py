@@ -1,10 +1,7 @@
 """References with layers over HTTP: recorded, checked, resumed from, and refused, on an engine with real files."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -26,17 +23,6 @@ LAYERED = {**BODY, "layers": True}
 NUM_BOUNDARIES = 3
 WINDOW_TOKENS = 15
 """That are fed of each window."""
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> ReferenceEngine:
-    return ReferenceEngine(tmp_path)
-
-
-@pytest.fixture
-async def client(engine: ReferenceEngine) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(light_app(engine)) as client:
-        yield client
 
 
 async def test_a_recording_keeps_the_stream_and_its_floor(engine, client):

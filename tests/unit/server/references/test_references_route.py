@@ -6,11 +6,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -35,17 +33,6 @@ from tests.unit.server.references.reference_setup import files, full_disk
 
 BASE = f"{REFERENCES}/base"
 STREAM = {**BODY, "stream": True}
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> ReferenceEngine:
-    return ReferenceEngine(tmp_path)
-
-
-@pytest.fixture
-async def client(engine: ReferenceEngine) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(light_app(engine)) as client:
-        yield client
 
 
 async def test_a_reference_of_an_earlier_version_is_finished_and_compared_with(tmp_path, engine, client):
