@@ -8,21 +8,21 @@ BATCH at a time, and recorded. Each copy (of `checkpoints.FORMATS`, or `rounded`
 them too, and is compared with the reference in both lanes. The table has the share of answers whose first difference
 is the predicted one; for the others, by how many nats the copy prefers its top token to the original's where the
 earlier of the two is; and the time of the comparison over that of generating. The floor is the 99 % quantile of the
-change of a token's logprob when MODEL is compared with itself. Servers run one after another.
+change of a token's logprob when MODEL is compared with itself. Servers start at once and are measured one after
+another.
 """
 
 import argparse
 import asyncio
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import wait
 from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 from checkpoints import FORMATS, write_checkpoint
-from servers import log_of, model_server, server_process
+from servers import Server, model_server, starting
 from tables import table
 
 from rounded_model import rounded_model
@@ -51,18 +51,15 @@ def write_prompts(text: Path, path: Path, number: int) -> Path:
     return path
 
 
-@contextmanager
-def served(options: argparse.Namespace, flags: list[str], name: str) -> Iterator[str]:
-    """Serve the model, or a copy of it in a format."""
+def server_of(name: str, options: argparse.Namespace, flags: list[str]) -> Server:
+    """A server of the model, or of its copy in a format, which is written."""
     folder = options.folder / name
     if name == ROUNDED:
         rounded_model(options.model, folder)
     elif name != NAME:
         write_checkpoint(options.model, folder, name)
-    server = model_server(options.model if name == NAME else folder, "bfloat16", *flags)
     more = ("--reference-dir", str(options.folder / "references"), "--max-num-seqs", str(options.batch))
-    with server_process(server.model, *server.flags, *more, log=log_of(name, options.folder)) as process:
-        yield process.url
+    return model_server(options.model if name == NAME else folder, "bfloat16", *more, *flags)
 
 
 async def record(url: str, options: argparse.Namespace) -> tuple[Answers, float]:
@@ -124,14 +121,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=25)
     options, flags = parser.parse_known_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    with served(options, flags, NAME) as url:
-        answers, floor = asyncio.run(record(url, options))
-    print(f"floor: {floor:.2g} nats")
-    rows: list[tuple[str, ...]] = []
-    for name in options.copies:
-        with served(options, flags, name) as url:
-            rows += asyncio.run(compare(url, name, answers, options))
-    print(table(HEADER, rows))
+    servers = {name: server_of(name, options, flags) for name in (NAME, *options.copies)}
+    with starting(servers, options.folder) as futures:
+        # While servers start, they would take the time of one that is measured.
+        wait(futures.values())
+        answers, floor = asyncio.run(record(futures[NAME].result().url, options))
+        print(f"floor: {floor:.2g} nats", flush=True)
+        rows: list[tuple[str, ...]] = []
+        for name in options.copies:
+            rows += asyncio.run(compare(futures[name].result().url, name, answers, options))
+            print(table(HEADER, rows), flush=True)
 
 
 if __name__ == "__main__":

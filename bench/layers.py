@@ -4,18 +4,20 @@
 
 MODEL is a folder with one safetensors file, FOLDER one for checkpoints, logs and references. MODEL is recorded with its
 layers, and its copy in the format (`checkpoints.FORMATS`) measured. For each N the N blocks of the recipe, N at random
-and the first N by depth are left in 16 bits, and that checkpoint is served and compared with the same reference. The
-table has what each saves in nats, and the ratio over what the recipe predicts. Servers run one after another.
+and the first N by depth are left in 16 bits, and these checkpoints are served at once and compared with the same
+reference. The table has what each saves in nats, and the ratio over what the recipe predicts.
 """
 
 import argparse
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from checkpoints import FORMATS, write_checkpoint
-from servers import server_process
+from servers import Server, log_of, model_server, server_process, starting
 from tables import table
 
 from scoremode import AsyncScoreClient
@@ -59,11 +61,15 @@ def main() -> None:
     parser.add_argument("--context-length", type=int, default=1024)
     options, flags = parser.parse_known_args()
 
-    def served(model: Path, call: object, *rest: object) -> object:
-        settings = ("--enforce-eager", "--reference-dir", str(options.folder / "references"), *flags)
-        with server_process(model, *settings, log=options.folder / f"{model.name}.log") as server:
+    def server_of(model: Path) -> Server:
+        references = ("--reference-dir", str(options.folder / "references"))
+        return model_server(model, "bfloat16", "--enforce-eager", *references, *flags)
+
+    def served(model: Path, call: Callable[..., Any], *rest: object) -> Any:
+        server = server_of(model)
+        with server_process(server.model, *server.flags, log=log_of(model.name, options.folder)) as process:
             started = time.perf_counter()
-            result = asyncio.run(call(server.url, *rest))
+            result = asyncio.run(call(process.url, *rest))
             print(f"{model.name}: {call.__name__} took {time.perf_counter() - started:.1f} s", flush=True)
             return result
 
@@ -77,14 +83,19 @@ def main() -> None:
         by_depth = measurement.blocks[:number]
         choices = {"recipe": [each.block for each in recipe.kept], "depth": by_depth}
         choices["random"] = rng.sample(measurement.blocks, number)
+        servers = {}
         for name, blocks in choices.items():
             kept = [module for block in blocks for module in block.modules]
             checkpoint = options.folder / f"{options.format}-{name}-{number}"
-            kld = served(write_checkpoint(options.model, checkpoint, options.format, kept), divergence)
-            saved, predicted = (measurement.whole.cost - each for each in (kld, measurement.without(blocks).cost))
+            servers[name] = server_of(write_checkpoint(options.model, checkpoint, options.format, kept))
+        with starting(servers, options.folder) as futures:
+            divergences = {name: asyncio.run(divergence(each.result().url)) for name, each in futures.items()}
+        for name, kld in divergences.items():
+            predicted = measurement.whole.cost - measurement.without(choices[name]).cost
+            saved = measurement.whole.cost - kld
             figures = (kld, saved, predicted, saved / predicted)
             rows.append((name, str(number), *(f"{figure:.5f}" for figure in figures)))
-            print(table(HEADER, rows), flush=True)
+        print(table(HEADER, rows), flush=True)
 
 
 if __name__ == "__main__":
