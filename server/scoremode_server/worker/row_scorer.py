@@ -1,13 +1,15 @@
 """The rows that a step scores: collected from all of its requests, grouped, and computed a group at a time.
 
-Vocabulary-sized tensors exist for one chunk of rows only, as many as the working memory holds. All ranks of a
+Vocabulary-sized tensors exist for one chunk of rows only, as many as the working memory holds; those of a lane's last
+steps are part of it. All ranks of a
 tensor-parallel group form the same groups and chunks in the same order: these follow from the requests of the step and
 from nothing that one rank alone knows.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +25,7 @@ Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Tokens and logprobs [rows, columns], ranks [rows]."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPart:
     """The part of a prompt of `num_fed` tokens that a step computed: `num_tokens` tokens from `position` on, whose
     hidden states are at `row` and after in the step's. Those after the prompt are placeholders for drafts, which are
@@ -53,10 +55,15 @@ class RowSink:
     parts: list[LogprobsTensors] = field(default_factory=list)
     """The rows to return."""
 
-    @property
+    @cached_property
     def key(self) -> Hashable:
         """Rows of requests whose sinks have equal keys are computed together, by one of these."""
         return self.spec.temperature, self.spec.num_candidates, 0 <= self.spec.num_top <= working_memory.MAX_TOP
+
+    @cached_property
+    def can_wait(self) -> bool:
+        """Whether rows may wait for those of later steps: in a lane, a step has few rows of a request."""
+        return self.spec.chunk > 0 and 0 <= self.spec.num_top <= working_memory.MAX_TOP
 
     def is_ready(self, *, local: bool) -> bool:
         """Whether this rank has all that `compute` needs, with `local` for its own part of the vocabulary. If one rank
@@ -89,7 +96,8 @@ class RowSink:
         )
 
     def store(self, columns: Columns, hidden_states: torch.Tensor) -> None:
-        """Keep the request's next rows, which were computed from hidden states [rows, hidden]."""
+        """Keep the request's next rows, which were computed from hidden states [rows, hidden], or from logits if they
+        waited."""
         tokens, logprobs, ranks = columns
         if self.spec.num_top >= 0:
             tokens, logprobs = tokens[:, : self.spec.num_columns], logprobs[:, : self.spec.num_columns]
@@ -117,21 +125,52 @@ class SinkMaker(Protocol):
         run, which has none. Called only where the model runs eagerly, and first for a dummy run."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RowPiece:
-    """A request's rows from row `first` on, which are `rows` of the step's hidden states. `num_wanted` of them have a
-    target: all, or all but the last."""
+    """A request's rows from row `first` on, which are `num_rows` of the step's hidden states from `start` on.
+    `num_wanted` of them have a target: all, or all but the last."""
 
     sink: RowSink
     first: int
-    rows: slice
+    start: int
+    num_rows: int
     num_wanted: int
 
     def candidates(self) -> torch.Tensor:
         """Select [rows, m] of the request's table."""
-        num_rows, table = self.rows.stop - self.rows.start, self.sink.candidates
-        own = self.sink.spec.has_own_candidates
-        return table[self.first : self.first + num_rows] if own else table.expand(num_rows, -1)
+        own, table = self.sink.spec.has_own_candidates, self.sink.candidates
+        return table[self.first : self.first + self.num_rows] if own else table.expand(self.num_rows, -1)
+
+
+@dataclass(slots=True)
+class WaitingRows:
+    """Logits of several steps, of requests whose sinks have equal keys. They are scored at once: a request gets rows
+    once instead of in every step, and the LM head of a reference, up to gigabytes, is read once."""
+
+    pieces: list[RowPiece] = field(default_factory=list)
+    targets: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+    def by_request(self, sinks: Collection[RowSink]) -> tuple[list[RowPiece], torch.Tensor, torch.Tensor]:
+        """Join the pieces of each of these sinks to one. Returns them, their targets [rows] and logits
+        [rows, vocabulary]."""
+        found: dict[RowSink, list[tuple[RowPiece, int]]] = {sink: [] for sink in sinks}
+        start = 0
+        for piece in self.pieces:
+            if piece.sink in found:
+                found[piece.sink].append((piece, start))
+            start += piece.num_rows
+        joined, order = [], list[int]()
+        for sink, pieces in found.items():
+            if pieces:
+                rows = [row for piece, start in pieces for row in range(start, start + piece.num_rows)]
+                num_wanted = sum(piece.num_wanted for piece, _ in pieces)
+                joined.append(RowPiece(sink, pieces[0][0].first, len(order), len(rows), num_wanted))
+                order += rows
+        targets, logits = torch.cat(self.targets), torch.cat(self.logits)
+        self.logits.clear()
+        places = async_tensor_h2d(order, device=logits.device, dtype=torch.int64)
+        return joined, targets[places], logits[places]
 
 
 @dataclass(slots=True)
@@ -146,6 +185,11 @@ class RowScorer:
     """Of extensions, by name."""
     requests: dict[str, RowSink] = field(default_factory=dict)
     """Those that were begun, and are not complete."""
+    max_waiting_bytes: int = 0
+    """Of the budget, for logits of lanes' last steps; 0 where none wait."""
+    _waiting: dict[Hashable, WaitingRows] = field(default_factory=dict)
+    """By key of their sinks."""
+    _waiting_bytes: int = 0
     _logits_fn: fused_logprobs.LogitsFunction | None = None
     _lm_head: LMHead = field(init=False)
 
@@ -173,12 +217,14 @@ class RowScorer:
         hidden_states: torch.Tensor,
         targets: torch.Tensor,
         logits_fn: fused_logprobs.LogitsFunction,
+        logits: torch.Tensor | None = None,
     ) -> dict[str, LogprobsTensors]:
         """Score what a step computed of requests that were begun. Every rank must come here at the same time.
 
         Args:
             hidden_states: [at least the step's tokens, hidden], after the final norm.
             targets: [tokens] int64, the token after each; those that are not fed are filled in here.
+            logits: [tokens, vocabulary], if the step has projected all of them already.
 
         Returns:
             The rows of each request whose prompt is complete, by id; none of positions that no step computed.
@@ -198,12 +244,15 @@ class RowScorer:
                     last_rows.append(offset + end - 1)
                     last_tokens.append(spec.last_token)
             if num_wanted > 0:
-                pieces.append(RowPiece(sink, start - spec.first + 1, slice(offset + start, offset + end), num_wanted))
+                pieces.append(RowPiece(sink, start - spec.first + 1, offset + start, end - start, num_wanted))
         if last_rows:
             last = async_tensor_h2d([last_rows, last_tokens], device=targets.device, dtype=torch.int64)
             targets.scatter_(0, last[0], last[1])
         for group in self._groups(pieces, head):
-            self._compute(group, hidden_states, targets, head)
+            if not (group[0].sink.can_wait and self._let_wait(group, hidden_states, targets, head, logits)):
+                self._compute(group, hidden_states, targets, head)
+        if any(self.requests[request_id].can_wait for request_id in ended):
+            self._compute_waiting(head)
         results = {}
         for request_id in ended:
             sink = self.requests.pop(request_id)
@@ -242,7 +291,7 @@ class RowScorer:
         for piece in pieces:
             sink = piece.sink
             if on_all_ranks.get(piece, True):
-                groups.setdefault(sink.key, []).append(piece)
+                groups.setdefault((sink.key, sink.can_wait), []).append(piece)
             else:
                 sink.parts.append(LogprobsTensors(*sink.missing(piece.num_wanted, self.group.device)))
         return groups.values()
@@ -251,21 +300,52 @@ class RowScorer:
         self, pieces: list[RowPiece], hidden_states: torch.Tensor, targets: torch.Tensor, head: LMHead
     ) -> None:
         """Compute a group's rows, and store each request's own with it."""
-        slices: list[slice] = []
-        for piece in pieces:
-            if slices and slices[-1].stop == piece.rows.start:
-                slices[-1] = slice(slices[-1].start, piece.rows.stop)
-            else:
-                slices.append(piece.rows)
-        num_rows = sum(rows.stop - rows.start for rows in slices)
+        slices, num_rows = slices_of(pieces)
         states = JoinedRows([hidden_states[rows] for rows in slices])
         wanted = JoinedRows([targets[rows] for rows in slices])[0:num_rows]
         columns = pieces[0].sink.compute(self, pieces, wanted, states, head)
         start = 0
         for piece in pieces:
             tokens, logprobs, ranks = (column[start : start + piece.num_wanted] for column in columns)
-            piece.sink.store((tokens, logprobs, ranks), hidden_states[piece.rows])
-            start += piece.rows.stop - piece.rows.start
+            piece.sink.store((tokens, logprobs, ranks), hidden_states[piece.start : piece.start + piece.num_rows])
+            start += piece.num_rows
+
+    def _let_wait(
+        self,
+        pieces: list[RowPiece],
+        hidden_states: torch.Tensor,
+        targets: torch.Tensor,
+        head: LMHead,
+        logits: torch.Tensor | None,
+    ) -> bool:
+        """Keep a group's logits, if they fit, for `_compute_waiting`. The served model's are those of their own step:
+        kernels of projections are chosen by the number of rows."""
+        slices, num_rows = slices_of(pieces)
+        num_bytes = num_rows * self.shape.padded * self.shape.logit_bytes
+        if self._waiting_bytes + num_bytes > self.max_waiting_bytes:
+            self._compute_waiting(head)
+        if num_bytes > self.max_waiting_bytes:
+            return False
+        waiting = self._waiting.setdefault(pieces[0].sink.key, WaitingRows())
+        waiting.pieces += pieces
+        waiting.targets += [targets[rows] for rows in slices]
+        if logits is not None and head.shard is None:
+            waiting.logits += [logits[rows] for rows in slices]
+        else:
+            waiting.logits.append(head.project(JoinedRows([hidden_states[rows] for rows in slices])[0:num_rows]))
+        self._waiting_bytes += num_bytes
+        return True
+
+    def _compute_waiting(self, head: LMHead) -> None:
+        """Compute all rows that wait, except those of requests that were aborted, or begun again."""
+        groups = list(self._waiting.values())
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        projected = replace(head, project=lambda logits: logits)
+        while groups:
+            pieces, targets, logits = groups.pop().by_request(self.requests.values())
+            if pieces:
+                self._compute(pieces, logits, targets, projected)
 
     def chunk_rows(self, head: LMHead, num_top: int, num_candidates: int) -> int:
         """Rows that one call of a kernel may have."""
@@ -277,7 +357,22 @@ class RowScorer:
     def rows_within(self, row_bytes: int, num_budgets: int = 1, *, in_blocks: bool = False) -> int:
         """Rows of a chunk whose working memory, in bytes per row, fits so many budgets."""
         of_blocks = working_memory.block_bytes(self.shape) if in_blocks or self.group.device.type == "cpu" else 0
-        return working_memory.rows_per_chunk(max(1, num_budgets * self.budget_bytes - of_blocks), row_bytes)
+        others = of_blocks + self._waiting_bytes
+        return working_memory.rows_per_chunk(max(1, num_budgets * self.budget_bytes - others), row_bytes)
+
+
+def slices_of(pieces: Sequence[RowPiece]) -> tuple[list[slice], int]:
+    """As few slices of a step's rows as have those of all pieces, and the number of rows."""
+    slices: list[slice] = []
+    num_rows, start, stop = 0, -1, -1
+    for piece in pieces:
+        if piece.start != stop:
+            start = piece.start
+            slices.append(slice(0))
+        stop = piece.start + piece.num_rows
+        slices[-1] = slice(start, stop)
+        num_rows += piece.num_rows
+    return slices, num_rows
 
 
 def zeros(rows: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,12 +17,16 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu.sample import prompt_logprob
+from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from scoremode_server.kernels.fused_logprobs import LogitsFunction
 from scoremode_server.kernels.working_memory import LogitsShape, row_bytes_fused, rows_per_chunk
 from scoremode_server.worker.row_scorer import RowScorer, SinkMaker, StepPart
 from scoremode_server.worker.row_spec import RowSpec
+
+WAITING_SHARE = 4
+"""Of the budget. A CPU reads no more for a few rows than for many."""
 
 
 def patch_v1(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
@@ -157,6 +161,13 @@ def patch_v2(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
         if self.prompt_logprobs_worker is not None:
             self.prompt_logprobs_worker._scoremode_scorer = _make_scorer(self, budget_bytes, sinks)
 
+    call_sampler = SamplerV2.__call__
+
+    def keep_logits_and_call(self: Any, logits: torch.Tensor, input_batch: Any) -> Any:
+        # What a step projects to sample from, its rows of lanes need too. The batch is gone after the step.
+        input_batch._scoremode_logits = logits
+        return call_sampler(self, logits, input_batch)
+
     prepare_inputs, execute_model = GPUModelRunnerV2.prepare_inputs, GPUModelRunnerV2.execute_model
 
     def execute_within_hooks(self: Any, *args: Any, **options: Any) -> Any:
@@ -181,6 +192,7 @@ def patch_v2(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
     def reserve(runner: Any, hidden_states: torch.Tensor) -> None:
         runner.prompt_logprobs_worker._scoremode_scorer.reserve(runner, hidden_states)
 
+    SamplerV2.__call__ = keep_logits_and_call
     GPUModelRunnerV2.load_model = load_model_then_set_scorer
     GPUModelRunnerV2.execute_model = execute_within_hooks
     GPUModelRunnerV2.prepare_inputs = prepare_inputs_then_hook
@@ -224,23 +236,33 @@ def compute_prompt_logprobs(
     targets = prompt_logprob.get_prompt_logprobs_token_ids(
         input_batch.num_tokens, input_batch.query_start_loc, input_batch.idx_mapping, num_computed_tokens, all_token_ids
     )
-    return cast(dict[str, LogprobsTensors], scorer.score(parts, hidden_states, targets, logits_fn))
+    # One row for each token: those of lanes are greedy, so that vLLM samples from the logits as they are.
+    is_sampled = len(parts) == input_batch.num_reqs == input_batch.num_tokens
+    are_lanes = is_sampled and all(scorer.requests[part.request_id].can_wait for part in parts)
+    logits = getattr(input_batch, "_scoremode_logits", None) if are_lanes else None
+    return cast(dict[str, LogprobsTensors], scorer.score(parts, hidden_states, targets, logits_fn, logits))
 
 
 def batch_parts(scorer: RowScorer, input_batch: Any, prompt_lens: np.ndarray) -> list[StepPart]:
     """The parts of prompts that a step of the V2 runner computes."""
     parts = []
-    for place, req_id in enumerate(input_batch.req_ids):
-        if req_id not in scorer.requests:
+    columns = (
+        input_batch.num_computed_prefill_tokens_np,
+        input_batch.query_start_loc_np,
+        input_batch.num_scheduled_tokens,
+        prompt_lens[input_batch.idx_mapping_np],
+        input_batch.prefill_len_np,
+    )
+    # As lists: to take an array's entries one by one is slow.
+    rows = zip(input_batch.req_ids, *(column.tolist() for column in columns), strict=False)
+    for request_id, position, row, num_tokens, num_fed, num_prefilled in rows:
+        if request_id not in scorer.requests:
             continue
-        position = int(input_batch.num_computed_prefill_tokens_np[place])
-        num_fed = int(prompt_lens[input_batch.idx_mapping_np[place]])
         # As in vLLM: the rows of a request that was preempted after its prompt have been returned.
-        if position >= num_fed or num_fed < input_batch.prefill_len_np[place]:
-            del scorer.requests[req_id]
-            continue
-        row, num_tokens = int(input_batch.query_start_loc_np[place]), int(input_batch.num_scheduled_tokens[place])
-        parts.append(StepPart(req_id, position, row, num_tokens, num_fed))
+        if position >= num_fed or num_fed < num_prefilled:
+            del scorer.requests[request_id]
+        else:
+            parts.append(StepPart(request_id, position, row, num_tokens, num_fed))
     return parts
 
 
@@ -266,7 +288,10 @@ def _make_scorer(runner: Any, budget_bytes: int, sinks: Mapping[str, SinkMaker])
     # Prompt tokens are not sampled, so that processed and raw logprobs are the same.
     if not (mode := runner.model_config.logprobs_mode).endswith("_logprobs"):
         raise ValueError(f"Scoremode needs --logprobs-mode raw_logprobs or processed_logprobs, got {mode}")
-    return RowScorer(budget_bytes, _logits_shape(runner), get_tp_group(), sinks)
+    scorer = RowScorer(budget_bytes, _logits_shape(runner), get_tp_group(), sinks)
+    if scorer.group.device.type == "cuda":
+        scorer.max_waiting_bytes = budget_bytes // WAITING_SHARE
+    return scorer
 
 
 def _logits_shape(runner: Any) -> LogitsShape:

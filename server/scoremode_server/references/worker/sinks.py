@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -73,7 +73,7 @@ class ComparedWindow(RowSink):
             stream.replace(rows, recorded.to(stream.hidden_states.device, non_blocking=True))
             self.num_replaced += num_tokens
 
-    @property
+    @cached_property
     def key(self) -> Hashable:
         return self.mark.action, self.mark.head, self.spec.num_top
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from scoremode_server.worker.row_scorer import StepPart
 from scoremode_server.worker.row_spec import RowSpec
 from tests.unit.server.worker.linear_scorer import LinearWorker, check_rows, make_scorer
 
@@ -86,3 +87,81 @@ def test_more_top_tokens_than_the_kernels_find(num_top: int):
     assert rows.logprobs.shape == (NUM_FED - 1, 1 + (vocab if num_top < 0 else num_top))
     assert torch.allclose(rows.logprobs[:, :1].double(), expected.gather(1, targets), atol=1e-4)
     assert torch.allclose(rows.logprobs[:, 1:].double(), expected.topk(rows.logprobs.shape[1] - 1).values, atol=1e-4)
+
+
+LANES = {
+    "lane": RowSpec(2, TOKENS[-1], 2, chunk=1),
+    "own": candidates_from(4, num_top=2, chunk=1),
+    "drafts": RowSpec(2, chunk=3),
+    "every": RowSpec(2, TOKENS[-1], -1, chunk=1),
+}
+"""Those of all top tokens do not wait."""
+LANE_STEPS: tuple[dict[str, int], ...] = (
+    {"lane": 1, "own": 3, "drafts": 1},
+    {"lane": 1, "drafts": 3, "every": 4},
+    {"own": 2, "drafts": 3, "lane": 1},
+    {"lane": 4, "own": 1, "every": 2},
+    {"own": 1, "every": 1},
+)
+
+
+class LaneWorker(LinearWorker):
+    """Feeds parts of several requests in a step."""
+
+    def __init__(self, max_waiting_rows: int) -> None:
+        super().__init__(make_scorer(VOCAB, chunk=100), project)
+        shape = self.scorer.shape
+        self.scorer.max_waiting_bytes = max_waiting_rows * shape.padded * shape.logit_bytes
+        self.fed: dict[str, int] = {}
+
+    def begin(self, name: str) -> None:
+        self.scorer.begin(name, LANES[name])
+        self.fed[name] = 0
+
+    def feed(self, scheduled: dict[str, int], *, is_projected: bool = False) -> dict[str, Any]:
+        parts, states, targets = [], [], []
+        for name, num_tokens in scheduled.items():
+            if name not in self.fed:
+                self.begin(name)
+            start = self.fed[name]
+            parts.append(StepPart(name, start, len(targets), num_tokens, NUM_FED))
+            states.append(STATES[start : start + num_tokens])
+            targets += [*TOKENS[:-1], 0][start + 1 : start + 1 + num_tokens]
+            self.fed[name] = start + num_tokens
+        joined = torch.cat(states)
+        logits = project(joined) if is_projected else None
+        return self.scorer.score(parts, joined, torch.tensor(targets), self.logits_fn, logits)
+
+
+@pytest.mark.parametrize("max_waiting_rows", [0, 3, 8, 1000])
+@pytest.mark.parametrize("is_projected", [False, True])
+def test_rows_of_lanes_wait_for_those_of_later_steps(max_waiting_rows: int, *, is_projected: bool):
+    """Logits are those of their own step, so that all is equal bit for bit where the worker projects the same rows."""
+    worker, alone = LaneWorker(max_waiting_rows), LaneWorker(0)
+    found: dict[str, Any] = {}
+    for number, step in enumerate(LANE_STEPS):
+        results, expected = worker.feed(step, is_projected=is_projected), alone.feed(step)
+        assert results.keys() == expected.keys()
+        found |= results
+        for name, rows in results.items():
+            assert is_projected or all(map(torch.equal, rows[:3], expected[name][:3]))
+        if max_waiting_rows == 1000 and number == 1:
+            # Of the second step, only those of all top tokens are scored.
+            assert [len(sink.parts) for sink in worker.scorer.requests.values()] == [0, 0, 0, 1]
+    assert found.keys() == LANES.keys()
+    for name in LANES.keys() - {"every"}:
+        check(found[name], LANES[name], LANES[name].first)
+    if max_waiting_rows == 1000 and is_projected:
+        assert not worker.scorer._waiting_bytes
+
+
+@pytest.mark.parametrize("ends", ["aborted", "begun again"])
+def test_rows_that_wait_are_dropped_with_their_request(ends: str):
+    worker = LaneWorker(1000)
+    worker.feed({"lane": 3, "drafts": 3})
+    dropped = worker.scorer.requests.pop("drafts")
+    if ends == "begun again":
+        worker.begin("drafts")
+    rows = worker.feed({"lane": 4})["lane"]
+    check(rows, LANES["lane"], 2)
+    assert not dropped.parts

@@ -1,6 +1,7 @@
 """The patched model runners on made-up steps: V1's next to vLLM's own method, V2's next to float64."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu.sample import prompt_logprob
+from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -215,6 +217,7 @@ class Engine:
         self.tokens = torch.randint(VOCAB, (len(LENGTHS_V2), 14), generator=generator).int()
         self.worker = prompt_logprob.PromptLogprobsWorker(len(LENGTHS_V2), CPU)
         self.worker._scoremode_scorer = make_scorer(VOCAB, chunk=6)
+        self.num_projected: list[int] = []
         self.computed = dict.fromkeys(LENGTHS_V2, 0)
         self.prefill = dict(LENGTHS_V2)
         for name in LENGTHS_V2:
@@ -227,7 +230,8 @@ class Engine:
             params = SamplingParams(prompt_logprobs=0, extra_args=SCORED.as_extra_args())
         self.worker.add_request(name, list(LENGTHS_V2).index(name), params)
 
-    def step(self, scheduled: dict[str, int]) -> dict[str, Any]:
+    def step(self, scheduled: dict[str, int], *, samples: bool = False) -> dict[str, Any]:
+        """One step, with the logits that its sampler got if it `samples`."""
         names, indices = list(scheduled), [list(LENGTHS_V2).index(name) for name in scheduled]
         starts = np.cumsum([0, *scheduled.values()])
         batch = SimpleNamespace(
@@ -237,6 +241,7 @@ class Engine:
             num_computed_prefill_tokens_np=np.array([min(self.computed[name], self.prefill[name]) for name in names]),
             prefill_len_np=np.array([self.prefill[name] for name in names]),
             num_scheduled_tokens=np.array(list(scheduled.values())),
+            num_reqs=len(names),
             num_tokens=int(starts[-1]),
             query_start_loc=torch.tensor(starts),
             query_start_loc_np=starts,
@@ -244,8 +249,10 @@ class Engine:
         hidden = [
             self.states[name][(start := self.computed[name]) : start + count] for name, count in scheduled.items()
         ]
+        if samples:
+            batch._scoremode_logits = torch.cat([each[-1:] for each in hidden]) @ self.weight
         results = self.worker.compute_prompt_logprobs(
-            lambda rows: rows @ self.weight,
+            self.project,
             # The runner's buffer is longer than the step.
             torch.cat((*hidden, torch.full((5, HIDDEN), torch.nan))),
             batch,
@@ -256,6 +263,10 @@ class Engine:
         for name, count in scheduled.items():
             self.computed[name] += count
         return results
+
+    def project(self, rows: torch.Tensor) -> torch.Tensor:
+        self.num_projected.append(len(rows))
+        return rows @ self.weight
 
     def check(self, results: dict[str, Any]) -> None:
         assert not self.worker._scoremode_scorer.requests.keys() & results.keys()
@@ -286,6 +297,49 @@ def test_specifications_and_ordinary_requests_in_one_batch(engine: Engine):
     engine.check(results)
 
 
+def test_a_lane_takes_the_logits_that_its_step_sampled_from(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """Unless the step has other rows too, which vLLM may change before it samples."""
+    monkeypatch.setitem(globals(), "SCORED", replace(SCORED, chunk=1))
+    engine.worker._scoremode_scorer.max_waiting_bytes = MEBIBYTE
+    engine.add("scored")
+    engine.step({"scored": 4})
+    engine.step({"scored": 1, "short": 1})
+    engine.num_projected.clear()
+    for _ in range(2):
+        assert not engine.step({"scored": 1}, samples=True)
+    assert not engine.num_projected
+    engine.step({"scored": 1, "short": 1}, samples=True)
+    assert engine.num_projected == [1]
+    engine.check(engine.step({"scored": 1}, samples=True))
+
+
+def _keep_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take back what `patch_v2` sets at the end of the test."""
+    worker_class = prompt_logprob.PromptLogprobsWorker
+    for owner, name in (
+        (GPUModelRunnerV2, "load_model"),
+        (GPUModelRunnerV2, "prepare_inputs"),
+        (GPUModelRunnerV2, "execute_model"),
+        (GPUModelRunnerV2, "_dummy_sampler_run"),
+        (SamplerV2, "__call__"),
+        (worker_class, "add_request"),
+        (worker_class, "remove_request"),
+        (worker_class, "compute_prompt_logprobs"),
+        (prompt_logprob, "CHUNK_SIZE"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(GPUModelRunnerV2, "_scoremode_sinks", None, raising=False)
+
+
+def test_a_sampler_leaves_its_logits_with_the_batch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SamplerV2, "__call__", lambda self, logits, input_batch: logits.sum())
+    _keep_patches(monkeypatch)
+    runners.patch_v2(256 * MEBIBYTE, {})
+    logits, batch = torch.ones(2, 3), SimpleNamespace()
+    assert SamplerV2.__call__(SimpleNamespace(), logits, batch) == 6
+    assert batch._scoremode_logits is logits
+
+
 def test_a_preempted_request_starts_again_unless_its_prompt_was_over(engine: Engine):
     assert not engine.step({"scored": 6})
     engine.worker.remove_request("scored")
@@ -312,18 +366,9 @@ def test_placeholders_for_drafts_have_no_rows(engine: Engine, first_step: dict[s
 
 def test_the_patch_replaces_what_is_pinned(monkeypatch: pytest.MonkeyPatch):
     worker_class = prompt_logprob.PromptLogprobsWorker
-    for owner, name in (
-        (GPUModelRunnerV2, "load_model"),
-        (worker_class, "add_request"),
-        (worker_class, "remove_request"),
-        (worker_class, "compute_prompt_logprobs"),
-        (GPUModelRunnerV2, "_dummy_sampler_run"),
-        (prompt_logprob, "CHUNK_SIZE"),
-    ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
+    _keep_patches(monkeypatch)
     loaded = []
     monkeypatch.setattr(GPUModelRunnerV2, "load_model", lambda self, **options: loaded.append(self))
-    monkeypatch.setattr(GPUModelRunnerV2, "_scoremode_sinks", None, raising=False)
     monkeypatch.setattr(runners, "get_tp_group", lambda: ALONE)
     sinks: dict[str, Any] = {}
     runners.patch_v2(256 * MEBIBYTE, sinks)
