@@ -2,14 +2,14 @@
 
     python bench/answers.py MODEL FOLDER [OPTION...] [any vllm serve flag]
 
-MODEL is a folder with one safetensors file in bfloat16 and a tokenizer, FOLDER one for checkpoints, logs, references
-and the files of runs, for `ppl-client compare`. PROMPTS pieces of the repository's text are answered greedily by MODEL,
-BATCH at a time, and recorded. Each copy (of `checkpoints.FORMATS`, or `rounded`, which any CPU serves) then answers
-them too, and is compared with the reference in both lanes. The table has the share of answers whose first difference
-is the predicted one; for the others, by how many nats the copy prefers its top token to the original's where the
-earlier of the two is; and the time of the comparison over that of generating. The floor is the 99 % quantile of the
-change of a token's logprob when MODEL is compared with itself. Servers start at once and are measured one after
-another.
+MODEL is a folder with one safetensors file in bfloat16 and a tokenizer, FOLDER one for checkpoints, logs and
+references. PROMPTS pieces of the repository's text are answered greedily by MODEL and recorded. Each copy (of
+`checkpoints.FORMATS`, or `rounded`, which any CPU serves) then answers them too, in batches of BATCH that begin
+together, and is compared with the reference in the same batches, in both lanes. The table has the share of answers
+whose first difference is the predicted one; for the others, how many nats apart the lane has the two tokens where the
+earlier of the two is; how far a token's logprob in one lane is from that in the other, the 99 % quantile; and the time
+of the comparison over that of generating. Servers start at once and are measured one after another. With
+`VLLM_BATCH_INVARIANT=1`, which FP8 and bfloat16 kernels heed, rows do not depend on the batch.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from concurrent.futures import wait
 from itertools import takewhile
 from pathlib import Path
 
+import httpx
 import numpy as np
 from checkpoints import FORMATS, write_checkpoint
 from servers import Server, model_server, starting
@@ -27,27 +28,31 @@ from tables import table
 
 from rounded_model import rounded_model
 from scoremode import AsyncScoreClient
+from scoremode.results import KldWindowValues
 from scoremode.runs.answers import record_answers
 from scoremode.runs.corpora import load_prompts
-from scoremode.runs.divergence import measure_kld, measure_noise_floor
-from scoremode.runs.output import Output
-from scoremode.runs.pool import Pool
 from scoremode.wire.protocol import Lane
 from scoremode.wire.references import AnswerSettings
+from scoremode.wire.requests import NEUTRAL_SAMPLING
 
 NAME = "answers"
 LANES: tuple[Lane, ...] = ("decode", "prefill")
-HEADER = ("copy", "lane", "predicted", "gap of others, largest", "median", "median agreement", "time over generation")
+HEADER = (
+    *("copy", "lane", "predicted", "apart where not, median", "90 %", "largest"),
+    *("between lanes, 99 %", "same for, median", "time over generation"),
+)
+NUM_TOP = 20
 ROUNDED = "rounded"
 Answers = list[tuple[list[int], list[int]]]
 """Token ids of prompts and of the original's answers."""
 
 
 def write_prompts(text: Path, path: Path, number: int) -> Path:
-    """Write pieces of a text as prompts, from places that are spread over all of it."""
+    """Write pieces of a text as prompts, in whole words, from places that are spread over all of it."""
     content = text.read_text()
     starts = np.linspace(0, len(content) - 400, number).astype(int)
-    path.write_text("".join(json.dumps({"prompt": content[start : start + 200]}) + "\n" for start in starts))
+    pieces = [content[start : start + 200].partition(" ")[2].rpartition(" ")[0] for start in starts]
+    path.write_text("".join(json.dumps({"prompt": piece}) + "\n" for piece in pieces))
     return path
 
 
@@ -62,52 +67,69 @@ def server_of(name: str, options: argparse.Namespace, flags: list[str]) -> Serve
     return model_server(options.model if name == NAME else folder, "bfloat16", *more, *flags)
 
 
-async def record(url: str, options: argparse.Namespace) -> tuple[Answers, float]:
-    """Record the original's answers, and measure the floor."""
+async def record(url: str, options: argparse.Namespace) -> Answers:
+    """Record the original's answers."""
     prompts = load_prompts(write_prompts(options.text, options.folder / "prompts.jsonl", options.prompts))
     settings = AnswerSettings(max_new_tokens=options.tokens)
     async with AsyncScoreClient(url, timeout=900) as client:
         await record_answers(client, prompts, NAME, settings, concurrency=options.batch, folder=options.folder)
-        own = (await measure_noise_floor(client, NAME, lane="decode")).positions
     lines = (options.folder / "references" / NAME / "answers.jsonl").read_text().splitlines()
     answers = [(each["prompt_token_ids"], each["token_ids"]) for each in map(json.loads, lines)]
-    return answers, float(np.quantile(np.abs(own.logprobs - own.reference_logprobs), 0.99))
+    # An empty one has no window.
+    return [(prompt, answer) for prompt, answer in answers if answer]
+
+
+def generate(url: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Token ids of the greedy answers to prompts that are sent together."""
+    [model] = httpx.get(f"{url}/v1/models").json()["data"]
+    body = {"model": model["id"], "prompt": prompts, "max_tokens": num_tokens, "return_token_ids": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body | {"temperature": 0} | NEUTRAL_SAMPLING, timeout=900)
+    answer.raise_for_status()
+    return [choice["token_ids"] for choice in sorted(answer.json()["choices"], key=lambda choice: choice["index"])]
 
 
 async def compare(url: str, name: str, answers: Answers, options: argparse.Namespace) -> list[tuple[str, ...]]:
     """One row for each lane of a copy."""
-    real, rows = [0] * len(answers), list[tuple[str, ...]]()
-
-    async def generate(client: AsyncScoreClient, row: int) -> None:
-        prompt, answer = answers[row]
-        own, _ = await client.generate(prompt, options.tokens)
-        real[row] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(answer, own, strict=False)))
-
+    batches = [range(len(answers))[start : start + options.batch] for start in range(0, len(answers), options.batch)]
+    started = time.perf_counter()
+    own = [each for batch in batches for each in generate(url, [answers[row][0] for row in batch], options.tokens)]
+    generating = time.perf_counter() - started
+    pairs = [zip(answer, each, strict=False) for (_, answer), each in zip(answers, own, strict=True)]
+    real = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs]
+    windows: dict[Lane, list[KldWindowValues]] = {}
+    ratios = {}
     async with AsyncScoreClient(url, timeout=900) as client:
-        pool = await Pool.connect(client, options.batch)
-        started = time.perf_counter()
-        await pool.score(range(len(answers)), generate, lambda _: None)
-        generating = time.perf_counter() - started
         for lane in LANES:
-            measurement = await measure_kld(client, NAME, lane=lane, concurrency=options.batch, return_token_texts=True)
-            output = Output(options.folder / f"{name}-{lane}.json", resume=False, force=True)
-            output.write(measurement.record([url]), measurement.arrays())
-            predicted = measurement.agreement_lengths or []
-            windows = [row for row, (_, answer) in enumerate(answers) if answer]
-            others = [row for row in windows if predicted[row] != real[row]]
-            places = [(windows.index(row), min(predicted[row], real[row])) for row in others]
-            gaps = [await gap(client, *place, lane) for place in places]
-            largest, middle = (f"{value:.4f}" for value in (max(gaps, default=0), np.median(gaps or [0])))
-            share, ratio = 1 - len(others) / len(windows), measurement.seconds / generating
-            rows.append((name, lane, f"{share:.1%}", largest, middle, f"{np.median(predicted):.0f}", f"{ratio:.2f}"))
+            started = time.perf_counter()
+            asked = [(batch.start, batch.stop) for batch in batches]
+            found = [await client.kld(NAME, each, lane=lane, top_logprobs=NUM_TOP) for each in asked]
+            ratios[lane] = (time.perf_counter() - started) / generating
+            windows[lane] = [window for each in found for window in each.data]
+    decode, prefill = (np.concatenate([each.positions.logprobs for each in windows[lane]]) for lane in LANES)
+    noise = np.quantile(np.abs(decode - prefill), 0.99)
+    rows = []
+    for lane in LANES:
+        predicted = [predicted_length(window) for window in windows[lane]]
+        others = [row for row in range(len(answers)) if predicted[row] != real[row]]
+        gaps = [gap(windows[lane][row], min(predicted[row], real[row]), own[row]) for row in others]
+        quantiles = [f"{value:.3f}" for value in np.quantile(gaps or [0.0], (0.5, 0.9, 1.0))]
+        share = 1 - len(others) / len(answers)
+        rest = (f"{noise:.3f}", f"{np.median(predicted):.0f}", f"{ratios[lane]:.2f}")
+        rows.append((name, lane, f"{share:.1%}", *quantiles, *rest))
     return rows
 
 
-async def gap(client: AsyncScoreClient, window: int, at: int, lane: Lane) -> float:
-    """By how many nats the copy prefers its top token to the answer's at a place of a window."""
-    [values] = (await client.kld(NAME, (window, window + 1), top_logprobs=1, lane=lane)).data
-    assert values.top_logprobs is not None
-    return float(values.top_logprobs.logprobs[at, 0] - values.positions.logprobs[at])
+def predicted_length(window: KldWindowValues) -> int:
+    """The answer's tokens before the first that is not the copy's top token."""
+    return int(np.append(window.positions.top_token_ids != window.positions.token_ids, True).argmax())
+
+
+def gap(window: KldWindowValues, at: int, own: list[int]) -> float:
+    """By how many nats a lane prefers its top token to the one that was generated, at a place of a window."""
+    assert window.top_logprobs is not None
+    places = np.flatnonzero(window.top_logprobs.token_ids[at] == own[at])
+    logprobs = window.top_logprobs.logprobs[at]
+    return float(logprobs[0] - logprobs[places[0]]) if len(places) else float("inf")
 
 
 def main() -> None:
@@ -125,8 +147,7 @@ def main() -> None:
     with starting(servers, options.folder) as futures:
         # While servers start, they would take the time of one that is measured.
         wait(futures.values())
-        answers, floor = asyncio.run(record(futures[NAME].result().url, options))
-        print(f"floor: {floor:.2g} nats", flush=True)
+        answers = asyncio.run(record(futures[NAME].result().url, options))
         rows: list[tuple[str, ...]] = []
         for name in options.copies:
             rows += asyncio.run(compare(futures[name].result().url, name, answers, options))

@@ -5,18 +5,21 @@
 MODEL is a folder with one safetensors file, FOLDER one for checkpoints, logs and references. MODEL is recorded with its
 layers, and its copy in the format (`checkpoints.FORMATS`) measured. For each N the N blocks of the recipe, N at random
 and the first N by depth are left in 16 bits, and these checkpoints are served at once and compared with the same
-reference. The table has what each saves in nats, and the ratio over what the recipe predicts.
+reference. The table has what each saves in nats, the ratio over what the costs predict, and the difference from that
+with its 95 % interval, of paired windows.
 """
 
 import argparse
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from checkpoints import FORMATS, write_checkpoint
+from scipy.stats import t
 from servers import Server, log_of, model_server, server_process, starting
 from tables import table
 
@@ -24,12 +27,12 @@ from scoremode import AsyncScoreClient
 from scoremode.cli.layers import as_text
 from scoremode.runs.corpora import load_corpus
 from scoremode.runs.divergence import measure_kld
-from scoremode.runs.layers import LayersMeasurement, measure_layers
+from scoremode.runs.layers import LayersMeasurement, PartCost, measure_layers
 from scoremode.runs.recipe import make_recipe
 from scoremode.runs.recording import record_reference
 
 NAME = "layers"
-HEADER = ("kept", "blocks", "KLD", "saved", "predicted saving", "ratio")
+HEADER = ("kept", "blocks", "KLD", "saved", "predicted saving", "ratio", "saved more than predicted")
 
 
 async def record(url: str, text: Path, num_tokens: int, context_length: int) -> None:
@@ -43,11 +46,18 @@ async def costs(url: str) -> LayersMeasurement:
         return await measure_layers(client, NAME)
 
 
-async def divergence(url: str) -> float:
+async def divergences(url: str) -> np.ndarray:
+    """[windows], the mean of each."""
     async with AsyncScoreClient(url, timeout=900) as client:
-        mean = (await measure_kld(client, NAME)).statistics["kld"]["mean"]
-    assert mean is not None
-    return mean
+        run = await measure_kld(client, NAME)
+    return np.array([each.mean() for each in np.split(run.positions.kld, np.cumsum(run.window_sizes)[:-1])])
+
+
+def expected(measurement: LayersMeasurement, blocks: Sequence[PartCost]) -> np.ndarray:
+    """[windows], the mean divergence of each without the cost of some blocks."""
+    places = np.array([index + 1 for index, block in enumerate(measurement.blocks) if block in blocks])
+    costs = measurement.kld_sums[:, places] - measurement.kld_sums[:, places + 1]
+    return (measurement.kld_sums[:, 0] - costs.sum(1)) / measurement.window_sizes
 
 
 def main() -> None:
@@ -60,6 +70,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--context-length", type=int, default=1024)
     options, flags = parser.parse_known_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
 
     def server_of(model: Path) -> Server:
         references = ("--reference-dir", str(options.folder / "references"))
@@ -89,12 +100,15 @@ def main() -> None:
             checkpoint = options.folder / f"{options.format}-{name}-{number}"
             servers[name] = server_of(write_checkpoint(options.model, checkpoint, options.format, kept))
         with starting(servers, options.folder) as futures:
-            divergences = {name: asyncio.run(divergence(each.result().url)) for name, each in futures.items()}
-        for name, kld in divergences.items():
-            predicted = measurement.whole.cost - measurement.without(choices[name]).cost
-            saved = measurement.whole.cost - kld
+            measured = {name: asyncio.run(divergences(each.result().url)) for name, each in futures.items()}
+        for name, klds in measured.items():
+            kld, without = klds.mean(), expected(measurement, choices[name])
+            saved, predicted = measurement.whole.cost - kld, measurement.whole.cost - without.mean()
+            apart = without - klds
+            half = t.ppf(0.975, len(apart) - 1) * apart.std(ddof=1) / np.sqrt(len(apart))
             figures = (kld, saved, predicted, saved / predicted)
-            rows.append((name, str(number), *(f"{figure:.5f}" for figure in figures)))
+            row = (name, str(number), *(f"{figure:.5f}" for figure in figures))
+            rows.append((*row, f"{apart.mean():+.5f} ± {half:.5f}"))
         print(table(HEADER, rows), flush=True)
 
 

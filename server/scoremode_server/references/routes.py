@@ -249,7 +249,12 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         # A noise floor's windows are computed with other windows than when they were recorded.
         indices = list(windows)[::-1] if request.as_noise_floor else list(windows)
         settings = ScoreSettings(
-            request_id=engine_id(request_id), queue=queue, top_logprobs=request.top_logprobs, options=options, **lane
+            request_id=engine_id(request_id),
+            queue=queue,
+            top_logprobs=request.top_logprobs,
+            options=options,
+            is_answer=reference.manifest.answers is not None,
+            **lane,
         )
         compared = references.comparer.compare(reference, indices, settings, request.from_boundary)
         positions: dict[int, KldPositions] = {}

@@ -42,12 +42,14 @@ class ScoreSettings:
     """Tokens per step in a lane other than prefill; 0 in the prefill lane."""
     context: int | None = None
     """Tokens that are prefilled before the first chunk, at most; if None, all before the first wanted row."""
+    is_answer: bool = False
+    """Whether the wanted rows are of a generated answer, whose first token comes from the step that prefills."""
 
     def in_lane(self, spec: RowSpec) -> RowSpec:
-        """The same rows, none of which comes from a step with more than a chunk of tokens."""
+        """The same rows, none of which comes from a step with more than a chunk of tokens, except an answer's first."""
         if not self.chunk:
             return spec
-        most = spec.first - 1
+        most = spec.first if self.is_answer else spec.first - 1
         context = most if self.context is None else min(self.context, most)
         return replace(spec, chunk=self.chunk, context=max(1, context))
 

@@ -1,5 +1,6 @@
 """Scoring on an engine, without HTTP, and the turns that answers take."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,12 +55,15 @@ async def test_lanes_share_nothing_in_either_order_or_with_themselves():
 
 
 @pytest.mark.parametrize(
-    ("first", "context", "prefilled"), [(0, None, 1), (7, None, 6), (7, 3, 3), (7, 100, 6), (1, 5, 1)]
+    ("first", "context", "prefilled", "of_answer"),
+    [(0, None, 1, 1), (7, None, 6, 7), (7, 3, 3, 3), (7, 100, 6, 7), (1, 5, 1, 1)],
 )
-def test_no_wanted_row_comes_from_a_prefill_step(first: int, context: int | None, prefilled: int):
+def test_no_wanted_row_comes_from_a_prefill_step(first: int, context: int | None, prefilled: int, of_answer: int):
+    """But the first token of an answer, as when it was generated."""
     settings = ScoreSettings(request_id="", queue=None, chunk=1, context=context)
     spec = ScoredSequence(TOKENS, first).spec(settings, block_size=4)
     assert (spec.first, spec.context, spec.chunk) == (max(1, first), prefilled, 1)
+    assert ScoredSequence(TOKENS, first).spec(replace(settings, is_answer=True), block_size=4).context == of_answer
 
 
 @pytest.mark.parametrize(
