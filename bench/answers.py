@@ -8,21 +8,28 @@ references. PROMPTS pieces of the repository's text are answered greedily by MOD
 together, and is compared with the reference in the same batches, in both lanes. The table has the share of answers
 whose first difference is the predicted one; for the others, how many nats apart the lane has the two tokens where the
 earlier of the two is; how far a token's logprob in one lane is from that in the other, the 99 % quantile; and the time
-of the comparison over that of generating. Servers start at once and are measured one after another. With
+of the comparison over that of generating. Servers start at once and are measured one after another.
+
+Kernels round differently in another batch. With `--held-up N` the engine is busy with N other prompts while those of a
+batch arrive, so that all of them begin in one step; times mean little then. With
 `VLLM_BATCH_INVARIANT=1`, which FP8 and bfloat16 kernels heed, rows do not depend on the batch.
 """
 
 import argparse
 import asyncio
 import json
+import random
 import time
+from collections.abc import Awaitable
 from concurrent.futures import wait
 from itertools import takewhile
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import numpy as np
 from checkpoints import FORMATS, write_checkpoint
+from loads import random_tokens
 from servers import Server, model_server, starting
 from tables import table
 
@@ -42,6 +49,9 @@ HEADER = (
     *("between lanes, 99 %", "same for, median", "time over generation"),
 )
 NUM_TOP = 20
+STEP_TOKENS = 2048
+HEAD_START_SECONDS = 0.05
+Result = TypeVar("Result")
 ROUNDED = "rounded"
 Answers = list[tuple[list[int], list[int]]]
 """Token ids of prompts and of the original's answers."""
@@ -63,7 +73,9 @@ def server_of(name: str, options: argparse.Namespace, flags: list[str]) -> Serve
         rounded_model(options.model, folder)
     elif name != NAME:
         write_checkpoint(options.model, folder, name)
-    more = ("--reference-dir", str(options.folder / "references"), "--max-num-seqs", str(options.batch))
+    # One sequence more: of those that hold others up, the last may not have left yet.
+    sizes = ("--max-num-seqs", str(options.batch + 1), "--max-num-batched-tokens", str(STEP_TOKENS))
+    more = ("--reference-dir", str(options.folder / "references"), *sizes)
     return model_server(options.model if name == NAME else folder, "bfloat16", *more, *flags)
 
 
@@ -79,20 +91,36 @@ async def record(url: str, options: argparse.Namespace) -> Answers:
     return [(prompt, answer) for prompt, answer in answers if answer]
 
 
-def generate(url: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+async def generate(url: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Token ids of the greedy answers to prompts that are sent together."""
-    [model] = httpx.get(f"{url}/v1/models").json()["data"]
-    body = {"model": model["id"], "prompt": prompts, "max_tokens": num_tokens, "return_token_ids": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body | {"temperature": 0} | NEUTRAL_SAMPLING, timeout=900)
+    async with httpx.AsyncClient(base_url=url, timeout=900) as client:
+        [model] = (await client.get("/v1/models")).json()["data"]
+        body = {"model": model["id"], "prompt": prompts, "max_tokens": num_tokens, "return_token_ids": True}
+        answer = await client.post("/v1/completions", json=body | {"temperature": 0} | NEUTRAL_SAMPLING)
     answer.raise_for_status()
     return [choice["token_ids"] for choice in sorted(answer.json()["choices"], key=lambda choice: choice["index"])]
+
+
+async def together(url: str, held_up: int, batch: Awaitable[Result]) -> Result:
+    """Await a batch's result, whose requests arrive while the engine computes other prompts, a step for each."""
+    others = [random_tokens(random.Random(), STEP_TOKENS) for _ in range(held_up)]
+    busy = asyncio.create_task(generate(url, others, 1)) if held_up else None
+    # Until these have arrived.
+    await asyncio.sleep(HEAD_START_SECONDS if held_up else 0)
+    result = await batch
+    if busy:
+        await busy
+    return result
 
 
 async def compare(url: str, name: str, answers: Answers, options: argparse.Namespace) -> list[tuple[str, ...]]:
     """One row for each lane of a copy."""
     batches = [range(len(answers))[start : start + options.batch] for start in range(0, len(answers), options.batch)]
     started = time.perf_counter()
-    own = [each for batch in batches for each in generate(url, [answers[row][0] for row in batch], options.tokens)]
+    own: list[list[int]] = []
+    for batch in batches:
+        asked = generate(url, [answers[row][0] for row in batch], options.tokens)
+        own += await together(url, options.held_up, asked)
     generating = time.perf_counter() - started
     pairs = [zip(answer, each, strict=False) for (_, answer), each in zip(answers, own, strict=True)]
     real = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs]
@@ -101,10 +129,11 @@ async def compare(url: str, name: str, answers: Answers, options: argparse.Names
     async with AsyncScoreClient(url, timeout=900) as client:
         for lane in LANES:
             started = time.perf_counter()
-            asked = [(batch.start, batch.stop) for batch in batches]
-            found = [await client.kld(NAME, each, lane=lane, top_logprobs=NUM_TOP) for each in asked]
+            windows[lane] = []
+            for batch in batches:
+                compared = client.kld(NAME, (batch.start, batch.stop), lane=lane, top_logprobs=NUM_TOP)
+                windows[lane] += (await together(url, options.held_up, compared)).data
             ratios[lane] = (time.perf_counter() - started) / generating
-            windows[lane] = [window for each in found for window in each.data]
     decode, prefill = (np.concatenate([each.positions.logprobs for each in windows[lane]]) for lane in LANES)
     noise = np.quantile(np.abs(decode - prefill), 0.99)
     rows = []
@@ -141,6 +170,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=25)
+    parser.add_argument("--held-up", type=int, default=0, help=f"prompts of {STEP_TOKENS} tokens before each batch")
     options, flags = parser.parse_known_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     servers = {name: server_of(name, options, flags) for name in (NAME, *options.copies)}

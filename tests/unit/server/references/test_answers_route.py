@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from scoremode_server.references.comparer import Comparer
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.light_app import client_of, error_of, light_app
 from tests.unit.server.references.reference_engine import ReferenceEngine
@@ -30,8 +31,9 @@ def body(engine: ReferenceEngine, **changes: Any) -> dict[str, Any]:
     return {"name": "base", "answers": {"max_new_tokens": 6, "data": answers, **changes}, "labels": LABELS}
 
 
-async def test_answers_are_windows_and_keep_their_places(engine):
-    request = body(engine)
+async def test_answers_are_windows_and_keep_their_places(engine, monkeypatch):
+    request, are_answers, compare = body(engine), [], Comparer.compare
+    monkeypatch.setattr(Comparer, "compare", lambda *given: are_answers.append(given[3].is_answer) or compare(*given))
     async with client_of(light_app(engine)) as client:
         recorded = (await client.post(REFERENCES, json=request)).json()
         windows = (await client.get(f"{REFERENCES}/base/windows")).json()
@@ -47,7 +49,7 @@ async def test_answers_are_windows_and_keep_their_places(engine):
     assert [window["token_ids"] for window in targets] == [
         answer["token_ids"] for answer in request["answers"]["data"][::2]
     ]
-    assert measured == [6, 0, 3]
+    assert (measured, are_answers) == ([6, 0, 3], [True] * 2)
     kept = (engine.directory.root / "base" / "answers.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in kept] == request["answers"]["data"]
 

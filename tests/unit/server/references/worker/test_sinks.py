@@ -5,6 +5,8 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -95,6 +97,12 @@ def steps(worker: LinearWorker, *ends: int, states: torch.Tensor = STATES) -> Lo
     return rows
 
 
+def let_wait(worker: LinearWorker, num_rows: int) -> LinearWorker:
+    shape = worker.scorer.shape
+    worker.scorer.max_waiting_bytes = num_rows * shape.padded * shape.logit_bytes
+    return worker
+
+
 @contextmanager
 def windows_in(root: Path) -> Iterator[WorkerWindows]:
     """Windows of a worker. At the end all files are written, as they are when a worker ends."""
@@ -139,6 +147,7 @@ def test_a_recorded_window_is_the_same_however_its_prompt_is_split(tmp_path: Pat
 def test_a_compared_window_is_the_same_however_its_prompt_is_split(
     reference: StoredReference, first: int, num_top: int
 ):
+    """And however many of its rows wait for those of later steps, in a lane."""
     expected = kl_divergence.compare(
         torch.tensor(TOKENS[first:]),
         lambda states: states @ WEIGHT,
@@ -150,9 +159,10 @@ def test_a_compared_window_is_the_same_however_its_prompt_is_split(
     )
     width = 1 + max(1, num_top)
     with windows_in(reference.path.parent) as windows:
-        for split in SPLITS:
-            wanted = spec("compare", first, FIRSTS.index(first), num_top)
-            tokens, logprobs, ranks, *_ = steps(add(windows, wanted), *split, NUM_FED)
+        for split, max_waiting_rows in zip(SPLITS, cycle((0, 3, 100, 1)), strict=False):
+            wanted = replace(spec("compare", first, FIRSTS.index(first), num_top), chunk=1)
+            worker = let_wait(add(windows, wanted), max_waiting_rows)
+            tokens, logprobs, ranks, *_ = steps(worker, *split, NUM_FED)
             assert torch.equal(tokens[:, :width], expected.served.tokens)
             assert torch.equal(tokens[:, width:-1], expected.reference.tokens)
             assert torch.equal(tokens[:, -1], expected.reference.ranks)
@@ -161,6 +171,21 @@ def test_a_compared_window_is_the_same_however_its_prompt_is_split(
             assert torch.allclose(logprobs[:, width:-3], expected.reference.logprobs())
             divergences = (expected.kld, expected.reverse_kld, expected.acceptance)
             assert torch.allclose(logprobs[:, -3:], torch.stack(divergences, 1), atol=1e-6)
+
+
+def test_the_references_rows_of_several_steps_are_projected_at_once(reference: StoredReference):
+    """Those of the served model in their own step."""
+    num_rows: list[int] = []
+
+    def logits_fn(hidden_states: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(hidden_states))
+        return hidden_states @ REFERENCE_WEIGHT
+
+    with windows_in(reference.path.parent) as windows:
+        windows.leased = SimpleNamespace(**{**vars(ROOM), "find": lambda key, local: ReferenceHead(logits_fn, 4)})
+        worker = let_wait(add(windows, replace(spec("compare", 1), chunk=1)), 4)
+        steps(worker, *range(1, NUM_FED + 1))
+    assert (num_rows, worker.num_projected) == ([4, NUM_FED - 4], [1] * NUM_FED)
 
 
 def test_hidden_states_are_stored_as_they_were_when_they_came(tmp_path: Path):
