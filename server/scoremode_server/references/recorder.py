@@ -88,6 +88,9 @@ class Recorder:
             if is_same_model and plan.method == "conversation":
                 what += " (a chat template that writes the date renders another text each day)"
             raise ConflictError(f"there is a reference {name!r} already, of another {what}", "name")
+        kept = await self.references.text(reference)
+        if of_disk.text.labels != plan.labels or not np.array_equal(kept.origins, text.origins):
+            raise ConflictError(f"there is a reference {name!r} already, of this text with other labels", "labels")
         if _blocks(of_disk.layers) != _blocks(layers):
             recorded = "without layers" if of_disk.layers is None else "with layers"
             raise ConflictError(

@@ -337,13 +337,15 @@ class RowScorer:
         return True
 
     def _compute_waiting(self, head: LMHead) -> None:
-        """Compute all rows that wait, except those of requests that were aborted, or begun again."""
+        """Compute all rows that wait, except those of requests that were aborted or begun again, or whose sink is not
+        ready any more."""
         groups = list(self._waiting.values())
         self._waiting.clear()
         self._waiting_bytes = 0
         projected = replace(head, project=lambda logits: logits)
+        sinks = [sink for sink in self.requests.values() if sink.is_ready(local=head.shard is not None)]
         while groups:
-            pieces, targets, logits = groups.pop().by_request(self.requests.values())
+            pieces, targets, logits = groups.pop().by_request(sinks)
             if pieces:
                 self._compute(pieces, logits, targets, projected)
 

@@ -100,6 +100,7 @@ async def test_missing_and_damaged_files_are_recorded_again(engine, client, comp
     [
         *(({"prompt": TOKENS[:-1]}, {}, "another text"), ({"stride": 4}, {}, "other windows")),
         *(({"method": "overlapping"}, {}, "other windows"), ({}, {"fingerprint": "of another"}, "another model")),
+        ({"labels": ["a"]}, {}, "other labels"),
     ],
 )
 async def test_other_content_under_the_same_name_is_refused(engine, client, changes, identity, message):
@@ -107,7 +108,7 @@ async def test_other_content_under_the_same_name_is_refused(engine, client, chan
     before = files(engine.directory.root)
     async with client_of_model(engine.directory.root, **identity) as other:
         status, param, text = error_of(await other.post(REFERENCES, json={**BODY, **changes}))
-    assert (status, param, message in text) == (409, "name", True)
+    assert (status, param, message in text) == (409, "labels" if "labels" in changes else "name", True)
     assert files(engine.directory.root) == before
 
 

@@ -185,7 +185,13 @@ def test_the_references_rows_of_several_steps_are_projected_at_once(reference: S
         windows.leased = SimpleNamespace(**{**vars(ROOM), "find": lambda key, local: ReferenceHead(logits_fn, 4)})
         worker = let_wait(add(windows, replace(spec("compare", 1), chunk=1)), 4)
         steps(worker, *range(1, NUM_FED + 1))
-    assert (num_rows, worker.num_projected) == ([4, NUM_FED - 4], [1] * NUM_FED)
+        assert (num_rows, worker.num_projected) == ([4, NUM_FED - 4], [1] * NUM_FED)
+        # Another reference is held, while rows of a window that nobody wants any more wait with a score's.
+        worker = let_wait(add(windows, replace(spec("compare", 1), chunk=1)), 100)
+        steps(worker, 1, 2)
+        windows.leased = SimpleNamespace(**{**vars(ROOM), "find": lambda key, local: None})
+        worker.scorer.begin("score", RowSpec(1, TOKENS[-1], chunk=1))
+        assert worker.step("score", 0, STATES, torch.tensor(TOKENS[:-1]), NUM_FED) is not None
 
 
 def test_hidden_states_are_stored_as_they_were_when_they_came(tmp_path: Path):
