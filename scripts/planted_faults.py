@@ -96,7 +96,10 @@ SERVER_FAULTS = {
     "worker/row_scorer.py < worker/test_row_scorer.py references/worker/test_sinks.py": [
         ("max(part.position, spec.first - 1)", "max(part.position, spec.first)"),
         ("offset + end - 1)", "offset + end - 2)"),
-        ("start += piece.rows.stop - piece.rows.start", "start += piece.num_wanted"),
+        ("column[start : start + piece.num_wanted]", "column[piece.start : piece.start + piece.num_wanted]"),
+        ("range(start, start + piece.num_rows)", "range(piece.start, piece.start + piece.num_rows)"),
+        ("logits if num_rows == len(logits) else", "logits[slices[0].start : slices[-1].stop] if True else"),
+        ("rows.by_request(ready)", "rows.by_request({each.sink for each in rows.pieces})"),
     ],
     "engine/store.py < engine/test_store.py": [
         ("blake2b(first, key=key", "blake2b(key=key"),

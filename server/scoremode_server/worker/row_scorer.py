@@ -1,7 +1,7 @@
 """The rows that a step scores: collected from all of its requests, grouped, and computed a group at a time.
 
-Vocabulary-sized tensors exist for one chunk of rows only, as many as the working memory holds; those of a lane's last
-steps are part of it. All ranks of a
+Vocabulary-sized tensors exist for one chunk of rows only, as many as the working memory holds, and for the rows of
+lanes' last steps, which wait on a GPU. All ranks of a
 tensor-parallel group form the same groups and chunks in the same order: these follow from the requests of the step and
 from nothing that one rank alone knows.
 """
@@ -151,26 +151,21 @@ class WaitingRows:
     targets: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
 
-    def by_request(self, sinks: Collection[RowSink]) -> tuple[list[RowPiece], torch.Tensor, torch.Tensor]:
-        """Join the pieces of each of these sinks to one. Returns them, their targets [rows] and logits
-        [rows, vocabulary]."""
-        found: dict[RowSink, list[tuple[RowPiece, int]]] = {sink: [] for sink in sinks}
+    def by_request(self, sinks: Collection[RowSink]) -> tuple[list[RowPiece], list[int]]:
+        """Join the pieces of each of these sinks to one. Returns them, and the places of their rows."""
+        found: dict[RowSink, list[tuple[RowPiece, int]]] = {}
         start = 0
         for piece in self.pieces:
-            if piece.sink in found:
-                found[piece.sink].append((piece, start))
+            if piece.sink in sinks:
+                found.setdefault(piece.sink, []).append((piece, start))
             start += piece.num_rows
         joined, order = [], list[int]()
         for sink, pieces in found.items():
-            if pieces:
-                rows = [row for piece, start in pieces for row in range(start, start + piece.num_rows)]
-                num_wanted = sum(piece.num_wanted for piece, _ in pieces)
-                joined.append(RowPiece(sink, pieces[0][0].first, len(order), len(rows), num_wanted))
-                order += rows
-        targets, logits = torch.cat(self.targets), torch.cat(self.logits)
-        self.logits.clear()
-        places = async_tensor_h2d(order, device=logits.device, dtype=torch.int64)
-        return joined, targets[places], logits[places]
+            rows = [row for piece, start in pieces for row in range(start, start + piece.num_rows)]
+            num_wanted = sum(piece.num_wanted for piece, _ in pieces)
+            joined.append(RowPiece(sink, pieces[0][0].first, len(order), len(rows), num_wanted))
+            order += rows
+        return joined, order
 
 
 @dataclass(slots=True)
@@ -186,7 +181,7 @@ class RowScorer:
     requests: dict[str, RowSink] = field(default_factory=dict)
     """Those that were begun, and are not complete."""
     max_waiting_bytes: int = 0
-    """Of the budget, for logits of lanes' last steps; 0 where none wait."""
+    """Of logits of lanes' last steps, in addition to the budget; 0 where none wait."""
     _waiting: dict[Hashable, WaitingRows] = field(default_factory=dict)
     """By key of their sinks."""
     _waiting_bytes: int = 0
@@ -230,6 +225,9 @@ class RowScorer:
             The rows of each request whose prompt is complete, by id; none of positions that no step computed.
         """
         head = self._head(logits_fn, hidden_states)
+        if self._waiting and not any(sink.can_wait for sink in self.requests.values()):
+            self._waiting.clear()
+            self._waiting_bytes = 0
         pieces, ended, last_rows, last_tokens = [], [], [], []
         for part in parts:
             sink = self.requests[part.request_id]
@@ -280,21 +278,26 @@ class RowScorer:
         return self._lm_head
 
     def _groups(self, pieces: Sequence[RowPiece], head: LMHead) -> Iterable[list[RowPiece]]:
-        """Group pieces that one call of a kernel can compute. Those that a rank is not ready for get rows of NaN: the
-        ranks agree on them, so all must come here together."""
+        """Group pieces that one call of a kernel can compute. Those that a rank is not ready for get rows of NaN."""
         groups: dict[Hashable, list[RowPiece]] = {}
-        local = head.shard is not None
-        # Ranks exchange nothing where only rows of the default sink are computed.
-        extended = [piece for piece in pieces if piece.sink.spec.sink]
-        are_ready = [piece.sink.is_ready(local=local) for piece in extended]
-        on_all_ranks = dict(zip(extended, true_on_every_rank(self.group, are_ready) if extended else (), strict=True))
+        ready = self._ready([piece.sink for piece in pieces], head)
         for piece in pieces:
             sink = piece.sink
-            if on_all_ranks.get(piece, True):
+            if sink in ready:
                 groups.setdefault((sink.key, sink.can_wait), []).append(piece)
             else:
+                # Those that wait come before.
+                self._compute_waiting(head)
                 sink.parts.append(LogprobsTensors(*sink.missing(piece.num_wanted, self.group.device)))
         return groups.values()
+
+    def _ready(self, sinks: Collection[RowSink], head: LMHead) -> set[RowSink]:
+        """The sinks that are ready on every rank. Ranks agree on them, so all must come here together."""
+        # They exchange nothing where all are the default one.
+        extended = [sink for sink in sinks if sink.spec.sink]
+        answers = [sink.is_ready(local=head.shard is not None) for sink in extended]
+        on_all_ranks = true_on_every_rank(self.group, answers) if extended else []
+        return set(sinks) - {sink for sink, is_ready in zip(extended, on_all_ranks, strict=True) if not is_ready}
 
     def _compute(
         self, pieces: list[RowPiece], hidden_states: torch.Tensor, targets: torch.Tensor, head: LMHead
@@ -329,25 +332,29 @@ class RowScorer:
         waiting = self._waiting.setdefault(pieces[0].sink.key, WaitingRows())
         waiting.pieces += pieces
         waiting.targets += [targets[rows] for rows in slices]
-        if logits is not None and head.shard is None:
-            waiting.logits += [logits[rows] for rows in slices]
-        else:
+        if logits is None or head.shard is not None:
             waiting.logits.append(head.project(JoinedRows([hidden_states[rows] for rows in slices])[0:num_rows]))
+        else:
+            # A part is copied: it would keep the whole.
+            waiting.logits.append(logits if num_rows == len(logits) else torch.cat([logits[rows] for rows in slices]))
         self._waiting_bytes += num_bytes
         return True
 
     def _compute_waiting(self, head: LMHead) -> None:
         """Compute all rows that wait, except those of requests that were aborted or begun again, or whose sink is not
         ready any more."""
-        groups = list(self._waiting.values())
-        self._waiting.clear()
-        self._waiting_bytes = 0
         projected = replace(head, project=lambda logits: logits)
-        sinks = [sink for sink in self.requests.values() if sink.is_ready(local=head.shard is not None)]
-        while groups:
-            pieces, targets, logits = groups.pop().by_request(sinks)
+        sinks = [sink for sink in self.requests.values() if sink.can_wait] if self._waiting else []
+        ready = self._ready(sinks, head)
+        while self._waiting:
+            _, rows = self._waiting.popitem()
+            pieces, order = rows.by_request(ready)
             if pieces:
-                self._compute(pieces, logits, targets, projected)
+                places = async_tensor_h2d(order, device=self.group.device, dtype=torch.int64)
+                targets, logits = torch.cat(rows.targets)[places], torch.cat(rows.logits)
+                rows.logits.clear()
+                self._compute(pieces, logits[places], targets, projected)
+        self._waiting_bytes = 0
 
     def chunk_rows(self, head: LMHead, num_top: int, num_candidates: int) -> int:
         """Rows that one call of a kernel may have."""
@@ -359,8 +366,7 @@ class RowScorer:
     def rows_within(self, row_bytes: int, num_budgets: int = 1, *, in_blocks: bool = False) -> int:
         """Rows of a chunk whose working memory, in bytes per row, fits so many budgets."""
         of_blocks = working_memory.block_bytes(self.shape) if in_blocks or self.group.device.type == "cpu" else 0
-        others = of_blocks + self._waiting_bytes
-        return working_memory.rows_per_chunk(max(1, num_budgets * self.budget_bytes - others), row_bytes)
+        return working_memory.rows_per_chunk(max(1, num_budgets * self.budget_bytes - of_blocks), row_bytes)
 
 
 def slices_of(pieces: Sequence[RowPiece]) -> tuple[list[slice], int]:

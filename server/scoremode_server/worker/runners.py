@@ -26,7 +26,7 @@ from scoremode_server.worker.row_scorer import RowScorer, SinkMaker, StepPart
 from scoremode_server.worker.row_spec import RowSpec
 
 WAITING_SHARE = 4
-"""Of the budget. A CPU reads no more for a few rows than for many."""
+"""Logits of lanes that wait may use a quarter as much as the budget."""
 
 
 def patch_v1(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
@@ -87,7 +87,7 @@ def patch_v1(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
     GPUModelRunner._scoremode_sinks = sinks
     if current_platform.is_cpu():
         Sampler.compute_logprobs = staticmethod(exact_logprobs)
-    _add_to_profile(GPUModelRunner, reserve)
+    _add_to_profile(GPUModelRunner, budget_bytes, reserve)
 
 
 def exact_logprobs(logits: torch.Tensor) -> torch.Tensor:
@@ -164,8 +164,10 @@ def patch_v2(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
     call_sampler = SamplerV2.__call__
 
     def keep_logits_and_call(self: Any, logits: torch.Tensor, input_batch: Any) -> Any:
-        # What a step projects to sample from, its rows of lanes need too. The batch is gone after the step.
-        input_batch._scoremode_logits = logits
+        # What a step projects to sample from, its rows of lanes need too, if they can wait.
+        is_whole = input_batch.num_reqs == input_batch.num_tokens
+        if is_whole and logits.nbytes <= _waiting_bytes(budget_bytes, logits.device):
+            input_batch._scoremode_logits = logits
         return call_sampler(self, logits, input_batch)
 
     prepare_inputs, execute_model = GPUModelRunnerV2.prepare_inputs, GPUModelRunnerV2.execute_model
@@ -198,7 +200,7 @@ def patch_v2(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
     GPUModelRunnerV2.prepare_inputs = prepare_inputs_then_hook
     GPUModelRunnerV2._scoremode_sinks = sinks
     _patch_worker(prompt_logprob.PromptLogprobsWorker)
-    _add_to_profile(GPUModelRunnerV2, reserve)
+    _add_to_profile(GPUModelRunnerV2, budget_bytes, reserve)
 
 
 def _patch_worker(worker_class: Any) -> None:
@@ -230,16 +232,16 @@ def compute_prompt_logprobs(
 ) -> dict[str, LogprobsTensors]:
     """The rows of the prompts that are complete with this step."""
     scorer = self._scoremode_scorer
+    logits = input_batch.__dict__.pop("_scoremode_logits", None)
     parts = batch_parts(scorer, input_batch, prompt_lens)
     if not parts:
         return {}
     targets = prompt_logprob.get_prompt_logprobs_token_ids(
         input_batch.num_tokens, input_batch.query_start_loc, input_batch.idx_mapping, num_computed_tokens, all_token_ids
     )
-    # One row for each token: those of lanes are greedy, so that vLLM samples from the logits as they are.
-    is_sampled = len(parts) == input_batch.num_reqs == input_batch.num_tokens
-    are_lanes = is_sampled and all(scorer.requests[part.request_id].can_wait for part in parts)
-    logits = getattr(input_batch, "_scoremode_logits", None) if are_lanes else None
+    # Of lanes alone: they are greedy, so that vLLM samples from the logits as they are.
+    if len(parts) < input_batch.num_reqs or not all(scorer.requests[part.request_id].can_wait for part in parts):
+        logits = None
     return cast(dict[str, LogprobsTensors], scorer.score(parts, hidden_states, targets, logits_fn, logits))
 
 
@@ -266,8 +268,9 @@ def batch_parts(scorer: RowScorer, input_batch: Any, prompt_lens: np.ndarray) ->
     return parts
 
 
-def _add_to_profile(runner_class: Any, reserve: Callable[[Any, torch.Tensor], None]) -> None:
-    """Let `reserve(runner, hidden states of the sampled rows)` run after the sampler's dummy run.
+def _add_to_profile(runner_class: Any, budget_bytes: int, reserve: Callable[[Any, torch.Tensor], None]) -> None:
+    """Let `reserve(runner, hidden states of the sampled rows)` run after the sampler's dummy run, and all that vLLM
+    profiles next to logits that wait.
 
     vLLM makes that run while it profiles, on the last pipeline rank and for models that generate, and holds the hidden
     states of a full batch. The V1 runner repeats it after capturing CUDA graphs: its allocator already has the memory.
@@ -281,7 +284,15 @@ def _add_to_profile(runner_class: Any, reserve: Callable[[Any, torch.Tensor], No
             reserve(self, hidden_states)
         return output
 
+    profile_run = runner_class.profile_run
+
+    def profile_run_next_to_waiting(self: Any, *args: Any, **options: Any) -> None:
+        waiting = torch.empty(_waiting_bytes(budget_bytes, self.device), dtype=torch.uint8, device=self.device)
+        profile_run(self, *args, **options)
+        del waiting
+
     runner_class._dummy_sampler_run = dummy_sampler_run_then_reserve
+    runner_class.profile_run = profile_run_next_to_waiting
 
 
 def _make_scorer(runner: Any, budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> RowScorer:
@@ -289,9 +300,13 @@ def _make_scorer(runner: Any, budget_bytes: int, sinks: Mapping[str, SinkMaker])
     if not (mode := runner.model_config.logprobs_mode).endswith("_logprobs"):
         raise ValueError(f"Scoremode needs --logprobs-mode raw_logprobs or processed_logprobs, got {mode}")
     scorer = RowScorer(budget_bytes, _logits_shape(runner), get_tp_group(), sinks)
-    if scorer.group.device.type == "cuda":
-        scorer.max_waiting_bytes = budget_bytes // WAITING_SHARE
+    scorer.max_waiting_bytes = _waiting_bytes(budget_bytes, scorer.group.device)
     return scorer
+
+
+def _waiting_bytes(budget_bytes: int, device: torch.device) -> int:
+    """A CPU reads no more for a few rows than for many."""
+    return budget_bytes // WAITING_SHARE if device.type == "cuda" else 0
 
 
 def _logits_shape(runner: Any) -> LogitsShape:

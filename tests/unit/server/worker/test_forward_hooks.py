@@ -44,8 +44,9 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Maker:
     """Of runners that are patched anew, and whose passes note whether they are inside."""
     maker = Maker()
     passes: list[bool] = []
-    v1 = ("_get_prompt_logprobs_dict", "_dummy_sampler_run", "_model_forward", "_dummy_run", "sample_tokens")
-    v2 = ("load_model", "_dummy_sampler_run", "prepare_inputs", "execute_model")
+    both = "_dummy_sampler_run", "profile_run"
+    v1 = (*both, "_get_prompt_logprobs_dict", "_model_forward", "_dummy_run", "sample_tokens")
+    v2 = (*both, "load_model", "prepare_inputs", "execute_model")
     for owner, names in ((GPUModelRunner, v1), (GPUModelRunnerV2, v2)):
         for name in names:
             monkeypatch.setattr(owner, name, getattr(owner, name))

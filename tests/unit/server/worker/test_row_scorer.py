@@ -165,3 +165,18 @@ def test_rows_that_wait_are_dropped_with_their_request(ends: str):
     rows = worker.feed({"lane": 4})["lane"]
     check(rows, LANES["lane"], 2)
     assert not dropped.parts
+
+
+def test_what_waits_holds_no_more_memory_than_is_counted():
+    """The step's other rows are of lanes that are still in their context, or of other groups."""
+    worker = LaneWorker(1000)
+    worker.feed({"lane": 1, "own": 1, "drafts": 1}, is_projected=True)
+    for _ in range(2):
+        worker.feed({"own": 1, "lane": 1, "drafts": 1}, is_projected=True)
+    tensors = [each for rows in worker.scorer._waiting.values() for each in rows.logits]
+    held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    assert 0 < sum(held.values()) <= worker.scorer._waiting_bytes
+    # Both are aborted.
+    worker.scorer.requests.clear()
+    worker.whole(RowSpec(), STATES, TOKENS[:-1])
+    assert worker.scorer._waiting_bytes == 0

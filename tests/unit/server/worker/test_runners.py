@@ -157,7 +157,7 @@ def test_prompt_logprobs_are_made_before_drafts(monkeypatch: pytest.MonkeyPatch)
             self, state.hidden_states, state.scheduler_output.num_scheduled_tokens
         )
 
-    for name in ("_get_prompt_logprobs_dict", "_dummy_sampler_run", "_model_forward", "_dummy_run"):
+    for name in ("_get_prompt_logprobs_dict", "_dummy_sampler_run", "_model_forward", "_dummy_run", "profile_run"):
         monkeypatch.setattr(GPUModelRunner, name, getattr(GPUModelRunner, name))
     monkeypatch.setattr(GPUModelRunner, "_scoremode_sinks", None, raising=False)
     monkeypatch.setattr(GPUModelRunner, "sample_tokens", draft_then_bookkeep)
@@ -321,6 +321,7 @@ def _keep_patches(monkeypatch: pytest.MonkeyPatch) -> None:
         (GPUModelRunnerV2, "prepare_inputs"),
         (GPUModelRunnerV2, "execute_model"),
         (GPUModelRunnerV2, "_dummy_sampler_run"),
+        (GPUModelRunnerV2, "profile_run"),
         (SamplerV2, "__call__"),
         (worker_class, "add_request"),
         (worker_class, "remove_request"),
@@ -331,13 +332,31 @@ def _keep_patches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPUModelRunnerV2, "_scoremode_sinks", None, raising=False)
 
 
-def test_a_sampler_leaves_its_logits_with_the_batch(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("num_tokens", "max_bytes", "is_kept"), [(2, 24, True), (3, 24, False), (2, 23, False)], ids=str
+)
+def test_a_sampler_leaves_its_logits_with_the_batch(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, max_bytes: int, is_kept: bool
+):
+    """If they are all that a step needs, and can wait: what is left stays until the step's end."""
     monkeypatch.setattr(SamplerV2, "__call__", lambda self, logits, input_batch: logits.sum())
+    monkeypatch.setattr(runners, "_waiting_bytes", lambda budget_bytes, device: max_bytes)
     _keep_patches(monkeypatch)
     runners.patch_v2(256 * MEBIBYTE, {})
-    logits, batch = torch.ones(2, 3), SimpleNamespace()
+    logits, batch = torch.ones(2, 3), SimpleNamespace(num_reqs=2, num_tokens=num_tokens)
     assert SamplerV2.__call__(SimpleNamespace(), logits, batch) == 6
-    assert batch._scoremode_logits is logits
+    assert hasattr(batch, "_scoremode_logits") == is_kept
+
+
+def test_all_that_vllm_profiles_runs_next_to_logits_that_wait(monkeypatch: pytest.MonkeyPatch):
+    allocated, empty = [], torch.empty
+    _keep_patches(monkeypatch)
+    monkeypatch.setattr(GPUModelRunnerV2, "profile_run", lambda self: allocated.append("profiled"))
+    monkeypatch.setattr(runners, "_waiting_bytes", lambda budget_bytes, device: budget_bytes // 4)
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: allocated.append(size) or empty(*size, **options))
+    runners.patch_v2(256, {})
+    GPUModelRunnerV2.profile_run(SimpleNamespace(device=CPU))
+    assert allocated == [(64,), "profiled"]
 
 
 def test_a_preempted_request_starts_again_unless_its_prompt_was_over(engine: Engine):

@@ -186,6 +186,17 @@ def test_the_references_rows_of_several_steps_are_projected_at_once(reference: S
         worker = let_wait(add(windows, replace(spec("compare", 1), chunk=1)), 4)
         steps(worker, *range(1, NUM_FED + 1))
         assert (num_rows, worker.num_projected) == ([4, NUM_FED - 4], [1] * NUM_FED)
+        # A step without the head ends what waits: rows after it are those of their own positions.
+        worker = let_wait(add(windows, replace(spec("compare", 1), chunk=1)), 100)
+        steps(worker, 1, 2)
+        there, windows.leased = windows.leased, SimpleNamespace(**{**vars(ROOM), "find": lambda key, local: None})
+        worker.scorer.requests["request"].leased = windows.leased
+        token_ids = torch.tensor(TOKENS[:-1])
+        worker.step("request", 2, STATES[2:3], token_ids, NUM_FED)
+        worker.scorer.requests["request"].leased = windows.leased = there
+        rest = worker.step("request", 3, STATES[3:], token_ids, NUM_FED)
+        whole = steps(add(windows, spec("compare", 1)), NUM_FED)
+        assert torch.allclose(rest.logprobs[1:], whole.logprobs[3:], equal_nan=True)
         # Another reference is held, while rows of a window that nobody wants any more wait with a score's.
         worker = let_wait(add(windows, replace(spec("compare", 1), chunk=1)), 100)
         steps(worker, 1, 2)
