@@ -83,7 +83,7 @@ class RowSink:
         head: LMHead,
     ) -> Columns:
         """Compute the rows of all pieces, one after another, from their targets [rows] and hidden states
-        [rows, hidden]."""
+        [rows, hidden]. For rows that waited these are their logits, which `head.project` returns as they are."""
         num_tops = [piece.sink.spec.num_top for piece in pieces]
         num_top = scorer.shape.vocab_size if -1 in num_tops else max(num_tops)
         if num_top > working_memory.MAX_TOP:
