@@ -35,6 +35,7 @@ from tables import table
 
 from rounded_model import rounded_model
 from scoremode import AsyncScoreClient
+from scoremode.kld import KldPositions, agreement_lengths
 from scoremode.results import KldWindowValues
 from scoremode.runs.answers import record_answers
 from scoremode.runs.corpora import load_prompts
@@ -74,8 +75,9 @@ def server_of(name: str, options: argparse.Namespace, flags: list[str]) -> Serve
     elif name != NAME:
         write_checkpoint(options.model, folder, name)
     # One sequence more: of those that hold others up, the last may not have left yet.
-    sizes = ("--max-num-seqs", str(options.batch + 1), "--max-num-batched-tokens", str(STEP_TOKENS))
-    more = ("--reference-dir", str(options.folder / "references"), *sizes)
+    sizes = ("--max-num-seqs", str(options.batch + bool(options.held_up)))
+    steps = ("--max-num-batched-tokens", str(STEP_TOKENS)) if options.held_up else ()
+    more = ("--reference-dir", str(options.folder / "references"), *sizes, *steps)
     return model_server(options.model if name == NAME else folder, "bfloat16", *more, *flags)
 
 
@@ -93,23 +95,23 @@ async def record(url: str, options: argparse.Namespace) -> Answers:
 
 async def generate(url: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Token ids of the greedy answers to prompts that are sent together."""
+    body = {"prompt": prompts, "max_tokens": num_tokens, "return_token_ids": True, "temperature": 0}
     async with httpx.AsyncClient(base_url=url, timeout=900) as client:
-        [model] = (await client.get("/v1/models")).json()["data"]
-        body = {"model": model["id"], "prompt": prompts, "max_tokens": num_tokens, "return_token_ids": True}
-        answer = await client.post("/v1/completions", json=body | {"temperature": 0} | NEUTRAL_SAMPLING)
+        answer = await client.post("/v1/completions", json=body | NEUTRAL_SAMPLING)
     answer.raise_for_status()
     return [choice["token_ids"] for choice in sorted(answer.json()["choices"], key=lambda choice: choice["index"])]
 
 
 async def together(url: str, held_up: int, batch: Awaitable[Result]) -> Result:
     """Await a batch's result, whose requests arrive while the engine computes other prompts, a step for each."""
+    if not held_up:
+        return await batch
     others = [random_tokens(random.Random(), STEP_TOKENS) for _ in range(held_up)]
-    busy = asyncio.create_task(generate(url, others, 1)) if held_up else None
+    busy = asyncio.create_task(generate(url, others, 1))
     # Until these have arrived.
-    await asyncio.sleep(HEAD_START_SECONDS if held_up else 0)
+    await asyncio.sleep(HEAD_START_SECONDS)
     result = await batch
-    if busy:
-        await busy
+    await busy
     return result
 
 
@@ -138,7 +140,9 @@ async def compare(url: str, name: str, answers: Answers, options: argparse.Names
     noise = np.quantile(np.abs(decode - prefill), 0.99)
     rows = []
     for lane in LANES:
-        predicted = [predicted_length(window) for window in windows[lane]]
+        positions = KldPositions.concatenate([window.positions for window in windows[lane]])
+        sizes = np.array([window.num_scored for window in windows[lane]])
+        predicted = agreement_lengths(positions.top_token_ids == positions.token_ids, sizes)
         others = [row for row in range(len(answers)) if predicted[row] != real[row]]
         gaps = [gap(windows[lane][row], min(predicted[row], real[row]), own[row]) for row in others]
         quantiles = [f"{value:.3f}" for value in np.quantile(gaps or [0.0], (0.5, 0.9, 1.0))]
@@ -146,11 +150,6 @@ async def compare(url: str, name: str, answers: Answers, options: argparse.Names
         rest = (f"{noise:.3f}", f"{np.median(predicted):.0f}", f"{ratios[lane]:.2f}")
         rows.append((name, lane, f"{share:.1%}", *quantiles, *rest))
     return rows
-
-
-def predicted_length(window: KldWindowValues) -> int:
-    """The answer's tokens before the first that is not the copy's top token."""
-    return int(np.append(window.positions.top_token_ids != window.positions.token_ids, True).argmax())
 
 
 def gap(window: KldWindowValues, at: int, own: list[int]) -> float:

@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from scoremode import AsyncScoreClient
 from scoremode.cli.layers import as_text
 from scoremode.runs.corpora import load_corpus
 from scoremode.runs.divergence import measure_kld
-from scoremode.runs.layers import LayersMeasurement, PartCost, measure_layers
+from scoremode.runs.layers import LayersMeasurement, measure_layers
 from scoremode.runs.recipe import make_recipe
 from scoremode.runs.recording import record_reference
 
@@ -51,13 +51,6 @@ async def divergences(url: str) -> np.ndarray:
     async with AsyncScoreClient(url, timeout=900) as client:
         run = await measure_kld(client, NAME)
     return np.array([each.mean() for each in np.split(run.positions.kld, np.cumsum(run.window_sizes)[:-1])])
-
-
-def expected(measurement: LayersMeasurement, blocks: Sequence[PartCost]) -> np.ndarray:
-    """[windows], the mean divergence of each without the cost of some blocks."""
-    places = np.array([index + 1 for index, block in enumerate(measurement.blocks) if block in blocks])
-    costs = measurement.kld_sums[:, places] - measurement.kld_sums[:, places + 1]
-    return (measurement.kld_sums[:, 0] - costs.sum(1)) / measurement.window_sizes
 
 
 def main() -> None:
@@ -102,7 +95,8 @@ def main() -> None:
         with starting(servers, options.folder) as futures:
             measured = {name: asyncio.run(divergences(each.result().url)) for name, each in futures.items()}
         for name, klds in measured.items():
-            kld, without = klds.mean(), expected(measurement, choices[name])
+            without = measurement.sums_without(choices[name]) / measurement.window_sizes
+            kld = klds.mean()
             saved, predicted = measurement.whole.cost - kld, measurement.whole.cost - without.mean()
             apart = without - klds
             half = t.ppf(0.975, len(apart) - 1) * apart.std(ddof=1) / np.sqrt(len(apart))

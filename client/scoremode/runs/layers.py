@@ -154,9 +154,14 @@ class LayersMeasurement:
 
     def without(self, blocks: Sequence[PartCost]) -> Cost:
         """The divergence to expect if blocks are kept as the reference has them."""
-        places = [index + 1 for index, block in enumerate(self.blocks) if block in blocks]
-        kept = (self.kld_sums[:, places] - self.kld_sums[:, [place + 1 for place in places]]).sum(1)
-        return self._cost(self.kld_sums[:, 0] - kept)
+        return self._cost(self.sums_without(blocks))
+
+    def sums_without(self, blocks: Sequence[PartCost]) -> NDArray[np.float64]:
+        """[windows], of each the sum of divergences to expect then."""
+        places = np.array([index + 1 for index, block in enumerate(self.blocks) if block in blocks], np.int64)
+        kept = (self.kld_sums[:, places] - self.kld_sums[:, places + 1]).sum(1)
+        sums: NDArray[np.float64] = self.kld_sums[:, 0] - kept
+        return sums
 
     def _cost(self, sums: NDArray[np.float64]) -> Cost:
         num_scored, num_windows = self.window_sizes.sum(), len(sums)
