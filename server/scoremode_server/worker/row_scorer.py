@@ -226,8 +226,8 @@ class RowScorer:
         """
         head = self._head(logits_fn, hidden_states)
         if self._waiting and not any(sink.can_wait for sink in self.requests.values()):
-            self._waiting.clear()
-            self._waiting_bytes = 0
+            # All of their requests were aborted.
+            self._compute_waiting(head)
         pieces, ended, last_rows, last_tokens = [], [], [], []
         for part in parts:
             sink = self.requests[part.request_id]

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from scoremode_server.worker import runners
 from scoremode_server.worker.row_scorer import RowSink
 from scoremode_server.worker.row_spec import RowSpec
+from tests.unit.server.worker.kept_patches import set_back_at_end
 from tests.unit.server.worker.linear_scorer import ALONE, make_scorer
 from tests.unit.server.worker.test_runners import MEBIBYTE, VOCAB, Runner
 
@@ -44,16 +45,7 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Maker:
     """Of runners that are patched anew, and whose passes note whether they are inside."""
     maker = Maker()
     passes: list[bool] = []
-    both = "_dummy_sampler_run", "profile_run"
-    v1 = (*both, "_get_prompt_logprobs_dict", "_model_forward", "_dummy_run", "sample_tokens")
-    v2 = (*both, "load_model", "prepare_inputs", "execute_model")
-    for owner, names in ((GPUModelRunner, v1), (GPUModelRunnerV2, v2)):
-        for name in names:
-            monkeypatch.setattr(owner, name, getattr(owner, name))
-        monkeypatch.setattr(owner, "_scoremode_sinks", None, raising=False)
-    for name in ("add_request", "remove_request", "compute_prompt_logprobs"):
-        owner = prompt_logprob.PromptLogprobsWorker
-        monkeypatch.setattr(owner, name, getattr(owner, name))
+    set_back_at_end(monkeypatch)
 
     def note(*arguments: Any, **options: Any) -> None:
         passes.append(maker.is_open)

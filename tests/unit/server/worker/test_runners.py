@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from scoremode_server.worker import runners
 from scoremode_server.worker.row_scorer import RowScorer
 from scoremode_server.worker.row_spec import RowSpec
+from tests.unit.server.worker.kept_patches import set_back_at_end
 from tests.unit.server.worker.linear_scorer import ALONE, check_rows, make_scorer
 
 MEBIBYTE = 1024**2
@@ -157,9 +158,7 @@ def test_prompt_logprobs_are_made_before_drafts(monkeypatch: pytest.MonkeyPatch)
             self, state.hidden_states, state.scheduler_output.num_scheduled_tokens
         )
 
-    for name in ("_get_prompt_logprobs_dict", "_dummy_sampler_run", "_model_forward", "_dummy_run", "profile_run"):
-        monkeypatch.setattr(GPUModelRunner, name, getattr(GPUModelRunner, name))
-    monkeypatch.setattr(GPUModelRunner, "_scoremode_sinks", None, raising=False)
+    set_back_at_end(monkeypatch)
     monkeypatch.setattr(GPUModelRunner, "sample_tokens", draft_then_bookkeep)
     monkeypatch.setattr(runners, "get_tp_group", lambda: ALONE)
     runners.patch_v1(MEBIBYTE, {})
@@ -280,10 +279,8 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(prompt_logprob, "get_prompt_logprobs_token_ids", token_ids)
-    worker_class = prompt_logprob.PromptLogprobsWorker
-    for name in ("add_request", "remove_request", "compute_prompt_logprobs"):
-        monkeypatch.setattr(worker_class, name, getattr(worker_class, name))
-    runners._patch_worker(worker_class)
+    set_back_at_end(monkeypatch)
+    runners._patch_worker(prompt_logprob.PromptLogprobsWorker)
     return Engine()
 
 
@@ -313,25 +310,6 @@ def test_a_lane_takes_the_logits_that_its_step_sampled_from(engine: Engine, monk
     engine.check(engine.step({"scored": 1}, samples=True))
 
 
-def _keep_patches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take back what `patch_v2` sets at the end of the test."""
-    worker_class = prompt_logprob.PromptLogprobsWorker
-    for owner, name in (
-        (GPUModelRunnerV2, "load_model"),
-        (GPUModelRunnerV2, "prepare_inputs"),
-        (GPUModelRunnerV2, "execute_model"),
-        (GPUModelRunnerV2, "_dummy_sampler_run"),
-        (GPUModelRunnerV2, "profile_run"),
-        (SamplerV2, "__call__"),
-        (worker_class, "add_request"),
-        (worker_class, "remove_request"),
-        (worker_class, "compute_prompt_logprobs"),
-        (prompt_logprob, "CHUNK_SIZE"),
-    ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    monkeypatch.setattr(GPUModelRunnerV2, "_scoremode_sinks", None, raising=False)
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "max_bytes", "is_kept"), [(2, 24, True), (3, 24, False), (2, 23, False)], ids=str
 )
@@ -341,7 +319,7 @@ def test_a_sampler_leaves_its_logits_with_the_batch(
     """If they are all that a step needs, and can wait: what is left stays until the step's end."""
     monkeypatch.setattr(SamplerV2, "__call__", lambda self, logits, input_batch: logits.sum())
     monkeypatch.setattr(runners, "_waiting_bytes", lambda budget_bytes, device: max_bytes)
-    _keep_patches(monkeypatch)
+    set_back_at_end(monkeypatch)
     runners.patch_v2(256 * MEBIBYTE, {})
     logits, batch = torch.ones(2, 3), SimpleNamespace(num_reqs=2, num_tokens=num_tokens)
     assert SamplerV2.__call__(SimpleNamespace(), logits, batch) == 6
@@ -350,7 +328,7 @@ def test_a_sampler_leaves_its_logits_with_the_batch(
 
 def test_all_that_vllm_profiles_runs_next_to_logits_that_wait(monkeypatch: pytest.MonkeyPatch):
     allocated, empty = [], torch.empty
-    _keep_patches(monkeypatch)
+    set_back_at_end(monkeypatch)
     monkeypatch.setattr(GPUModelRunnerV2, "profile_run", lambda self: allocated.append("profiled"))
     monkeypatch.setattr(runners, "_waiting_bytes", lambda budget_bytes, device: budget_bytes // 4)
     monkeypatch.setattr(torch, "empty", lambda *size, **options: allocated.append(size) or empty(*size, **options))
@@ -385,7 +363,7 @@ def test_placeholders_for_drafts_have_no_rows(engine: Engine, first_step: dict[s
 
 def test_the_patch_replaces_what_is_pinned(monkeypatch: pytest.MonkeyPatch):
     worker_class = prompt_logprob.PromptLogprobsWorker
-    _keep_patches(monkeypatch)
+    set_back_at_end(monkeypatch)
     loaded = []
     monkeypatch.setattr(GPUModelRunnerV2, "load_model", lambda self, **options: loaded.append(self))
     monkeypatch.setattr(runners, "get_tp_group", lambda: ALONE)
