@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
@@ -115,8 +116,11 @@ class SinkMaker(Protocol):
         """Make the sink of a request, whose `spec.sink` names this maker; again if the request was preempted. One rank
         of a tensor-parallel group `writes` what leaves the workers."""
 
+    def allocate(self, config: VllmConfig, device: torch.device) -> None:
+        """Allocate the memory that sinks keep. Called before vLLM profiles, on ranks with an LM head; not on a CPU."""
+
     def reserve(self, scorer: "RowScorer", runner: Any, hidden_states: torch.Tensor, head: LMHead) -> None:
-        """Allocate all memory that sinks need at most. Called while vLLM profiles, with its model runner."""
+        """Use as much memory as sinks need at most in a step. Called while vLLM profiles, with its model runner."""
 
     def around_forward(
         self, model: torch.nn.Module, parts: Sequence[tuple[RowSink, StepPart]]

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
@@ -86,8 +86,10 @@ def patch_v1(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
     GPUModelRunner._dummy_run = dummy_run
     GPUModelRunner._scoremode_sinks = sinks
     if current_platform.is_cpu():
+        # There vLLM profiles nothing that is freed again, and rows as many as a step's would take minutes.
         Sampler.compute_logprobs = staticmethod(exact_logprobs)
-    _add_to_profile(GPUModelRunner, budget_bytes, reserve)
+    else:
+        _add_to_profile(GPUModelRunner, budget_bytes, sinks, reserve)
 
 
 def exact_logprobs(logits: torch.Tensor) -> torch.Tensor:
@@ -200,7 +202,7 @@ def patch_v2(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
     GPUModelRunnerV2.prepare_inputs = prepare_inputs_then_hook
     GPUModelRunnerV2._scoremode_sinks = sinks
     _patch_worker(prompt_logprob.PromptLogprobsWorker)
-    _add_to_profile(GPUModelRunnerV2, budget_bytes, reserve)
+    _add_to_profile(GPUModelRunnerV2, budget_bytes, sinks, reserve)
 
 
 def _patch_worker(worker_class: Any) -> None:
@@ -268,9 +270,14 @@ def batch_parts(scorer: RowScorer, input_batch: Any, prompt_lens: np.ndarray) ->
     return parts
 
 
-def _add_to_profile(runner_class: Any, budget_bytes: int, reserve: Callable[[Any, torch.Tensor], None]) -> None:
+def _add_to_profile(
+    runner_class: Any,
+    budget_bytes: int,
+    sinks: Mapping[str, SinkMaker],
+    reserve: Callable[[Any, torch.Tensor], None],
+) -> None:
     """Let `reserve(runner, hidden states of the sampled rows)` run after the sampler's dummy run, and all that vLLM
-    profiles next to logits that wait.
+    profiles next to logits that wait and what sinks keep.
 
     vLLM makes that run while it profiles, on the last pipeline rank and for models that generate, and holds the hidden
     states of a full batch. The V1 runner repeats it after capturing CUDA graphs: its allocator already has the memory.
@@ -288,6 +295,9 @@ def _add_to_profile(runner_class: Any, budget_bytes: int, reserve: Callable[[Any
 
     def profile_run_next_to_waiting(self: Any, *args: Any, **options: Any) -> None:
         waiting = torch.empty(_waiting_bytes(budget_bytes, self.device), dtype=torch.uint8, device=self.device)
+        if get_pp_group().is_last_rank and self.model_config.runner_type == "generate":
+            for maker in sinks.values():
+                maker.allocate(self.vllm_config, self.device)
         profile_run(self, *args, **options)
         del waiting
 

@@ -55,7 +55,7 @@ class ReferenceWorker:
         if not get_pp_group().is_last_rank or index not in orders:
             return None
         windows = self._scoremode_windows()
-        windows.allocate_head(runner.vllm_config, runner.device)
+        windows.allocate(runner.vllm_config, runner.device)
         return windows.exchange(*orders[index])
 
     def _scoremode_head(self) -> tuple[LogitsSource, HeadFormat]:

@@ -241,8 +241,7 @@ class WorkerWindows:
         return self.layers.hooking(crossing) if crossing else nullcontext()
 
     def reserve(self, scorer: RowScorer, runner: Any, hidden_states: torch.Tensor, head: LMHead) -> None:
-        """Allocate the memory for a reference's head, and compare as many rows as a step has: see `SinkMaker`."""
-        self.allocate_head(runner.vllm_config, hidden_states.device)
+        """Compare as many rows as a step has: see `SinkMaker`."""
         targets, states = zeros(runner.max_num_tokens, hidden_states)
         if self.layers is not None:
             # What a hook holds: both parts of the stream, and a step's rows of it.
@@ -250,7 +249,7 @@ class WorkerWindows:
         reference = ReferenceHead(head.project, scorer.shape.logit_bytes)
         _compare_rows(scorer, targets, states, states, head, reference, working_memory.RESERVED_TOP)
 
-    def allocate_head(self, config: VllmConfig, device: torch.device) -> None:
+    def allocate(self, config: VllmConfig, device: torch.device) -> None:
         """Make the memory for a reference's head, once: as much as for the served model's, of which most are."""
         if not hasattr(self, "leased"):
             model = config.model_config

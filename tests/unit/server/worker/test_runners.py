@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from scoremode_server.worker import runners
-from scoremode_server.worker.row_scorer import RowScorer
+from scoremode_server.worker.row_scorer import RowScorer, SinkMaker
 from scoremode_server.worker.row_spec import RowSpec
 from tests.unit.server.worker.kept_patches import set_back_at_end
 from tests.unit.server.worker.linear_scorer import ALONE, check_rows, make_scorer
@@ -326,15 +326,19 @@ def test_a_sampler_leaves_its_logits_with_the_batch(
     assert hasattr(batch, "_scoremode_logits") == is_kept
 
 
-def test_all_that_vllm_profiles_runs_next_to_logits_that_wait(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("has_head", [True, False])
+def test_all_that_vllm_profiles_runs_next_to_what_is_kept(monkeypatch: pytest.MonkeyPatch, has_head: bool):
     allocated, empty = [], torch.empty
     set_back_at_end(monkeypatch)
     monkeypatch.setattr(GPUModelRunnerV2, "profile_run", lambda self: allocated.append("profiled"))
     monkeypatch.setattr(runners, "_waiting_bytes", lambda budget_bytes, device: budget_bytes // 4)
     monkeypatch.setattr(torch, "empty", lambda *size, **options: allocated.append(size) or empty(*size, **options))
-    runners.patch_v2(256, {})
-    GPUModelRunnerV2.profile_run(SimpleNamespace(device=CPU))
-    assert allocated == [(64,), "profiled"]
+    monkeypatch.setattr(runners, "get_pp_group", lambda: SimpleNamespace(is_last_rank=has_head))
+    maker = SimpleNamespace(allocate=lambda config, device: allocated.append(config))
+    runners.patch_v2(256, cast(dict[str, SinkMaker], {"kept": maker}))
+    model = SimpleNamespace(runner_type="generate")
+    GPUModelRunnerV2.profile_run(SimpleNamespace(device=CPU, model_config=model, vllm_config="a head"))
+    assert allocated == [(64,), *["a head"][:has_head], "profiled"]
 
 
 def test_a_preempted_request_starts_again_unless_its_prompt_was_over(engine: Engine):
