@@ -90,22 +90,21 @@ class TokenPieces:
         after: what is after its rank, with its own text: `,"decoded_token":"a"}`.
         texts: the text alone: `"a"`.
         lengths: characters of the text.
-        shares_text: whether a token that was added earlier has the same text.
+        hashes: of texts, int32.
     """
 
     def __init__(self, strings: TokenStrings) -> None:
         self._strings = strings
         self.before, self.after, self.texts = (np.zeros(0, object) for _ in range(3))
         self.lengths = np.zeros(0, np.int64)
-        self.shares_text = np.zeros(0, bool)
+        self.hashes = np.zeros(0, np.int32)
         self._kinds = np.zeros(0, np.uint8)
-        self._known_texts: set[str] = set()
 
     def fill(self, token_ids: np.ndarray) -> list[int]:
         """Add these tokens [n]. Returns the places of those that end within a character."""
         size = int(token_ids.max(initial=0)) + 1
         if size > len(self._kinds):
-            for table in (self.before, self.after, self.texts, self.lengths, self.shares_text, self._kinds):
+            for table in (self.before, self.after, self.texts, self.lengths, self.hashes, self._kinds):
                 table.resize(size, refcheck=False)
         kinds = self._kinds[token_ids]
         # Searching bytes is faster than reducing a short array.
@@ -120,8 +119,7 @@ class TokenPieces:
             self.texts[token_id] = orjson.dumps(text)
             self.after[token_id] = _after_rank(text)
             self.lengths[token_id] = len(text)
-            self.shares_text[token_id] = text in self._known_texts
-            self._known_texts.add(text)
+            self.hashes[token_id] = _hash(text)
             self._kinds[token_id] = _WITHIN_CHARACTER if text.endswith(INCOMPLETE) else _WHOLE
 
 
@@ -229,22 +227,22 @@ class LogprobsWriter:
     def _openai(self, rows: Rows, entries: Entries, style: Style) -> OpenAI:
         assert style.num_top is not None
         ids, num_columns = rows.token_ids.ravel(), rows.num_columns
-        may_share_name = np.zeros(ids.shape, bool)
         if style.as_token_ids:
             names = [b'"%b"' % format_token_id_placeholder(token_id).encode() for token_id in ids.tolist()]
             lengths = np.array(list(map(len, names[::num_columns])), np.int64) - 2
+            hashes = ids
         else:
             names, lengths = self._pieces.texts[ids].tolist(), self._pieces.lengths[ids[::num_columns]]
-            may_share_name = self._pieces.shares_text[ids]
+            hashes = self._pieces.hashes[ids]
             for place, text in entries.completed:
                 names[place] = orjson.dumps(text)
-                may_share_name[place] = True
+                hashes[place] = _hash(text)
                 if place % num_columns == 0:
                     lengths[place // num_columns] = len(text)
         return OpenAI(
             b",".join(names[::num_columns]),
             b",".join(entries.logprobs[::num_columns]),
-            _top(names, rows.logprobs, entries, style.num_top, may_share_name),
+            _top(names, hashes, rows.logprobs, entries, style.num_top),
             lengths,
         )
 
@@ -295,10 +293,10 @@ def _left_out(entries: Entries, shape: tuple[int, ...], num_top: int) -> list[in
     return cast(list[int], np.flatnonzero(~shown | (shown.cumsum(axis=1) > num_top + 1)).tolist())
 
 
-def _top(names: list[bytes], logprobs: np.ndarray, entries: Entries, num_top: int, may_share_name: np.ndarray) -> bytes:
+def _top(names: list[bytes], hashes: np.ndarray, logprobs: np.ndarray, entries: Entries, num_top: int) -> bytes:
     """OpenAI's `top_logprobs` of rows with these names and logprobs [rows, columns]. Each entry has four pieces.
 
-    Different tokens may have one text. Only rows where `may_share_name` is true for a place are searched for them.
+    Different tokens may have one text. Only rows with equal `hashes` are searched for them.
     """
     num_columns, left_out = logprobs.shape[1], _left_out(entries, logprobs.shape, num_top)
     pieces = [b","] * (4 * len(names))
@@ -307,7 +305,9 @@ def _top(names: list[bytes], logprobs: np.ndarray, entries: Entries, num_top: in
     pieces[2::4] = [b":"] * len(names)
     pieces[3::4] = entries.logprobs
     hidden = set(left_out)
-    for row in np.flatnonzero(may_share_name.reshape(logprobs.shape).any(axis=1)).tolist():
+    shown = hashes.astype(np.int32).reshape(logprobs.shape)
+    shown.flat[left_out] = -1 - np.arange(len(left_out))
+    for row in np.flatnonzero((np.diff(np.sort(shown, axis=1)) == 0).any(axis=1)).tolist():
         places = set(range(row * num_columns, (row + 1) * num_columns)) - hidden
         best = _most_likely(names, logprobs.flat, sorted(places))
         left_out += places - best.keys()
@@ -326,6 +326,10 @@ def _most_likely(names: list[bytes], logprobs: "np.flatiter[Any]", places: Itera
         if first not in best or logprobs[place] > logprobs[best[first]]:
             best[first] = place
     return best
+
+
+def _hash(text: str) -> int:
+    return hash(text) & 0x7FFFFFFF
 
 
 def _rank(rank: int) -> bytes:
