@@ -52,14 +52,18 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 
 def check_divergences(
-    served: torch.Tensor, reference: torch.Tensor, comparison: Comparison, absolute: float = ABSOLUTE
+    served: torch.Tensor,
+    reference: torch.Tensor,
+    comparison: Comparison,
+    relative: float = RELATIVE,
+    absolute: float = ABSOLUTE,
 ) -> None:
     log_q, log_p = served.double().log_softmax(1), reference.double().log_softmax(1)
     both = ((comparison.kld, divergence(log_p, log_q)), (comparison.reverse_kld, divergence(log_q, log_p)))
     for found, exact in both:
         assert found.dtype == torch.float32
         assert not (found < 0).any()
-        torch.testing.assert_close(found.double(), exact, rtol=RELATIVE, atol=absolute, equal_nan=True)
+        torch.testing.assert_close(found.double(), exact, rtol=relative, atol=absolute, equal_nan=True)
     exact = torch.minimum(log_p.exp(), log_q.exp()).sum(1)
     assert comparison.acceptance.dtype == torch.float32
     assert not ((comparison.acceptance < 0) | (comparison.acceptance > 1)).any()
@@ -161,7 +165,7 @@ def test_a_row_of_minus_infinity_alone_is_not_a_distribution():
 
 
 LOGIT = st.one_of(
-    st.floats(-50, 50, width=32), st.sampled_from([0.0, -math.inf, -1e4, 1e4, torch.finfo(torch.float32).min])
+    st.floats(-40, 40, width=32), st.sampled_from([0.0, -math.inf, -1e4, 1e4, torch.finfo(torch.float32).min])
 )
 
 
@@ -170,8 +174,9 @@ LOGIT = st.one_of(
 @given(st.lists(st.tuples(LOGIT, LOGIT), min_size=1, max_size=40))
 def test_any_two_rows(pairs: list[tuple[float, float]]):
     served, reference = (torch.tensor([side]) for side in zip(*pairs, strict=True))
-    # The roundings of terms where p and q are not close, and of differences of logits.
-    check_divergences(served, reference, compared(served, reference), absolute=1e-6)
+    # The roundings of terms where p and q are not close, and of differences of logits: the exponent of exp(-80) is
+    # rounded twice, each time by up to 2^-24 of it, and such a term may be the largest where the other side has -3e38.
+    check_divergences(served, reference, compared(served, reference), relative=1e-5, absolute=1e-6)
 
 
 @pytest.mark.parametrize("limit", [1, 7, 100])
