@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -236,9 +236,11 @@ class WorkerWindows:
         if self.layers is None or self.layers.model is not model:
             self.layers = DecoderLayers(model)
             return self.layers.watching()
-        windows = [(sink, part) for sink, part in parts if isinstance(sink, ComparedWindow | RecordedWindow)]
-        crossing = [(window, part) for window, part in windows if window.mark.boundaries]
-        return self.layers.hooking(crossing) if crossing else nullcontext()
+        return self.layers.hooking(
+            (sink.cross, sink.mark.boundaries, part)
+            for sink, part in parts
+            if isinstance(sink, ComparedWindow | RecordedWindow)
+        )
 
     def reserve(self, scorer: RowScorer, runner: Any, hidden_states: torch.Tensor, head: LMHead) -> None:
         """Compare as many rows as a step has: see `SinkMaker`."""

@@ -173,7 +173,8 @@ def run(layers: DecoderLayers, requests: list[tuple[torch.Tensor, Window | None]
     for number, (embedded, window) in enumerate(requests):
         if window is not None:
             # A placeholder follows the prompt's last token.
-            parts.append((window, StepPart(str(number), 0, row, len(embedded) + 1, len(embedded))))
+            part = StepPart(str(number), 0, row, len(embedded) + 1, len(embedded))
+            parts.append((window.cross, window.mark.boundaries, part))
         positions += [*range(len(embedded) + 1)]
         row += len(embedded) + 1
     with layers.hooking(parts):
@@ -234,8 +235,7 @@ class TwoLists(Model):
     ],
 )
 def test_other_layers_are_refused_by_their_class(model, refusal):
-    layers = watched(model)
-    assert (layers.refusal, layers.described) == (refusal, None)
+    assert watched(model).described == refusal
 
 
 def test_a_layer_of_the_models_list_that_is_not_called_is_no_boundary():
@@ -243,13 +243,13 @@ def test_a_layer_of_the_models_list_that_is_not_called_is_no_boundary():
     layers = DecoderLayers(model)
     with layers.watching():
         pass
-    assert layers.refusal.startswith("Layer: its layers were not called")
-    assert layers.described is None
+    assert layers.described.startswith("Layer: its layers were not called")
 
 
 def test_of_two_names_for_a_norm_the_one_called_with_the_stream_counts():
     layers = watched(Model(SandwichLayer))
-    assert layers._norms == [layer.pre_feedforward_layernorm for layer in layers._layers]
+    norms = [layer.pre_feedforward_layernorm for layer in layers.model.model.layers]
+    assert [cut.args[0] for cut in layers.cuts[1::2]] == norms
 
 
 def test_adding_zero_is_exact_and_leaves_other_rows():
