@@ -75,12 +75,10 @@ class MarkedWindow:
         reference: StoredReference,
         index: int,
         settings: ScoreSettings,
-        *,
-        num_boundaries: int = 0,
-        from_boundary: int | None = None,
+        boundaries: Iterable[int] = (),
     ) -> "MarkedWindow":
-        """A window of a reference whose text was read. Its tokens count in the queue until it is done. The last two
-        arguments are those of a `WindowMark`."""
+        """A window of a reference whose text was read. Its tokens count in the queue until it is done. At `boundaries`
+        its residual stream is recorded or replaced: see `WindowMark`."""
         token_ids, first = reference.text.window(index)
         settings.queue.add(1, len(token_ids))
         mark = WindowMark(
@@ -92,8 +90,7 @@ class MarkedWindow:
             ticket=random_uuid(),
             head=f"{reference.name}/{reference.manifest.identity}",
             num_fed=len(token_ids) - 1,
-            num_boundaries=num_boundaries,
-            from_boundary=from_boundary,
+            boundaries=tuple(boundaries),
         )
         return cls(token_ids, first, mark, settings)
 
@@ -105,7 +102,7 @@ class MarkedWindow:
             self.token_ids,
             self.settings.in_lane(spec),
             # A request may have a window once for each boundary.
-            request_id=f"{self.settings.request_id}-{self.mark.index}-{self.mark.from_boundary}",
+            request_id=f"{self.settings.request_id}-{self.mark.index}-{self.mark.ticket}",
             # Cached positions have no hidden states, so a window must not hit another's prefix.
             cache_salt=random_uuid(),
             use_cache=False,
@@ -156,14 +153,9 @@ class Comparer:
     ) -> AsyncGenerator[tuple[int, ComparedRows], None]:
         """Score the windows of an opened reference with the served model, from a boundary of its layers on or as a
         whole. Yields the index of each and its rows, in the order of `indices`."""
-        return self.compare_windows(
-            reference,
-            (
-                MarkedWindow.begin("compare", reference, index, settings, from_boundary=from_boundary)
-                for index in indices
-            ),
-            settings,
-        )
+        boundaries = () if from_boundary is None else (from_boundary,)
+        windows = (MarkedWindow.begin("compare", reference, index, settings, boundaries) for index in indices)
+        return self.compare_windows(reference, windows, settings)
 
     def compare_windows(
         self, reference: StoredReference, windows: Iterable[MarkedWindow], settings: ScoreSettings
@@ -250,7 +242,7 @@ class Comparer:
         assert head is not None
         try:
             # With a residual stream, workers keep two tensors of the window.
-            num_tokens = len(window.token_ids) * (1 if window.mark.from_boundary is None else 2)
+            num_tokens = len(window.token_ids) * (2 if window.mark.boundaries else 1)
             async with self.files.loaded(window.mark, head, num_tokens, rank) as loaded_rank:
                 return await self.core.scorer.engine.prompt_columns(window.request(loaded_rank))
         except UnreadableFileError as error:

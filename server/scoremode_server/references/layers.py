@@ -101,11 +101,11 @@ class LayerParts:
         if layers is None or layers.floor is not None:
             return
 
-        def resumed(boundary: int | None) -> MarkedWindow:
-            window = MarkedWindow.begin("compare", reference, 0, settings, from_boundary=boundary)
+        def resumed(boundaries: tuple[int, ...]) -> MarkedWindow:
+            window = MarkedWindow.begin("compare", reference, 0, settings, boundaries)
             return replace(window, token_ids=[(token_id + 1) % vocab_size for token_id in window.token_ids])
 
-        windows = map(resumed, (None, *range(layers.num_boundaries)))
+        windows = map(resumed, [(), *((boundary,) for boundary in range(layers.num_boundaries))])
         means: list[float] = []
         async with aclosing(self.comparer.compare_windows(reference, windows, settings)) as in_order:
             async for _, rows in in_order:

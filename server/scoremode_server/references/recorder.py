@@ -149,7 +149,7 @@ class Recorder:
         """A window that has a file. If that or one of its layers' is damaged, the window is recorded again."""
 
         def read() -> torch.Tensor:
-            for boundary in range(_num_boundaries(reference)):
+            for boundary in _boundaries(reference):
                 reference.read_stream(index, boundary)
             return reference.read_shard(index)[1]
 
@@ -160,8 +160,7 @@ class Recorder:
         return -json_logprobs(logprobs.numpy()), None
 
     async def _record_window(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
-        num_boundaries = _num_boundaries(reference)
-        window = MarkedWindow.begin("record", reference, index, settings, num_boundaries=num_boundaries)
+        window = MarkedWindow.begin("record", reference, index, settings, _boundaries(reference))
         _, columns, ranks = await self.core.scorer.engine.prompt_columns(window.request())
         window.check_rows(np.isnan(columns[:, 0]))
         await self._wait_until_written(reference, window.mark.ticket, f"window {window.mark.index}")
@@ -192,10 +191,10 @@ class Recorder:
         await self.references.save(reference, lambda _: {"result": result})
 
 
-def _num_boundaries(reference: StoredReference) -> int:
+def _boundaries(reference: StoredReference) -> range:
     """The boundaries at which a reference has the residual stream."""
     layers = reference.manifest.layers
-    return 0 if layers is None else layers.num_boundaries
+    return range(0 if layers is None else layers.num_boundaries)
 
 
 def _settings(answers: Answers) -> ReferenceAnswers:

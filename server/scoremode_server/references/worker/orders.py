@@ -30,17 +30,9 @@ class WindowMark:
     """The key of the reference's LM head, if it is needed."""
     num_fed: int = 0
     """Tokens that the engine is fed, if the residual stream is needed."""
-    num_boundaries: int = 0
-    """To record: the boundaries at which the stream is kept; 0 for none."""
-    from_boundary: int | None = None
-    """To compare: the boundary at which the stream is replaced by the reference's; None for nowhere."""
-
-    @property
-    def boundaries(self) -> range:
-        """The boundaries at which the stream is kept or replaced."""
-        if self.from_boundary is not None:
-            return range(self.from_boundary, self.from_boundary + 1)
-        return range(self.num_boundaries)
+    boundaries: tuple[int, ...] = ()
+    """Of decoder layers: to record, those at which the stream is kept; to compare, the one at which it is replaced by
+    the reference's, if any."""
 
 
 class ReadWindow(msgspec.Struct, tag=True):

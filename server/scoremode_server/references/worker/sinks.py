@@ -1,7 +1,7 @@
 """The sinks of references' windows in an engine worker, and the files and the memory that they need."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -59,17 +59,16 @@ class ComparedWindow(RowSink):
     recorded: torch.Tensor | None
     """The reference's hidden states, on the host; None if they could not be read."""
     leased: LeasedHead
-    stream: torch.Tensor | None = None
-    """The reference's residual stream at `mark.from_boundary`, on the host; None if it is not needed, or could not be
-    read."""
+    streams: Mapping[int, torch.Tensor]
+    """The reference's residual stream at each boundary of `mark`, on the host; none if it could not be read."""
     num_replaced: int = 0
     """Tokens whose stream was replaced."""
 
     def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
         """Replace the residual stream by the reference's."""
         num_tokens = rows.stop - rows.start
-        if self.stream is not None and self.num_replaced == position:
-            recorded = self.stream[position : position + num_tokens]
+        if boundary in self.streams and self.num_replaced == position:
+            recorded = self.streams[boundary][position : position + num_tokens]
             stream.replace(rows, recorded.to(stream.hidden_states.device, non_blocking=True))
             self.num_replaced += num_tokens
 
@@ -82,7 +81,7 @@ class ComparedWindow(RowSink):
         return None if self.recorded is None else self.leased.find(self.mark.head, local=local)
 
     def is_ready(self, *, local: bool) -> bool:
-        has_resumed = self.mark.from_boundary is None or self.num_replaced == self.end
+        has_resumed = not self.mark.boundaries or self.num_replaced == self.end
         return has_resumed and self.head(local=local) is not None
 
     def missing(self, num_rows: int, device: torch.device) -> Columns:
@@ -187,8 +186,8 @@ class RecordedWindow(RowSink):
         self.write(self)
 
 
-WindowTensors = tuple[torch.Tensor, torch.Tensor | None]
-"""A window's hidden states [scored, hidden] of a reference, and its residual stream [fed, hidden] if it is needed."""
+WindowTensors = tuple[torch.Tensor, dict[int, torch.Tensor]]
+"""A window's hidden states [scored, hidden] of a reference, and its residual stream [fed, hidden] at boundaries."""
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -225,9 +224,9 @@ class WorkerWindows:
         if mark.action == "record":
             return RecordedWindow(spec, mark=mark, write=self._write_window_later) if writes else RowSink(spec)
         read = self._reads.get(mark.ticket)
-        recorded, stream = (None, None) if read is None or not read.done() or read.exception() else read.result()
+        recorded, streams = (None, {}) if read is None or not read.done() or read.exception() else read.result()
         make_sink = ExportedWindow if mark.action == "export" else ComparedWindow
-        return make_sink(spec, mark=mark, recorded=recorded, leased=self.leased, stream=stream)
+        return make_sink(spec, mark=mark, recorded=recorded, leased=self.leased, streams=streams)
 
     def around_forward(
         self, model: torch.nn.Module, parts: Sequence[tuple[RowSink, StepPart]]
@@ -300,10 +299,11 @@ class WorkerWindows:
         head = reference.manifest.head
         if head is None or hidden_states.shape != (mark.num_scored, head.hidden_size):
             raise BrokenFileError(f"{reference.shard(mark.index)} has hidden states {tuple(hidden_states.shape)}")
-        stream = None if mark.from_boundary is None else reference.read_stream(mark.index, mark.from_boundary)
-        if stream is not None and stream.shape[0] != mark.num_fed:
-            raise BrokenFileError(f"{reference.stream(mark.index, mark.from_boundary or 0)} has {len(stream)} tokens")
-        return self._on_host(hidden_states), None if stream is None else self._on_host(stream)
+        streams = {boundary: self._on_host(reference.read_stream(mark.index, boundary)) for boundary in mark.boundaries}
+        for boundary, stream in streams.items():
+            if len(stream) != mark.num_fed:
+                raise BrokenFileError(f"{reference.stream(mark.index, boundary)} has {len(stream)} tokens")
+        return self._on_host(hidden_states), streams
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory() if self._pins else tensor
@@ -329,7 +329,7 @@ class WorkerWindows:
             if logprobs.isnan().any():
                 raise ValueError("the model computed NaN")
             reference = self.root.open_same(mark.reference, mark.identity)
-            for boundary in range(mark.num_boundaries):
+            for boundary in mark.boundaries:
                 parts = window.streams[boundary]
                 if (num_tokens := sum(map(len, parts))) != mark.num_fed:
                     raise ValueError(f"{num_tokens} of {mark.num_fed} tokens passed boundary {boundary} of the layers")

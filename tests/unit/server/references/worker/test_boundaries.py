@@ -8,7 +8,6 @@ from torch import nn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from scoremode_server.references.worker.layers import DecoderLayers, Stream
-from scoremode_server.references.worker.orders import WindowMark
 from scoremode_server.worker.row_scorer import StepPart
 
 HIDDEN = 4
@@ -144,8 +143,7 @@ class Window:
     """Keeps copies, or replaces with what another kept."""
 
     def __init__(self, recorded: "Window | None" = None, boundary: int | None = None, num_boundaries: int = 5):
-        count = 0 if recorded else num_boundaries
-        self.mark = WindowMark("record", "", "", 0, 0, num_boundaries=count, from_boundary=boundary)
+        self.boundaries = range(num_boundaries) if boundary is None else (boundary,)
         self.recorded, self.copies = recorded, [[] for _ in range(num_boundaries)]
 
     def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
@@ -174,7 +172,7 @@ def run(layers: DecoderLayers, requests: list[tuple[torch.Tensor, Window | None]
         if window is not None:
             # A placeholder follows the prompt's last token.
             part = StepPart(str(number), 0, row, len(embedded) + 1, len(embedded))
-            parts.append((window.cross, window.mark.boundaries, part))
+            parts.append((window.cross, window.boundaries, part))
         positions += [*range(len(embedded) + 1)]
         row += len(embedded) + 1
     with layers.hooking(parts):
