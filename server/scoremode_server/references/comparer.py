@@ -2,8 +2,8 @@
 read files, the event loop none."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -186,16 +186,7 @@ class Comparer:
 
         window_bytes = base_file_of(reference).window_size
         num_ahead = max(1, BYTES_AHEAD // window_bytes)
-        with self._reserved(num_ahead * window_bytes):
-            marked = (MarkedWindow.begin("export", reference, index, settings) for index in indices)
-            windows = self._in_order(reference, marked, settings, exported, most=num_ahead)
-            async with aclosing(windows) as in_order:
-                async for rows in in_order:
-                    yield rows
-
-    @contextmanager
-    def _reserved(self, num_bytes: int) -> Iterator[None]:
-        """Memory for the windows of one export."""
+        num_bytes = num_ahead * window_bytes
         if self._exported_bytes and self._exported_bytes + num_bytes > EXPORTED_BYTES:
             raise BusyError(
                 f"exports to other clients may have {self._exported_bytes} of {EXPORTED_BYTES} bytes in memory: "
@@ -204,7 +195,10 @@ class Comparer:
             )
         self._exported_bytes += num_bytes
         try:
-            yield
+            windows = (MarkedWindow.begin("export", reference, index, settings) for index in indices)
+            async with aclosing(self._in_order(reference, windows, settings, exported, most=num_ahead)) as in_order:
+                async for rows in in_order:
+                    yield rows
         finally:
             self._exported_bytes -= num_bytes
 
@@ -228,13 +222,10 @@ class Comparer:
         window of the same request was computed already: then this waits until it does not."""
         while True:
             try:
-                columns = await self._loaded_columns(reference, window)
+                return await self._loaded_columns(reference, window)
             except BusyError:
                 if window.settings.queue.entered_at is None:
                     raise
-            else:
-                window.settings.queue.done(len(window.token_ids), 0)
-                return columns
             await asyncio.sleep(RETRY_AFTER_SECONDS)
 
     async def _loaded_columns(self, reference: StoredReference, window: MarkedWindow) -> Columns:
@@ -244,7 +235,9 @@ class Comparer:
             # With a residual stream, workers keep two tensors of the window.
             num_tokens = len(window.token_ids) * (2 if window.mark.boundaries else 1)
             async with self.files.loaded(window.mark, head, num_tokens, rank) as loaded_rank:
-                return await self.core.scorer.engine.prompt_columns(window.request(loaded_rank))
+                columns = await self.core.scorer.engine.prompt_columns(window.request(loaded_rank))
         except UnreadableFileError as error:
             await self.references.current(reference)
             raise self.references.broken(reference.name, BrokenFileError(str(error))) from None
+        window.settings.queue.done(len(window.token_ids), 0)
+        return columns
