@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -14,8 +14,8 @@ from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
 from scoremode.wire.references import Answers, CorpusInfo, LayerBlock, ReferenceAnswers, ReferenceLayers
-from scoremode_server.errors import ConflictError, RequestError
-from scoremode_server.references.comparer import MarkedWindow
+from scoremode_server.errors import ConflictError, RequestError, StorageError
+from scoremode_server.references.comparer import Comparer, MarkedWindow
 from scoremode_server.references.exchange import UnreadableFileError, WorkerFiles
 from scoremode_server.references.files.directory import StoredReference, StoredText
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, Result, TextPlan, text_fingerprint
@@ -37,6 +37,14 @@ MAX_UNWRITTEN_BYTES = 2 * 1024**3
 SECONDS_TO_WRITE = 120
 """The time in which a computed window must be on disk, and after all windows the LM head."""
 
+LARGEST_FLOOR = 1e-3
+"""Nats by which a model in float32 may diverge from itself when it is resumed: what rounding in another place gives. A
+stream that is not cut right gives tenths."""
+LARGEST_FLOOR_16_BITS = 1e-2
+LARGEST_SHARE = 0.01
+"""Of the divergence that the other tokens cause without a stream: where logits hardly differ, a stream that is not cut
+right gives little too."""
+
 WindowOnDisk = tuple[np.ndarray, np.ndarray | None]
 """NLLs [scored] float64 in nats, and ranks [scored]; ranks are None if the window was on disk before this request."""
 
@@ -47,6 +55,7 @@ class Recorder:
     core: Core
     files: WorkerFiles
     layers: LayerParts
+    comparer: Comparer
 
     async def begin(
         self,
@@ -62,7 +71,7 @@ class Recorder:
         what the texts were made of. ConflictError if there is another reference of that name."""
         text, plan = await asyncio.to_thread(_plan, texts, labels)
         if layers is not None:
-            await self.layers.check_space(name, text)
+            await self._check_space(name, text, layers)
         head, model = await self._served_head(), self.references.model
         new = Manifest(
             identity=uuid.uuid4().hex,
@@ -72,7 +81,9 @@ class Recorder:
             text=plan,
             corpus=corpus,
             layers=layers,
-            answers=None if answers is None else _settings(answers),
+            answers=None
+            if answers is None
+            else ReferenceAnswers(**answers.model_dump(exclude={"data"}), num_answers=len(answers.data)),
         )
         create = partial(self.references.directory.create, name, new, text, () if answers is None else answers.data)
         try:
@@ -103,6 +114,20 @@ class Recorder:
         return await self.references.save(
             reference, lambda manifest: {"head": manifest.head or head, "corpus": manifest.corpus or corpus}
         )
+
+    async def _check_space(self, name: str, text: StoredText, layers: ReferenceLayers) -> None:
+        """Make sure that the layers of a text's windows that are not recorded yet fit on the disk. StorageError if they
+        do not."""
+        sizes = text.num_tokens - 1
+        recorded = await self.references.in_thread(name, partial(self.references.directory.recorded_windows, name))
+        missing = [size for index, size in enumerate(sizes.tolist()) if index not in recorded]
+        num_bytes = sum(missing) * layers.token_bytes(self.references.model.dtype)
+        if num_bytes > (free_bytes := await self.references.free_bytes()):
+            raise StorageError(
+                f"reference {name!r}: its layers need {num_bytes / 2**30:.1f} GiB, and the disk of references has "
+                f"{free_bytes / 2**30:.1f} GiB free: record fewer tokens, or make space",
+                "layers",
+            )
 
     async def _served_head(self) -> HeadFormat:
         answers = await call_workers(self.core.client, "scoremode_describe_head")
@@ -185,21 +210,48 @@ class Recorder:
 
     async def finish(self, reference: StoredReference, nlls: list[np.ndarray], settings: ScoreSettings) -> None:
         """Store the perplexity of a reference, and the floor of its layers, after all windows are recorded."""
-        await self.layers.measure_floor(reference, settings)
+        await self._measure_floor(reference, settings)
         figures = await asyncio.to_thread(lambda: perplexity(np.concatenate(nlls).tolist()))
         result = Result.model_validate(figures, from_attributes=True)
         await self.references.save(reference, lambda _: {"result": result})
+
+    async def _measure_floor(self, reference: StoredReference, settings: ScoreSettings) -> None:
+        """Resume the recorded model from each of its boundaries on the first window, and store how far it then is from
+        itself.
+
+        The engine is fed other tokens than the window's. So the result shows that nothing but the stream matters to the
+        layers after a boundary, and that it was replaced. RequestError if the divergence is not near 0.
+        """
+        layers, vocab_size = reference.manifest.layers, self.core.limits.vocab_size
+        if layers is None or layers.floor is not None:
+            return
+
+        def resumed(boundaries: tuple[int, ...]) -> MarkedWindow:
+            window = MarkedWindow.begin("compare", reference, 0, settings, boundaries)
+            return replace(window, token_ids=[(token_id + 1) % vocab_size for token_id in window.token_ids])
+
+        windows = map(resumed, [(), *((boundary,) for boundary in range(layers.num_boundaries))])
+        async with aclosing(self.comparer.compare_windows(reference, windows, settings)) as in_order:
+            means = [float(np.mean(rows.positions.kld, dtype=np.float64)) async for _, rows in in_order]
+        not_resumed, *floor = means
+        largest = LARGEST_FLOOR if reference.manifest.model.dtype == "float32" else LARGEST_FLOOR_16_BITS
+        limit = min(largest, LARGEST_SHARE * not_resumed)
+        # Not so where one is NaN or infinite.
+        if not max(floor) <= limit:
+            raise RequestError(
+                f"layers: {layers.layer_class} cannot be measured: resumed from its own boundary "
+                f"{int(np.argmax(floor))}, the model diverges from itself by {max(floor):.3g} nats, more than "
+                f"{limit:g}: delete the reference, and record it without layers",
+                "layers",
+            )
+        measured = layers.model_copy(update={"floor": floor})
+        await self.references.save(reference, lambda _: {"layers": measured})
 
 
 def _boundaries(reference: StoredReference) -> range:
     """The boundaries at which a reference has the residual stream."""
     layers = reference.manifest.layers
     return range(0 if layers is None else layers.num_boundaries)
-
-
-def _settings(answers: Answers) -> ReferenceAnswers:
-    """How answers were generated, without the answers."""
-    return ReferenceAnswers(**answers.model_dump(exclude={"data"}), num_answers=len(answers.data))
 
 
 def _blocks(layers: ReferenceLayers | None) -> list[LayerBlock] | None:

@@ -72,8 +72,9 @@ def start(core: Core, state: State) -> None:
         stored = References(ReferenceDirectory(root), core.identity, "name")
         files = WorkerFiles(core.client, core.admission)
         comparer = Comparer(replace(stored, param="reference"), core, files)
-        layers = LayerParts(stored, core, comparer)
-        state.scoremode_references = ReferenceParts(stored, Recorder(stored, core, files, layers), comparer, layers)
+        layers = LayerParts(core)
+        recorder = Recorder(stored, core, files, layers, comparer)
+        state.scoremode_references = ReferenceParts(stored, recorder, comparer, layers)
 
 
 def references_of(raw_request: Request) -> ReferenceParts:
@@ -210,7 +211,9 @@ async def export_reference(name: str, raw_request: Request, first: int = 0) -> R
 async def get_layers(raw_request: Request) -> ServedLayers:
     """The blocks between the boundaries of the residual stream, as a reference recorded with `layers` has them, and the
     free space for references."""
-    return await references_of(raw_request).layers.describe()
+    references = references_of(raw_request)
+    layers = await references.layers.served()
+    return ServedLayers(**layers.model_dump(), free_bytes=await references.stored.free_bytes())
 
 
 @router.post(
