@@ -97,7 +97,6 @@ class HeadLayer:
         self._processor.head_dtype = getattr(torch, head.head_dtype)
         rows = self._layer.num_embeddings_per_partition
         self._shapes = [(rows, head.hidden_size), (rows,)][: 1 + head.has_bias]
-        self._weights: list[torch.Tensor] = []
         # Of this rank's part.
         self.num_bytes = sum(map(math.prod, self._shapes)) * self._dtype.itemsize
 

@@ -46,11 +46,9 @@ class Stream:
 
     def replace(self, rows: slice, stream: torch.Tensor) -> None:
         """Replace rows. The sum of a 0 is exact."""
-        if self.residual is None:
-            self.hidden_states[rows] = stream
-        else:
-            self.residual[rows] = stream
-            self.hidden_states[rows] = 0
+        kept = self.hidden_states if self.residual is None else self.residual
+        self.hidden_states[rows] = 0
+        kept[rows] = stream
 
     @property
     def flaw(self) -> str:
@@ -89,8 +87,7 @@ class DecoderLayers:
         """Learn where the stream is cut from a forward pass that runs inside."""
         lists = _layer_lists(self.model)
         if len(lists) != 1:
-            name = type(self.model).__name__
-            self.described = f"{name}: it has {len(lists)} lists of layers with attention, not one"
+            self.described = f"{type(self.model).__name__}: it has {len(lists)} lists of layers with attention, not one"
             yield
             return
         ((prefix, layers),) = lists.items()
@@ -114,8 +111,7 @@ class DecoderLayers:
             hooks.enter_context(_after_layer(layers[-1], partial(see, layers[-1])))
             yield
         if not flaws and len(hidden_sizes) != 1:
-            name = type(layers[0]).__name__
-            flaws.append(f"{name}: its layers were not called, or with several hidden sizes")
+            flaws.append(f"{type(layers[0]).__name__}: its layers were not called, or with several hidden sizes")
         self.described = flaws[0] if flaws else self._cut(prefix, layers, calls, hidden_sizes.pop())
 
     def _cut(
@@ -229,11 +225,8 @@ def _kind(modules: Sequence[nn.Module]) -> BlockKind:
     mixers = [part for part in parts if isinstance(part, AttentionLayerBase)]
     if not mixers:
         return "moe" if any(type(part).__module__.startswith(_MOE) for part in parts) else "mlp"
-    has_rest = not all(_has_attention(module) for module in modules)
-    return "layer" if has_rest else _mixer_kind(mixers[0])
-
-
-def _mixer_kind(part: nn.Module) -> BlockKind:
-    if not isinstance(part, MambaBase):
+    if not all(map(_has_attention, modules)):
+        return "layer"
+    if not isinstance(mixers[0], MambaBase):
         return "attention"
-    return "mamba" if "Mamba" in type(part).__name__ else "linear_attention"
+    return "mamba" if "Mamba" in type(mixers[0]).__name__ else "linear_attention"

@@ -124,13 +124,12 @@ class ExportedWindow(ComparedWindow):
     ) -> Columns:
         reference, recorded = self._reference(scorer, pieces, local=False)
         num_rows = len(targets)
-        step = scorer.rows_within(scorer.shape.vocab_size * (reference.logit_bytes + llama_cpp.LOGIT_BYTES))
-        chunks = []
-        for start in range(0, num_rows, step):
-            logits = reference.logits_fn(recorded[start : min(start + step, num_rows)])
-            # At once, because many rows do not fit the GPU.
-            chunks.append(llama_cpp.quantized(logits).cpu())
-            del logits
+        limit = scorer.rows_within(scorer.shape.vocab_size * (reference.logit_bytes + llama_cpp.LOGIT_BYTES))
+        # To the host at once, because many rows do not fit the GPU.
+        chunks = [
+            llama_cpp.quantized(reference.logits_fn(recorded[start : min(start + limit, num_rows)])).cpu()
+            for start in range(0, num_rows, limit)
+        ]
         return torch.cat(chunks), torch.zeros(num_rows, 1), torch.zeros(num_rows, dtype=torch.int32)
 
 
@@ -169,8 +168,7 @@ class RecordedWindow(RowSink):
 
     def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
         """Copy the residual stream."""
-        copied = stream.copy(rows)
-        self.streams[boundary].append(_to_host(copied) if copied.is_cuda else copied)
+        self.streams[boundary].append(_to_host(stream.copy(rows)))
 
     def store(self, columns: Columns, hidden_states: torch.Tensor) -> None:
         super().store(columns, hidden_states)
@@ -179,8 +177,7 @@ class RecordedWindow(RowSink):
 
     def finish(self) -> None:
         if self.hidden_states[0].is_pinned():
-            self.copied = torch.cuda.Event()
-            self.copied.record()
+            self.copied = torch.cuda.current_stream().record_event()
         self.write(self)
 
 
@@ -195,6 +192,11 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the host, from which a worker's GPU can copy while it computes."""
+    return tensor.pin_memory() if torch.cuda.is_initialized() else tensor
+
+
 @dataclass(slots=True)
 class WorkerWindows:
     """The files that windows in this worker need, and the LM head of the reference to compare with. No step and no call
@@ -204,8 +206,6 @@ class WorkerWindows:
     """Where references are."""
     leased: LeasedHead = field(init=False)
     """Made while vLLM profiles, or, where it does not (on a CPU), when it is first needed."""
-    _pins: bool = False
-    """Whether hidden states are read to pinned memory, from which a GPU copies them."""
     _threads: CallThreads = field(default_factory=CallThreads)
     layers: DecoderLayers | None = None
     """Of the model, once a dummy run has shown them; none where a compiled model calls no hooks."""
@@ -255,7 +255,6 @@ class WorkerWindows:
             num_bytes = model.get_vocab_size() * (model.get_hidden_size() + 1) * model.dtype.itemsize
             num_bytes //= config.parallel_config.tensor_parallel_size
             self.leased = LeasedHead(num_bytes, device, partial(HeadLayer, config=config), self.root, self._threads)
-            self._pins = device.type == "cuda"
 
     def exchange(self, orders: list[dict[str, Any]], tickets: list[str]) -> dict[str, Any]:
         """Begin what an API server orders, and return at once.
@@ -295,14 +294,11 @@ class WorkerWindows:
         head = reference.manifest.head
         if head is None or hidden_states.shape != (mark.num_scored, head.hidden_size):
             raise BrokenFileError(f"{reference.shard(mark.index)} has hidden states {tuple(hidden_states.shape)}")
-        streams = {boundary: self._on_host(reference.read_stream(mark.index, boundary)) for boundary in mark.boundaries}
+        streams = {boundary: _readable(reference.read_stream(mark.index, boundary)) for boundary in mark.boundaries}
         for boundary, stream in streams.items():
             if len(stream) != mark.num_fed:
                 raise BrokenFileError(f"{reference.stream(mark.index, boundary)} has {len(stream)} tokens")
-        return self._on_host(hidden_states), streams
-
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory() if self._pins else tensor
+        return _readable(hidden_states), streams
 
     def write_head_later(self, name: str, identity: str, ticket: str, weights: list[torch.Tensor]) -> None:
         """Write an LM head into a reference while windows are computed: it takes as long as dozens of them."""
