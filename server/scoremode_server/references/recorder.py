@@ -17,7 +17,7 @@ from scoremode.wire.references import Answers, CorpusInfo, LayerBlock, Reference
 from scoremode_server.errors import ConflictError, RequestError, StorageError
 from scoremode_server.references.comparer import Comparer, MarkedWindow
 from scoremode_server.references.exchange import UnreadableFileError, WorkerFiles
-from scoremode_server.references.files.directory import StoredReference, StoredText
+from scoremode_server.references.files.directory import NoReferenceError, StoredReference, StoredText
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, Result, TextPlan, text_fingerprint
 from scoremode_server.references.files.tensors import BrokenFileError
 from scoremode_server.references.layers import LayerParts
@@ -93,12 +93,15 @@ class Recorder:
         except OSError as error:
             raise self.references.unwritable(name, error) from None
         of_disk = reference.manifest
-        is_same_model = model.may_continue(of_disk.model)
-        if not is_same_model or of_disk.text.fingerprint != plan.fingerprint:
-            what = "text or other windows" if is_same_model else "model"
-            if is_same_model and plan.method == "conversation":
-                what += " (a chat template that writes the date renders another text each day)"
-            raise ConflictError(f"there is a reference {name!r} already, of another {what}", "name")
+        if not model.may_continue(of_disk.model):
+            raise ConflictError(f"there is a reference {name!r} already, of another model", "name")
+        if of_disk.text.fingerprint != plan.fingerprint:
+            hint = " (a chat template that writes the date renders another text each day)"
+            raise ConflictError(
+                f"there is a reference {name!r} already, of another text or other windows"
+                f"{hint if plan.method == 'conversation' else ''}",
+                "name",
+            )
         kept = await self.references.text(reference)
         if of_disk.text.labels != plan.labels or not np.array_equal(kept.origins, text.origins):
             raise ConflictError(f"there is a reference {name!r} already, of this text with other labels", "labels")
@@ -119,7 +122,11 @@ class Recorder:
         """Make sure that the layers of a text's windows that are not recorded yet fit on the disk. StorageError if they
         do not."""
         sizes = text.num_tokens - 1
-        recorded = await self.references.in_thread(name, partial(self.references.directory.recorded_windows, name))
+        directory = self.references.directory
+        try:
+            recorded = await self.references.in_thread(name, lambda: directory.open(name).recorded_windows())
+        except NoReferenceError:
+            recorded = set()
         missing = [size for index, size in enumerate(sizes.tolist()) if index not in recorded]
         num_bytes = sum(missing) * layers.token_bytes(self.references.model.dtype)
         if num_bytes > (free_bytes := await self.references.free_bytes()):
@@ -150,8 +157,7 @@ class Recorder:
         most = None
         if (layers := reference.manifest.layers) is not None:
             # With the final hidden states, as the worker counts them.
-            token_bytes = layers.token_bytes(reference.manifest.model.dtype, num_more=1)
-            window_bytes = int(text.num_tokens.max()) * token_bytes
+            window_bytes = int(text.num_tokens.max()) * layers.token_bytes(reference.manifest.model.dtype, num_more=1)
             most = max(1, MAX_UNWRITTEN_BYTES // window_bytes)
         # One load is in the engine while another is written.
         async with aclosing(settings.queue.in_order(windows, loads=2, most=most)) as in_order:
