@@ -106,8 +106,7 @@ async def get_windows(name: str, raw_request: Request) -> ReferenceWindows:
     documents, labels, roles = text.origins.T.tolist()
     prompts = None
     if plan.roles:
-        windows = map(text.window, range(len(documents)))
-        turns = ((document, *window) for document, window in zip(documents, windows, strict=True))
+        turns = ((document, *text.window(index)) for index, document in enumerate(documents))
         prompts = await asyncio.to_thread(turn_prompts, turns)
     return ReferenceWindows(
         name=name,
@@ -160,11 +159,10 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         async with aclosing(references.recorder.record(reference, settings)) as windows:
             async for nlls, ranks in windows:
                 so_far = running.add(nlls)
-                if ranks is None:
-                    continue
-                if request.return_ranks:
-                    so_far.logprobs, so_far.ranks = (-nlls).tolist(), ranks.tolist()
-                yield so_far.model_dump(exclude=None if request.return_ranks else {"logprobs", "ranks"})
+                if ranks is not None:
+                    if request.return_ranks:
+                        so_far.logprobs, so_far.ranks = (-nlls).tolist(), ranks.tolist()
+                    yield so_far.model_dump(exclude=None if request.return_ranks else {"logprobs", "ranks"})
         await references.recorder.finish(reference, running.nlls, settings)
         yield (await references.stored.describe(reference.name)).model_dump()
 
@@ -191,20 +189,20 @@ async def export_reference(name: str, raw_request: Request, first: int = 0) -> R
             raise RequestError(f"first must be one of the {num_windows} windows of the reference", "first")
     request_id = f"export-{raw_request.state.request_id}"
 
-    async def parts(queue: RequestQueue) -> AsyncGenerator[bytes | memoryview, None]:
+    async def parts(queue: RequestQueue) -> AsyncGenerator[memoryview, None]:
         settings = ScoreSettings(request_id=engine_id(request_id), queue=queue, options=options)
         async with aclosing(references.comparer.export(reference, range(first, num_windows), settings)) as in_order:
-            before = b"" if first else header
             async for rows in in_order:
-                content = rows.data.cast("B")
-                yield b"".join((before, content)) if before else content
-                before = b""
+                yield rows.data.cast("B")
 
     layout = base_file_of(reference)
     headers = {"Content-Length": str(layout.size - layout.end_of(first))}
     written = in_own_task(accept(core.admission, f"{ROUTE}/llama.cpp", request_id), parts)
     # What is wrong with the first window has a status.
-    return Stream(written, await anext(written), media_type="application/octet-stream", headers=headers)
+    beginning: bytes | memoryview = await anext(written)
+    if not first:
+        beginning = b"".join((header, beginning))
+    return Stream(written, beginning, media_type="application/octet-stream", headers=headers)
 
 
 @router.get("/v1/layers", summary="How the served model's decoder layers can be cut")
@@ -266,13 +264,13 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
                 positions[index] = rows.positions
                 yield await asyncio.to_thread(_window, request, index, rows)
         parts = [positions[index] for index in windows]
-        lengths = list(map(len, parts))
         joined = KldPositions.concatenate(parts)
-        figures = await asyncio.to_thread(lambda: statistics(joined, lengths, windows.start))
+        figures = await asyncio.to_thread(statistics, joined, list(map(len, parts)), windows.start)
         if request.as_noise_floor:
             floor = _noise_floor(figures, agreement(reference, joined))
-            stored = references.comparer.references
-            await stored.save(reference, lambda manifest: manifest.noise_floor_changes(request.lane, floor))
+            await references.comparer.references.save(
+                reference, lambda manifest: manifest.noise_floor_changes(request.lane, floor)
+            )
         num_tokens = int(reference.text.num_tokens[windows.start : windows.stop].sum())
         yield {
             "id": request_id,
