@@ -75,8 +75,10 @@ class ComparedWindow(RowSink):
         return self.mark.action, self.mark.head, self.spec.num_top
 
     def head(self, *, local: bool) -> ReferenceHead | None:
-        """Find the reference's head, with `local` this rank's part of it; None if this rank cannot compare."""
-        return None if self.recorded is None else self.leased.find(self.mark.head, local=local)
+        """Find the reference's head, with `local` this rank's part of it unless whole rows are exported; None if this
+        rank cannot compare."""
+        is_part = local and self.mark.action != "export"
+        return None if self.recorded is None else self.leased.find(self.mark.head, local=is_part)
 
     def is_ready(self, *, local: bool) -> bool:
         has_resumed = not self.mark.boundaries or self.num_replaced == self.end
@@ -110,9 +112,6 @@ class ComparedWindow(RowSink):
 class ExportedWindow(ComparedWindow):
     """Replaces a window's rows by the reference's, as llama.cpp keeps them: words instead of tokens, on the host,
     and logprobs and ranks of 0. Every rank has whole rows."""
-
-    def head(self, *, local: bool) -> ReferenceHead | None:
-        return super().head(local=False)
 
     def compute(
         self,
@@ -163,8 +162,6 @@ class RecordedWindow(RowSink):
     logprobs: list[torch.Tensor] = field(default_factory=list)
     streams: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     """The residual stream at each boundary, if it is recorded."""
-    copied: Any = None
-    """An event of the device, after which all are on the host; None on a CPU."""
 
     def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
         """Copy the residual stream."""
@@ -176,8 +173,6 @@ class RecordedWindow(RowSink):
         self.logprobs.append(_to_host(columns[1][:, 0]))
 
     def finish(self) -> None:
-        if self.hidden_states[0].is_pinned():
-            self.copied = torch.cuda.current_stream().record_event()
         self.write(self)
 
 
@@ -252,8 +247,8 @@ class WorkerWindows:
         """Make the memory for a reference's head, once: as much as for the served model's, of which most are."""
         if not hasattr(self, "leased"):
             model = config.model_config
-            num_bytes = model.get_vocab_size() * (model.get_hidden_size() + 1) * model.dtype.itemsize
-            num_bytes //= config.parallel_config.tensor_parallel_size
+            num_ranks = config.parallel_config.tensor_parallel_size
+            num_bytes = model.get_vocab_size() * (model.get_hidden_size() + 1) * model.dtype.itemsize // num_ranks
             self.leased = LeasedHead(num_bytes, device, partial(HeadLayer, config=config), self.root, self._threads)
 
     def exchange(self, orders: list[dict[str, Any]], tickets: list[str]) -> dict[str, Any]:
@@ -311,12 +306,14 @@ class WorkerWindows:
 
     def _write_window_later(self, window: RecordedWindow) -> None:
         mark = window.mark
-        tensors = [*window.hidden_states, *chain(*window.streams.values())]
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        num_bytes = sum(tensor.nbytes for tensor in chain(window.hidden_states, *window.streams.values()))
+
+        is_copying = window.hidden_states[0].is_pinned()
+        copied = torch.cuda.current_stream().record_event() if is_copying else None
 
         def write() -> None:
-            if window.copied is not None:
-                window.copied.synchronize()
+            if copied is not None:
+                copied.synchronize()
             logprobs = torch.cat(window.logprobs)
             if logprobs.isnan().any():
                 raise ValueError("the model computed NaN")
