@@ -2,7 +2,7 @@
 read files, the event loop none."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -145,22 +145,10 @@ class Comparer:
         raise RequestError(f"reference {name!r} {reason}", "reference")
 
     def compare(
-        self,
-        reference: StoredReference,
-        indices: Sequence[int],
-        settings: ScoreSettings,
-        from_boundary: int | None = None,
-    ) -> AsyncGenerator[tuple[int, ComparedRows], None]:
-        """Score the windows of an opened reference with the served model, from a boundary of its layers on or as a
-        whole. Yields the index of each and its rows, in the order of `indices`."""
-        boundaries = () if from_boundary is None else (from_boundary,)
-        windows = (MarkedWindow.begin("compare", reference, index, settings, boundaries) for index in indices)
-        return self.compare_windows(reference, windows, settings)
-
-    def compare_windows(
         self, reference: StoredReference, windows: Iterable[MarkedWindow], settings: ScoreSettings
     ) -> AsyncGenerator[tuple[int, ComparedRows], None]:
-        """Score windows of an opened reference that begin when they are taken."""
+        """Score windows of an opened reference, which begin when they are taken, with the served model. Yields the
+        index of each and its rows, in their order."""
 
         async def compared(window: MarkedWindow) -> tuple[int, ComparedRows]:
             columns = await self._columns(reference, window)
@@ -220,24 +208,20 @@ class Comparer:
     async def _columns(self, reference: StoredReference, window: MarkedWindow) -> Columns:
         """Have the engine compute a window. BusyError if the engine compares with another reference, unless a
         window of the same request was computed already: then this waits until it does not."""
+        head, queue, options = reference.manifest.head, window.settings.queue, window.settings.options
+        assert head is not None
+        # With a residual stream, workers keep two tensors of the window.
+        num_tokens = len(window.token_ids) * (2 if window.mark.boundaries else 1)
         while True:
             try:
-                return await self._loaded_columns(reference, window)
+                async with self.files.loaded(window.mark, head, num_tokens, options.get("data_parallel_rank")) as rank:
+                    columns = await self.core.scorer.engine.prompt_columns(window.request(rank))
+                queue.done(len(window.token_ids), 0)
+                return columns
+            except UnreadableFileError as error:
+                await self.references.current(reference)
+                raise self.references.broken(reference.name, BrokenFileError(str(error))) from None
             except BusyError:
-                if window.settings.queue.entered_at is None:
+                if queue.entered_at is None:
                     raise
             await asyncio.sleep(RETRY_AFTER_SECONDS)
-
-    async def _loaded_columns(self, reference: StoredReference, window: MarkedWindow) -> Columns:
-        head, rank = reference.manifest.head, window.settings.options.get("data_parallel_rank")
-        assert head is not None
-        try:
-            # With a residual stream, workers keep two tensors of the window.
-            num_tokens = len(window.token_ids) * (2 if window.mark.boundaries else 1)
-            async with self.files.loaded(window.mark, head, num_tokens, rank) as loaded_rank:
-                columns = await self.core.scorer.engine.prompt_columns(window.request(loaded_rank))
-        except UnreadableFileError as error:
-            await self.references.current(reference)
-            raise self.references.broken(reference.name, BrokenFileError(str(error))) from None
-        window.settings.queue.done(len(window.token_ids), 0)
-        return columns

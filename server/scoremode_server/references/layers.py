@@ -46,8 +46,7 @@ class LayerParts:
                 f"{reference.name!r}",
                 "from_boundary",
             )
-        served = await self.served()
-        if difference := _difference(served, recorded):
+        if difference := _difference(await self.served(), recorded):
             raise RequestError(f"from_boundary: reference {reference.name!r} has {difference}", "from_boundary")
 
 

@@ -20,7 +20,6 @@ from scoremode_server.references.exchange import UnreadableFileError, WorkerFile
 from scoremode_server.references.files.directory import NoReferenceError, StoredReference, StoredText
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, Result, TextPlan, text_fingerprint
 from scoremode_server.references.files.tensors import BrokenFileError
-from scoremode_server.references.layers import LayerParts
 from scoremode_server.references.service import References
 from scoremode_server.rows import json_logprobs
 from scoremode_server.scoring.core import Core
@@ -54,7 +53,6 @@ class Recorder:
     references: References
     core: Core
     files: WorkerFiles
-    layers: LayerParts
     comparer: Comparer
 
     async def begin(
@@ -121,13 +119,12 @@ class Recorder:
     async def _check_space(self, name: str, text: StoredText, layers: ReferenceLayers) -> None:
         """Make sure that the layers of a text's windows that are not recorded yet fit on the disk. StorageError if they
         do not."""
-        sizes = text.num_tokens - 1
         directory = self.references.directory
         try:
             recorded = await self.references.in_thread(name, lambda: directory.open(name).recorded_windows())
         except NoReferenceError:
             recorded = set()
-        missing = [size for index, size in enumerate(sizes.tolist()) if index not in recorded]
+        missing = [size for index, size in enumerate((text.num_tokens - 1).tolist()) if index not in recorded]
         num_bytes = sum(missing) * layers.token_bytes(self.references.model.dtype)
         if num_bytes > (free_bytes := await self.references.free_bytes()):
             raise StorageError(
@@ -237,7 +234,7 @@ class Recorder:
             return replace(window, token_ids=[(token_id + 1) % vocab_size for token_id in window.token_ids])
 
         windows = map(resumed, [(), *((boundary,) for boundary in range(layers.num_boundaries))])
-        async with aclosing(self.comparer.compare_windows(reference, windows, settings)) as in_order:
+        async with aclosing(self.comparer.compare(reference, windows, settings)) as in_order:
             means = [float(np.mean(rows.positions.kld, dtype=np.float64)) async for _, rows in in_order]
         not_resumed, *floor = means
         largest = LARGEST_FLOOR if reference.manifest.model.dtype == "float32" else LARGEST_FLOOR_16_BITS

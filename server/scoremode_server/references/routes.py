@@ -33,7 +33,7 @@ from scoremode_server.errors import NotServedError, RequestError
 from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accept, until_disconnect
 from scoremode_server.http.responses import Stream, in_own_task, respond, top_entries
 from scoremode_server.references.answers import agreement, answer_windows
-from scoremode_server.references.comparer import Comparer, base_file_of, llama_cpp_header
+from scoremode_server.references.comparer import Comparer, MarkedWindow, base_file_of, llama_cpp_header
 from scoremode_server.references.exchange import WorkerFiles
 from scoremode_server.references.files.directory import ReferenceDirectory
 from scoremode_server.references.layers import LayerParts
@@ -72,9 +72,8 @@ def start(core: Core, state: State) -> None:
         stored = References(ReferenceDirectory(root), core.identity, "name")
         files = WorkerFiles(core.client, core.admission)
         comparer = Comparer(replace(stored, param="reference"), core, files)
-        layers = LayerParts(core)
-        recorder = Recorder(stored, core, files, layers, comparer)
-        state.scoremode_references = ReferenceParts(stored, recorder, comparer, layers)
+        recorder = Recorder(stored, core, files, comparer)
+        state.scoremode_references = ReferenceParts(stored, recorder, comparer, LayerParts(core))
 
 
 def references_of(raw_request: Request) -> ReferenceParts:
@@ -257,9 +256,10 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
             is_answer=reference.manifest.answers is not None,
             **lane,
         )
-        compared = references.comparer.compare(reference, indices, settings, request.from_boundary)
+        boundaries = () if request.from_boundary is None else (request.from_boundary,)
+        marked = (MarkedWindow.begin("compare", reference, index, settings, boundaries) for index in indices)
         positions: dict[int, KldPositions] = {}
-        async with aclosing(compared) as in_order:
+        async with aclosing(references.comparer.compare(reference, marked, settings)) as in_order:
             async for index, rows in in_order:
                 positions[index] = rows.positions
                 yield await asyncio.to_thread(_window, request, index, rows)
@@ -293,9 +293,13 @@ def _noise_floor(figures: KldStatistics, agreement_lengths: list[int] | None) ->
     kld = figures["kld"]
     if None in (kld["mean"], kld["p99"], kld["max"]):
         raise RequestError("the noise floor is infinite", "as_noise_floor")
-    num_scored, created = figures["num_scored"], int(time.time())
     return NoiseFloor.model_validate(
-        {**kld, "num_scored": num_scored, "created": created, "agreement_lengths": agreement_lengths}
+        {
+            **kld,
+            "num_scored": figures["num_scored"],
+            "created": int(time.time()),
+            "agreement_lengths": agreement_lengths,
+        }
     )
 
 
