@@ -144,7 +144,13 @@ class Recorder:
         """Every window in order, once it is on disk. Windows that were recorded before are read."""
         text = await self.references.text(reference)
         recorded = await self.references.in_thread(reference.name, reference.recorded_windows)
-        head_ticket = await self._write_head(reference)
+        head_ticket = None
+        try:
+            await self.references.in_thread(reference.name, reference.read_head)
+        except BrokenFileError:
+            # Workers write it while windows are recorded.
+            head_ticket, identity = uuid.uuid4().hex, reference.manifest.identity
+            await call_workers(self.core.client, "scoremode_write_head", reference.name, identity, head_ticket)
         windows = (
             self._read_window(reference, index, settings)
             if index in recorded
@@ -162,16 +168,6 @@ class Recorder:
                 yield window
         if head_ticket is not None:
             await self._wait_until_written(reference, head_ticket, "the LM head")
-
-    async def _write_head(self, reference: StoredReference) -> str | None:
-        """Have the LM head written while windows are recorded, unless it is on disk. Returns its ticket."""
-        try:
-            await self.references.in_thread(reference.name, reference.read_head)
-        except BrokenFileError:
-            ticket, identity = uuid.uuid4().hex, reference.manifest.identity
-            await call_workers(self.core.client, "scoremode_write_head", reference.name, identity, ticket)
-            return ticket
-        return None
 
     async def _read_window(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
         """A window that has a file. If that or one of its layers' is damaged, the window is recorded again."""
