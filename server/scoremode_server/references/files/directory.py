@@ -70,8 +70,7 @@ class StoredReference:
         return self.path / "windows" / f"{index:06}.safetensors"
 
     def recorded_windows(self) -> set[int]:
-        names = (_SHARD.fullmatch(path.name) for path in (self.path / "windows").glob("*"))
-        return {int(name[1]) for name in names if name}
+        return {int(name[1]) for path in (self.path / "windows").glob("*") if (name := _SHARD.fullmatch(path.name))}
 
     def write_shard(self, index: int, hidden_states: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Write a window: [scored, hidden] in the served dtype, and [scored] float32."""

@@ -208,8 +208,7 @@ class LeasedHead:
         layer.read(self._root.open_same(mark.reference, mark.identity))
         # Reading may have taken so long that another head is loaded meanwhile, into the same memory.
         with self._placing:
-            if layer is not self._layer:
-                return
-            if layer.num_bytes > len(self._memory):
-                self._memory = torch.empty(layer.num_bytes, dtype=torch.uint8, device=self._memory.device)
-            layer.place(self._memory[: layer.num_bytes])
+            if layer is self._layer:
+                if layer.num_bytes > len(self._memory):
+                    self._memory = torch.empty(layer.num_bytes, dtype=torch.uint8, device=self._memory.device)
+                layer.place(self._memory[: layer.num_bytes])
