@@ -2,7 +2,7 @@
 replace a request's rows of it there.
 
 Most layers of vLLM take `hidden_states` and `residual`, whose sum is the stream, or `hidden_states` alone, and call a
-norm with both before their MLP. Whether that holds for a model, its recording checks: see `references/layers.py`.
+norm with both before their MLP. Whether that holds for a model, its recording checks: see `references/recorder.py`.
 """
 
 import inspect
