@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from scoremode.wire.references import ReferenceLayers
 from scoremode_server.engine.passes import RowsRequest
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference, StoredText
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, TextPlan
-from scoremode_server.references.worker.orders import SINK, ForgetWindow, HoldReference, ReadWindow, WindowMark
+from scoremode_server.references.worker.orders import SINK, ForgetWindow, ReadWindow, WindowMark
 from scoremode_server.references.worker.packing import ComparedRows
 from scoremode_server.rows import read_columns
 from scoremode_server.scoring.model_identity import ModelIdentity
@@ -87,9 +87,7 @@ class LayeredEngine:
         manifest = Manifest(identity=uuid.uuid4().hex, created=0, model=model, head=head, text=plan, layers=layers)
         reference = ReferenceDirectory(self.root).create(name, manifest, stored)
         self.call("scoremode_write_head", name, manifest.identity, "head")
-        marks = [
-            self._mark("record", reference, index, num_boundaries=layers.num_boundaries) for index in range(len(texts))
-        ]
+        marks = [self._mark("record", reference, index, range(layers.num_boundaries)) for index in range(len(texts))]
         self._generate(marks, texts)
         self._wait("head", *[mark.ticket for mark in marks])
         return reference
@@ -99,10 +97,12 @@ class LayeredEngine:
     ) -> list[np.ndarray]:
         """The divergences [n - 1] of windows, whose tokens are fed moved by `shift`, and the logprobs of plain texts.
         The engine has all of them at once."""
-        marks = [self._mark("compare", reference, index, from_boundary=boundary) for index, boundary in jobs]
+        marks = [
+            self._mark("compare", reference, index, () if boundary is None else (boundary,)) for index, boundary in jobs
+        ]
         head = reference.manifest.head
         assert head is not None
-        orders = [HoldReference(marks[0], "me", head.model_dump()), *map(ReadWindow, marks)]
+        orders = [ReadWindow(mark, head.model_dump()) for mark in marks]
         self._wait(marks[0].head, *[mark.ticket for mark in marks], orders=orders)
         texts = [[(token + shift) % head.vocab_size for token in reference.text.window(index)[0]] for index, _ in jobs]
         columns = self._generate([*marks, *[None] * len(plain)], [*texts, *plain])
@@ -110,11 +110,12 @@ class LayeredEngine:
         compared = [ComparedRows.unpack(each).positions.kld for each in columns[: len(marks)]]
         return [*compared, *(logprobs[:, 0] for _, logprobs, _ in columns[len(marks) :])]
 
-    def _mark(self, action: Any, reference: StoredReference, index: int, **fields: Any) -> WindowMark:
+    def _mark(self, action: Any, reference: StoredReference, index: int, boundaries: Iterable[int]) -> WindowMark:
         num_fed = len(reference.text.window(index)[0]) - 1
         identity = reference.manifest.identity
+        ticket = uuid.uuid4().hex
         return WindowMark(
-            action, reference.name, identity, index, num_fed, uuid.uuid4().hex, identity, num_fed=num_fed, **fields
+            action, reference.name, identity, index, num_fed, ticket, identity, num_fed, tuple(boundaries)
         )
 
     def _generate(self, marks: Sequence[WindowMark | None], texts: Sequence[Tokens]) -> list[Any]:

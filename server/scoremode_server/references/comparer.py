@@ -2,8 +2,8 @@
 read files, the event loop none."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -75,12 +75,10 @@ class MarkedWindow:
         reference: StoredReference,
         index: int,
         settings: ScoreSettings,
-        *,
-        num_boundaries: int = 0,
-        from_boundary: int | None = None,
+        boundaries: Iterable[int] = (),
     ) -> "MarkedWindow":
-        """A window of a reference whose text was read. Its tokens count in the queue until it is done. The last two
-        arguments are those of a `WindowMark`."""
+        """A window of a reference whose text was read. Its tokens count in the queue until it is done. At `boundaries`
+        its residual stream is recorded or replaced: see `WindowMark`."""
         token_ids, first = reference.text.window(index)
         settings.queue.add(1, len(token_ids))
         mark = WindowMark(
@@ -92,8 +90,7 @@ class MarkedWindow:
             ticket=random_uuid(),
             head=f"{reference.name}/{reference.manifest.identity}",
             num_fed=len(token_ids) - 1,
-            num_boundaries=num_boundaries,
-            from_boundary=from_boundary,
+            boundaries=tuple(boundaries),
         )
         return cls(token_ids, first, mark, settings)
 
@@ -105,7 +102,7 @@ class MarkedWindow:
             self.token_ids,
             self.settings.in_lane(spec),
             # A request may have a window once for each boundary.
-            request_id=f"{self.settings.request_id}-{self.mark.index}-{self.mark.from_boundary}",
+            request_id=f"{self.settings.request_id}-{self.mark.index}-{self.mark.ticket}",
             # Cached positions have no hidden states, so a window must not hit another's prefix.
             cache_salt=random_uuid(),
             use_cache=False,
@@ -148,27 +145,10 @@ class Comparer:
         raise RequestError(f"reference {name!r} {reason}", "reference")
 
     def compare(
-        self,
-        reference: StoredReference,
-        indices: Sequence[int],
-        settings: ScoreSettings,
-        from_boundary: int | None = None,
-    ) -> AsyncGenerator[tuple[int, ComparedRows], None]:
-        """Score the windows of an opened reference with the served model, from a boundary of its layers on or as a
-        whole. Yields the index of each and its rows, in the order of `indices`."""
-        return self.compare_windows(
-            reference,
-            (
-                MarkedWindow.begin("compare", reference, index, settings, from_boundary=from_boundary)
-                for index in indices
-            ),
-            settings,
-        )
-
-    def compare_windows(
         self, reference: StoredReference, windows: Iterable[MarkedWindow], settings: ScoreSettings
     ) -> AsyncGenerator[tuple[int, ComparedRows], None]:
-        """Score windows of an opened reference that begin when they are taken."""
+        """Score windows of an opened reference, which begin when they are taken, with the served model. Yields the
+        index of each and its rows, in their order."""
 
         async def compared(window: MarkedWindow) -> tuple[int, ComparedRows]:
             columns = await self._columns(reference, window)
@@ -194,16 +174,7 @@ class Comparer:
 
         window_bytes = base_file_of(reference).window_size
         num_ahead = max(1, BYTES_AHEAD // window_bytes)
-        with self._reserved(num_ahead * window_bytes):
-            marked = (MarkedWindow.begin("export", reference, index, settings) for index in indices)
-            windows = self._in_order(reference, marked, settings, exported, most=num_ahead)
-            async with aclosing(windows) as in_order:
-                async for rows in in_order:
-                    yield rows
-
-    @contextmanager
-    def _reserved(self, num_bytes: int) -> Iterator[None]:
-        """Memory for the windows of one export."""
+        num_bytes = num_ahead * window_bytes
         if self._exported_bytes and self._exported_bytes + num_bytes > EXPORTED_BYTES:
             raise BusyError(
                 f"exports to other clients may have {self._exported_bytes} of {EXPORTED_BYTES} bytes in memory: "
@@ -212,7 +183,10 @@ class Comparer:
             )
         self._exported_bytes += num_bytes
         try:
-            yield
+            windows = (MarkedWindow.begin("export", reference, index, settings) for index in indices)
+            async with aclosing(self._in_order(reference, windows, settings, exported, most=num_ahead)) as in_order:
+                async for rows in in_order:
+                    yield rows
         finally:
             self._exported_bytes -= num_bytes
 
@@ -234,25 +208,20 @@ class Comparer:
     async def _columns(self, reference: StoredReference, window: MarkedWindow) -> Columns:
         """Have the engine compute a window. BusyError if the engine compares with another reference, unless a
         window of the same request was computed already: then this waits until it does not."""
+        head, queue, options = reference.manifest.head, window.settings.queue, window.settings.options
+        assert head is not None
+        # With a residual stream, workers keep two tensors of the window.
+        num_tokens = len(window.token_ids) * (2 if window.mark.boundaries else 1)
         while True:
             try:
-                columns = await self._loaded_columns(reference, window)
-            except BusyError:
-                if window.settings.queue.entered_at is None:
-                    raise
-            else:
-                window.settings.queue.done(len(window.token_ids), 0)
+                async with self.files.loaded(window.mark, head, num_tokens, options.get("data_parallel_rank")) as rank:
+                    columns = await self.core.scorer.engine.prompt_columns(window.request(rank))
+                queue.done(len(window.token_ids), 0)
                 return columns
+            except UnreadableFileError as error:
+                await self.references.current(reference)
+                raise self.references.broken(reference.name, BrokenFileError(str(error))) from None
+            except BusyError:
+                if queue.entered_at is None:
+                    raise
             await asyncio.sleep(RETRY_AFTER_SECONDS)
-
-    async def _loaded_columns(self, reference: StoredReference, window: MarkedWindow) -> Columns:
-        head, rank = reference.manifest.head, window.settings.options.get("data_parallel_rank")
-        assert head is not None
-        try:
-            # With a residual stream, workers keep two tensors of the window.
-            num_tokens = len(window.token_ids) * (1 if window.mark.from_boundary is None else 2)
-            async with self.files.loaded(window.mark, head, num_tokens, rank) as loaded_rank:
-                return await self.core.scorer.engine.prompt_columns(window.request(loaded_rank))
-        except UnreadableFileError as error:
-            await self.references.current(reference)
-            raise self.references.broken(reference.name, BrokenFileError(str(error))) from None

@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -14,13 +14,12 @@ from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
 from scoremode.wire.references import Answers, CorpusInfo, LayerBlock, ReferenceAnswers, ReferenceLayers
-from scoremode_server.errors import ConflictError, RequestError
-from scoremode_server.references.comparer import MarkedWindow
+from scoremode_server.errors import ConflictError, RequestError, StorageError
+from scoremode_server.references.comparer import Comparer, MarkedWindow
 from scoremode_server.references.exchange import UnreadableFileError, WorkerFiles
-from scoremode_server.references.files.directory import StoredReference, StoredText
+from scoremode_server.references.files.directory import NoReferenceError, StoredReference, StoredText
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, Result, TextPlan, text_fingerprint
 from scoremode_server.references.files.tensors import BrokenFileError
-from scoremode_server.references.layers import LayerParts
 from scoremode_server.references.service import References
 from scoremode_server.rows import json_logprobs
 from scoremode_server.scoring.core import Core
@@ -37,6 +36,14 @@ MAX_UNWRITTEN_BYTES = 2 * 1024**3
 SECONDS_TO_WRITE = 120
 """The time in which a computed window must be on disk, and after all windows the LM head."""
 
+LARGEST_FLOOR = 1e-3
+"""Nats by which a model in float32 may diverge from itself when it is resumed: what rounding in another place gives. A
+stream that is not cut right gives tenths."""
+LARGEST_FLOOR_16_BITS = 1e-2
+LARGEST_SHARE = 0.01
+"""Of the divergence that the other tokens cause without a stream: where logits hardly differ, a stream that is not cut
+right gives little too."""
+
 WindowOnDisk = tuple[np.ndarray, np.ndarray | None]
 """NLLs [scored] float64 in nats, and ranks [scored]; ranks are None if the window was on disk before this request."""
 
@@ -46,7 +53,7 @@ class Recorder:
     references: References
     core: Core
     files: WorkerFiles
-    layers: LayerParts
+    comparer: Comparer
 
     async def begin(
         self,
@@ -62,7 +69,7 @@ class Recorder:
         what the texts were made of. ConflictError if there is another reference of that name."""
         text, plan = await asyncio.to_thread(_plan, texts, labels)
         if layers is not None:
-            await self.layers.check_space(name, text)
+            await self._check_space(name, text, layers)
         head, model = await self._served_head(), self.references.model
         new = Manifest(
             identity=uuid.uuid4().hex,
@@ -72,7 +79,9 @@ class Recorder:
             text=plan,
             corpus=corpus,
             layers=layers,
-            answers=None if answers is None else _settings(answers),
+            answers=None
+            if answers is None
+            else ReferenceAnswers(**answers.model_dump(exclude={"data"}), num_answers=len(answers.data)),
         )
         create = partial(self.references.directory.create, name, new, text, () if answers is None else answers.data)
         try:
@@ -82,12 +91,15 @@ class Recorder:
         except OSError as error:
             raise self.references.unwritable(name, error) from None
         of_disk = reference.manifest
-        is_same_model = model.may_continue(of_disk.model)
-        if not is_same_model or of_disk.text.fingerprint != plan.fingerprint:
-            what = "text or other windows" if is_same_model else "model"
-            if is_same_model and plan.method == "conversation":
-                what += " (a chat template that writes the date renders another text each day)"
-            raise ConflictError(f"there is a reference {name!r} already, of another {what}", "name")
+        if not model.may_continue(of_disk.model):
+            raise ConflictError(f"there is a reference {name!r} already, of another model", "name")
+        if of_disk.text.fingerprint != plan.fingerprint:
+            hint = " (a chat template that writes the date renders another text each day)"
+            raise ConflictError(
+                f"there is a reference {name!r} already, of another text or other windows"
+                f"{hint if plan.method == 'conversation' else ''}",
+                "name",
+            )
         kept = await self.references.text(reference)
         if of_disk.text.labels != plan.labels or not np.array_equal(kept.origins, text.origins):
             raise ConflictError(f"there is a reference {name!r} already, of this text with other labels", "labels")
@@ -104,6 +116,23 @@ class Recorder:
             reference, lambda manifest: {"head": manifest.head or head, "corpus": manifest.corpus or corpus}
         )
 
+    async def _check_space(self, name: str, text: StoredText, layers: ReferenceLayers) -> None:
+        """Make sure that the layers of a text's windows that are not recorded yet fit on the disk. StorageError if they
+        do not."""
+        directory = self.references.directory
+        try:
+            recorded = await self.references.in_thread(name, lambda: directory.open(name).recorded_windows())
+        except NoReferenceError:
+            recorded = set()
+        missing = [size for index, size in enumerate((text.num_tokens - 1).tolist()) if index not in recorded]
+        num_bytes = sum(missing) * layers.token_bytes(self.references.model.dtype)
+        if num_bytes > (free_bytes := await self.references.free_bytes()):
+            raise StorageError(
+                f"reference {name!r}: its layers need {num_bytes / 2**30:.1f} GiB, and the disk of references has "
+                f"{free_bytes / 2**30:.1f} GiB free: record fewer tokens, or make space",
+                "layers",
+            )
+
     async def _served_head(self) -> HeadFormat:
         answers = await call_workers(self.core.client, "scoremode_describe_head")
         described = next((each for each in answers if isinstance(each, dict)), None)
@@ -115,7 +144,13 @@ class Recorder:
         """Every window in order, once it is on disk. Windows that were recorded before are read."""
         text = await self.references.text(reference)
         recorded = await self.references.in_thread(reference.name, reference.recorded_windows)
-        head_ticket = await self._write_head(reference)
+        head_ticket = None
+        try:
+            await self.references.in_thread(reference.name, reference.read_head)
+        except BrokenFileError:
+            # Workers write it while windows are recorded.
+            head_ticket, identity = uuid.uuid4().hex, reference.manifest.identity
+            await call_workers(self.core.client, "scoremode_write_head", reference.name, identity, head_ticket)
         windows = (
             self._read_window(reference, index, settings)
             if index in recorded
@@ -125,8 +160,7 @@ class Recorder:
         most = None
         if (layers := reference.manifest.layers) is not None:
             # With the final hidden states, as the worker counts them.
-            token_bytes = layers.token_bytes(reference.manifest.model.dtype, num_more=1)
-            window_bytes = int(text.num_tokens.max()) * token_bytes
+            window_bytes = int(text.num_tokens.max()) * layers.token_bytes(reference.manifest.model.dtype, num_more=1)
             most = max(1, MAX_UNWRITTEN_BYTES // window_bytes)
         # One load is in the engine while another is written.
         async with aclosing(settings.queue.in_order(windows, loads=2, most=most)) as in_order:
@@ -135,21 +169,11 @@ class Recorder:
         if head_ticket is not None:
             await self._wait_until_written(reference, head_ticket, "the LM head")
 
-    async def _write_head(self, reference: StoredReference) -> str | None:
-        """Have the LM head written while windows are recorded, unless it is on disk. Returns its ticket."""
-        try:
-            await self.references.in_thread(reference.name, reference.read_head)
-        except BrokenFileError:
-            ticket, identity = uuid.uuid4().hex, reference.manifest.identity
-            await call_workers(self.core.client, "scoremode_write_head", reference.name, identity, ticket)
-            return ticket
-        return None
-
     async def _read_window(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
         """A window that has a file. If that or one of its layers' is damaged, the window is recorded again."""
 
         def read() -> torch.Tensor:
-            for boundary in range(_num_boundaries(reference)):
+            for boundary in _boundaries(reference):
                 reference.read_stream(index, boundary)
             return reference.read_shard(index)[1]
 
@@ -160,8 +184,7 @@ class Recorder:
         return -json_logprobs(logprobs.numpy()), None
 
     async def _record_window(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
-        num_boundaries = _num_boundaries(reference)
-        window = MarkedWindow.begin("record", reference, index, settings, num_boundaries=num_boundaries)
+        window = MarkedWindow.begin("record", reference, index, settings, _boundaries(reference))
         _, columns, ranks = await self.core.scorer.engine.prompt_columns(window.request())
         window.check_rows(np.isnan(columns[:, 0]))
         await self._wait_until_written(reference, window.mark.ticket, f"window {window.mark.index}")
@@ -186,21 +209,48 @@ class Recorder:
 
     async def finish(self, reference: StoredReference, nlls: list[np.ndarray], settings: ScoreSettings) -> None:
         """Store the perplexity of a reference, and the floor of its layers, after all windows are recorded."""
-        await self.layers.measure_floor(reference, settings)
+        await self._measure_floor(reference, settings)
         figures = await asyncio.to_thread(lambda: perplexity(np.concatenate(nlls).tolist()))
         result = Result.model_validate(figures, from_attributes=True)
         await self.references.save(reference, lambda _: {"result": result})
 
+    async def _measure_floor(self, reference: StoredReference, settings: ScoreSettings) -> None:
+        """Resume the recorded model from each of its boundaries on the first window, and store how far it then is from
+        itself.
 
-def _num_boundaries(reference: StoredReference) -> int:
+        The engine is fed other tokens than the window's. So the result shows that nothing but the stream matters to the
+        layers after a boundary, and that it was replaced. RequestError if the divergence is not near 0.
+        """
+        layers, vocab_size = reference.manifest.layers, self.core.limits.vocab_size
+        if layers is None or layers.floor is not None:
+            return
+
+        def resumed(boundaries: tuple[int, ...]) -> MarkedWindow:
+            window = MarkedWindow.begin("compare", reference, 0, settings, boundaries)
+            return replace(window, token_ids=[(token_id + 1) % vocab_size for token_id in window.token_ids])
+
+        windows = map(resumed, [(), *((boundary,) for boundary in range(layers.num_boundaries))])
+        async with aclosing(self.comparer.compare(reference, windows, settings)) as in_order:
+            means = [float(np.mean(rows.positions.kld, dtype=np.float64)) async for _, rows in in_order]
+        not_resumed, *floor = means
+        largest = LARGEST_FLOOR if reference.manifest.model.dtype == "float32" else LARGEST_FLOOR_16_BITS
+        limit = min(largest, LARGEST_SHARE * not_resumed)
+        # Not so where one is NaN or infinite.
+        if not max(floor) <= limit:
+            raise RequestError(
+                f"layers: {layers.layer_class} cannot be measured: resumed from its own boundary "
+                f"{int(np.argmax(floor))}, the model diverges from itself by {max(floor):.3g} nats, more than "
+                f"{limit:g}: delete the reference, and record it without layers",
+                "layers",
+            )
+        measured = layers.model_copy(update={"floor": floor})
+        await self.references.save(reference, lambda _: {"layers": measured})
+
+
+def _boundaries(reference: StoredReference) -> range:
     """The boundaries at which a reference has the residual stream."""
     layers = reference.manifest.layers
-    return 0 if layers is None else layers.num_boundaries
-
-
-def _settings(answers: Answers) -> ReferenceAnswers:
-    """How answers were generated, without the answers."""
-    return ReferenceAnswers(**answers.model_dump(exclude={"data"}), num_answers=len(answers.data))
+    return range(0 if layers is None else layers.num_boundaries)
 
 
 def _blocks(layers: ReferenceLayers | None) -> list[LayerBlock] | None:

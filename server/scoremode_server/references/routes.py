@@ -33,7 +33,7 @@ from scoremode_server.errors import NotServedError, RequestError
 from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accept, until_disconnect
 from scoremode_server.http.responses import Stream, in_own_task, respond, top_entries
 from scoremode_server.references.answers import agreement, answer_windows
-from scoremode_server.references.comparer import Comparer, base_file_of, llama_cpp_header
+from scoremode_server.references.comparer import Comparer, MarkedWindow, base_file_of, llama_cpp_header
 from scoremode_server.references.exchange import WorkerFiles
 from scoremode_server.references.files.directory import ReferenceDirectory
 from scoremode_server.references.layers import LayerParts
@@ -72,8 +72,8 @@ def start(core: Core, state: State) -> None:
         stored = References(ReferenceDirectory(root), core.identity, "name")
         files = WorkerFiles(core.client, core.admission)
         comparer = Comparer(replace(stored, param="reference"), core, files)
-        layers = LayerParts(stored, core, comparer)
-        state.scoremode_references = ReferenceParts(stored, Recorder(stored, core, files, layers), comparer, layers)
+        recorder = Recorder(stored, core, files, comparer)
+        state.scoremode_references = ReferenceParts(stored, recorder, comparer, LayerParts(core))
 
 
 def references_of(raw_request: Request) -> ReferenceParts:
@@ -105,8 +105,7 @@ async def get_windows(name: str, raw_request: Request) -> ReferenceWindows:
     documents, labels, roles = text.origins.T.tolist()
     prompts = None
     if plan.roles:
-        windows = map(text.window, range(len(documents)))
-        turns = ((document, *window) for document, window in zip(documents, windows, strict=True))
+        turns = ((document, *text.window(index)) for index, document in enumerate(documents))
         prompts = await asyncio.to_thread(turn_prompts, turns)
     return ReferenceWindows(
         name=name,
@@ -159,11 +158,10 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         async with aclosing(references.recorder.record(reference, settings)) as windows:
             async for nlls, ranks in windows:
                 so_far = running.add(nlls)
-                if ranks is None:
-                    continue
-                if request.return_ranks:
-                    so_far.logprobs, so_far.ranks = (-nlls).tolist(), ranks.tolist()
-                yield so_far.model_dump(exclude=None if request.return_ranks else {"logprobs", "ranks"})
+                if ranks is not None:
+                    if request.return_ranks:
+                        so_far.logprobs, so_far.ranks = (-nlls).tolist(), ranks.tolist()
+                    yield so_far.model_dump(exclude=None if request.return_ranks else {"logprobs", "ranks"})
         await references.recorder.finish(reference, running.nlls, settings)
         yield (await references.stored.describe(reference.name)).model_dump()
 
@@ -190,27 +188,29 @@ async def export_reference(name: str, raw_request: Request, first: int = 0) -> R
             raise RequestError(f"first must be one of the {num_windows} windows of the reference", "first")
     request_id = f"export-{raw_request.state.request_id}"
 
-    async def parts(queue: RequestQueue) -> AsyncGenerator[bytes | memoryview, None]:
+    async def parts(queue: RequestQueue) -> AsyncGenerator[memoryview, None]:
         settings = ScoreSettings(request_id=engine_id(request_id), queue=queue, options=options)
         async with aclosing(references.comparer.export(reference, range(first, num_windows), settings)) as in_order:
-            before = b"" if first else header
             async for rows in in_order:
-                content = rows.data.cast("B")
-                yield b"".join((before, content)) if before else content
-                before = b""
+                yield rows.data.cast("B")
 
     layout = base_file_of(reference)
     headers = {"Content-Length": str(layout.size - layout.end_of(first))}
     written = in_own_task(accept(core.admission, f"{ROUTE}/llama.cpp", request_id), parts)
     # What is wrong with the first window has a status.
-    return Stream(written, await anext(written), media_type="application/octet-stream", headers=headers)
+    beginning: bytes | memoryview = await anext(written)
+    if not first:
+        beginning = b"".join((header, beginning))
+    return Stream(written, beginning, media_type="application/octet-stream", headers=headers)
 
 
 @router.get("/v1/layers", summary="How the served model's decoder layers can be cut")
 async def get_layers(raw_request: Request) -> ServedLayers:
     """The blocks between the boundaries of the residual stream, as a reference recorded with `layers` has them, and the
     free space for references."""
-    return await references_of(raw_request).layers.describe()
+    references = references_of(raw_request)
+    layers = await references.layers.served()
+    return ServedLayers(**layers.model_dump(), free_bytes=await references.stored.free_bytes())
 
 
 @router.post(
@@ -256,20 +256,21 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
             is_answer=reference.manifest.answers is not None,
             **lane,
         )
-        compared = references.comparer.compare(reference, indices, settings, request.from_boundary)
+        boundaries = () if request.from_boundary is None else (request.from_boundary,)
+        marked = (MarkedWindow.begin("compare", reference, index, settings, boundaries) for index in indices)
         positions: dict[int, KldPositions] = {}
-        async with aclosing(compared) as in_order:
+        async with aclosing(references.comparer.compare(reference, marked, settings)) as in_order:
             async for index, rows in in_order:
                 positions[index] = rows.positions
                 yield await asyncio.to_thread(_window, request, index, rows)
         parts = [positions[index] for index in windows]
-        lengths = list(map(len, parts))
         joined = KldPositions.concatenate(parts)
-        figures = await asyncio.to_thread(lambda: statistics(joined, lengths, windows.start))
+        figures = await asyncio.to_thread(statistics, joined, list(map(len, parts)), windows.start)
         if request.as_noise_floor:
             floor = _noise_floor(figures, agreement(reference, joined))
-            stored = references.comparer.references
-            await stored.save(reference, lambda manifest: manifest.noise_floor_changes(request.lane, floor))
+            await references.comparer.references.save(
+                reference, lambda manifest: manifest.noise_floor_changes(request.lane, floor)
+            )
         num_tokens = int(reference.text.num_tokens[windows.start : windows.stop].sum())
         yield {
             "id": request_id,
@@ -292,9 +293,13 @@ def _noise_floor(figures: KldStatistics, agreement_lengths: list[int] | None) ->
     kld = figures["kld"]
     if None in (kld["mean"], kld["p99"], kld["max"]):
         raise RequestError("the noise floor is infinite", "as_noise_floor")
-    num_scored, created = figures["num_scored"], int(time.time())
     return NoiseFloor.model_validate(
-        {**kld, "num_scored": num_scored, "created": created, "agreement_lengths": agreement_lengths}
+        {
+            **kld,
+            "num_scored": figures["num_scored"],
+            "created": int(time.time()),
+            "agreement_lengths": agreement_lengths,
+        }
     )
 
 

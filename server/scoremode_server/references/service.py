@@ -1,6 +1,7 @@
 """The references of a server. Threads read and write their files."""
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -106,6 +107,10 @@ class References:
 
     async def text(self, reference: StoredReference) -> StoredText:
         return await self.use(reference.name, lambda: reference.text)
+
+    async def free_bytes(self) -> int:
+        """The free space on the disk of the folder."""
+        return await self.in_thread("", lambda: shutil.disk_usage(self.directory.root).free)
 
     def broken(self, name: str, error: BrokenFileError) -> ConflictError:
         """The error for a damaged file of a reference."""

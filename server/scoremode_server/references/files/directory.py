@@ -37,6 +37,7 @@ from scoremode_server.references.files.manifest import Manifest
 from scoremode_server.references.files.tensors import BrokenFileError, moving_into_place, read_tensors, write_tensors
 
 _MANIFEST = "manifest.json"
+_HEAD = "lm_head.safetensors"
 _SHARD = re.compile(r"(\d{6,})\.safetensors")
 _DELETED = ".deleted-"
 _MOST_NAMED = 20
@@ -69,8 +70,7 @@ class StoredReference:
         return self.path / "windows" / f"{index:06}.safetensors"
 
     def recorded_windows(self) -> set[int]:
-        names = (_SHARD.fullmatch(path.name) for path in (self.path / "windows").glob("*"))
-        return {int(name[1]) for name in names if name}
+        return {int(name[1]) for path in (self.path / "windows").glob("*") if (name := _SHARD.fullmatch(path.name))}
 
     def write_shard(self, index: int, hidden_states: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Write a window: [scored, hidden] in the served dtype, and [scored] float32."""
@@ -94,17 +94,13 @@ class StoredReference:
     def read_stream(self, index: int, boundary: int) -> torch.Tensor:
         return read_tensors(self.stream(index, boundary), self.about(f"window {index}, boundary {boundary}"))["stream"]
 
-    @property
-    def head_path(self) -> Path:
-        return self.path / "lm_head.safetensors"
-
     def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-        write_tensors(self.head_path, tensors, self.about("LM head"))
+        write_tensors(self.path / _HEAD, tensors, self.about("LM head"))
 
     def read_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The weight [vocabulary, hidden] and the bias."""
-        tensors = read_tensors(self.head_path, self.about("LM head"))
+        tensors = read_tensors(self.path / _HEAD, self.about("LM head"))
         return tensors["weight"], tensors.get("bias")
 
     def save(self, manifest: Manifest) -> "StoredReference":
@@ -192,13 +188,6 @@ class ReferenceDirectory:
             raise self._unknown(name) from None
         except (OSError, ValueError) as error:
             raise BrokenFileError(f"{path / _MANIFEST}: {error}") from None
-
-    def recorded_windows(self, name: str) -> set[int]:
-        """The windows that a reference has on disk; none if there is no reference of that name."""
-        try:
-            return self.open(name).recorded_windows()
-        except NoReferenceError:
-            return set()
 
     def open_same(self, name: str, identity: str) -> StoredReference:
         """The reference of a name, if it still has this identity."""

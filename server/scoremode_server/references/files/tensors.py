@@ -16,7 +16,6 @@ DTYPES = {"I32": torch.int32, "F32": torch.float32, "F16": torch.float16, "BF16"
 """By their names in a safetensors file."""
 
 _KEY = "scoremode"
-_METADATA = "__metadata__"
 
 
 class BrokenFileError(Exception):
@@ -69,7 +68,7 @@ def _parse(content: np.ndarray) -> tuple[str, dict[str, torch.Tensor]]:
     spaces, and the tensors."""
     start = 8 + int.from_bytes(content[:8].tobytes(), "little")
     header = json.loads(content[8:start].tobytes())
-    metadata, tensors = header.pop(_METADATA)[_KEY], {}
+    metadata, tensors = header.pop("__metadata__")[_KEY], {}
     for name, entry in header.items():
         first, end = entry["data_offsets"]
         values = torch.from_numpy(content[start + first : start + end])

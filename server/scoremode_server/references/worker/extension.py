@@ -31,10 +31,8 @@ class ReferenceWorker:
         if windows.layers is None:
             # On a CPU vLLM profiles nothing.
             self.execute_dummy_batch()
-        layers = windows.layers
-        if layers is None or layers.described is None:
-            return "no forward pass was seen" if layers is None else layers.refusal
-        return layers.described.model_dump()
+        described = "no forward pass was seen" if windows.layers is None else windows.layers.described
+        return described if isinstance(described, str) else described.model_dump()
 
     def scoremode_write_head(self, name: str, identity: str, ticket: str) -> None:
         """Begin to write the served model's LM head into a reference. Whether it was, `scoremode_exchange` says of the

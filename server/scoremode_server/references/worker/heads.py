@@ -97,7 +97,6 @@ class HeadLayer:
         self._processor.head_dtype = getattr(torch, head.head_dtype)
         rows = self._layer.num_embeddings_per_partition
         self._shapes = [(rows, head.hidden_size), (rows,)][: 1 + head.has_bias]
-        self._weights: list[torch.Tensor] = []
         # Of this rank's part.
         self.num_bytes = sum(map(math.prod, self._shapes)) * self._dtype.itemsize
 
@@ -155,8 +154,8 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 class LeasedHead:
-    """The LM head of the reference that an engine compares with, on the device. API servers hold the reference while
-    they have windows of it, and it is not replaced until none does. Memory for this rank's part of a head of
+    """The LM head of the reference that an engine compares with, on the device. It is not replaced while workers keep
+    windows of the reference. Memory for this rank's part of a head of
     `num_bytes` bytes is allocated at once, and more when a larger head needs it."""
 
     def __init__(
@@ -175,26 +174,25 @@ class LeasedHead:
         self._key = ""
         self._layer: HeadLayer | None = None
         self._loaded: Future[None] = Future()
-        self._holders: set[str] = set()
+        self._tickets: set[str] = set()
         self.num_refused = 0
         """How often a reference was refused because another one was held."""
 
-    def hold(self, mark: WindowMark, holder: str, head: HeadFormat) -> bool:
-        """Hold the reference of a window for an API server, and begin to load its head unless it is there. Returns
-        False if another reference is held."""
-        if mark.head != self._key and self._holders:
+    def hold(self, mark: WindowMark, head: HeadFormat) -> bool:
+        """Hold the reference of a window, and begin to load its head unless it is there. Returns False if another
+        reference is held."""
+        if mark.head != self._key and self._tickets:
             self.num_refused += 1
             return False
         if mark.head != self._key or (self._loaded.done() and self._loaded.exception()):
             self._key, self._layer = mark.head, self._make_layer(head)
             self._loaded = self._threads.submit(mark.reference, partial(self._load, self._layer, mark))
-        self._holders.add(holder)
+        self._tickets.add(mark.ticket)
         return True
 
-    def release(self, key: str, holder: str) -> None:
-        """Hold a reference no longer. Its head stays until another reference is held."""
-        if key == self._key:
-            self._holders.discard(holder)
+    def release(self, ticket: str) -> None:
+        """Hold the reference of a window no longer. Its head stays until another reference is held."""
+        self._tickets.discard(ticket)
 
     def progress(self, key: str) -> Future[None] | None:
         """The loading of a head; None if another one is held."""
@@ -210,8 +208,7 @@ class LeasedHead:
         layer.read(self._root.open_same(mark.reference, mark.identity))
         # Reading may have taken so long that another head is loaded meanwhile, into the same memory.
         with self._placing:
-            if layer is not self._layer:
-                return
-            if layer.num_bytes > len(self._memory):
-                self._memory = torch.empty(layer.num_bytes, dtype=torch.uint8, device=self._memory.device)
-            layer.place(self._memory[: layer.num_bytes])
+            if layer is self._layer:
+                if layer.num_bytes > len(self._memory):
+                    self._memory = torch.empty(layer.num_bytes, dtype=torch.uint8, device=self._memory.device)
+                layer.place(self._memory[: layer.num_bytes])

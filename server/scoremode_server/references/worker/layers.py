@@ -2,27 +2,32 @@
 replace a request's rows of it there.
 
 Most layers of vLLM take `hidden_states` and `residual`, whose sum is the stream, or `hidden_states` alone, and call a
-norm with both before their MLP. Whether that holds for a model, its recording checks: see `references/layers.py`.
+norm with both before their MLP. Whether that holds for a model, its recording checks: see `references/recorder.py`.
 """
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from scoremode.wire.references import BlockKind, LayerBlock, ReferenceLayers
-from scoremode_server.references.worker.orders import WindowMark
 from scoremode_server.worker.row_scorer import StepPart
 
 INNER_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "pre_mlp_layernorm", "ffn_norm")
 """Names of the norm before a layer's MLP. Some models have one of these names for another norm, of one tensor."""
+
+Calls = list[tuple[str, bool]]
+"""Children of a layer in the order in which they are called, and whether as the norm before its MLP, with both parts of
+the stream."""
 
 _MOE = "vllm.model_executor.layers.fused_moe."
 
@@ -41,11 +46,9 @@ class Stream:
 
     def replace(self, rows: slice, stream: torch.Tensor) -> None:
         """Replace rows. The sum of a 0 is exact."""
-        if self.residual is None:
-            self.hidden_states[rows] = stream
-        else:
-            self.residual[rows] = stream
-            self.hidden_states[rows] = 0
+        kept = self.hidden_states if self.residual is None else self.residual
+        self.hidden_states[rows] = 0
+        kept[rows] = stream
 
     @property
     def flaw(self) -> str:
@@ -61,22 +64,11 @@ class Stream:
         return ""
 
 
-class LayerSink(Protocol):
-    """A request that copies its rows of the stream, or replaces them, at some boundaries."""
+Cross = Callable[[int, Stream, slice, int], None]
+"""Takes or replaces a request's rows at a boundary: the boundary, the stream, the rows, and the position of the first
+token that they are of."""
 
-    mark: WindowMark
-
-    def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
-        """Take or replace the rows of the request's tokens from `position` on."""
-
-
-@dataclass(eq=False)
-class _Watch:
-    """Notes what one forward pass shows of a decoder layer."""
-
-    calls: list[tuple[str, bool]] = field(default_factory=list)
-    """Children in the order in which they were called, and whether with two tensors of the stream's shape."""
-    flaws: list[str] = field(default_factory=list)
+UseStream = Callable[[Stream], None]
 
 
 @dataclass(slots=True)
@@ -85,100 +77,81 @@ class DecoderLayers:
     call a norm with it, and after the last layer. Nothing is known before `watching` has seen a forward pass."""
 
     model: nn.Module
-    refusal: str = "no forward pass was seen"
-    """Why the layers cannot be cut; empty if they can."""
-    described: ReferenceLayers | None = None
-    _layers: list[nn.Module] = field(default_factory=list)
-    _norms: list[nn.Module | None] = field(default_factory=list)
-    """Of each layer: that which begins its MLP."""
+    described: ReferenceLayers | str = "no forward pass was seen"
+    """The layers, or why they cannot be cut."""
+    cuts: list[Callable[[UseStream], RemovableHandle]] = field(default_factory=list)
+    """Of each boundary: hooks a use of the stream there."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Learn where the stream is cut from a forward pass that runs inside."""
-        prefix, self._layers, self.refusal = _find_layers(self.model)
-        watches = [_Watch() for _ in self._layers]
+        lists = _layer_lists(self.model)
+        if len(lists) != 1:
+            self.described = f"{type(self.model).__name__}: it has {len(lists)} lists of layers with attention, not one"
+            yield
+            return
+        ((prefix, layers),) = lists.items()
+        flaws: list[str] = []
         hidden_sizes: set[int] = set()
+        calls: list[Calls] = [[] for _ in layers]
 
-        def see(watch: _Watch, stream: Stream) -> None:
+        def see(layer: nn.Module, stream: Stream) -> None:
             if flaw := stream.flaw:
-                watch.flaws.append(flaw)
+                flaws.append(f"{type(layer).__name__}: {flaw}")
             else:
                 hidden_sizes.add(stream.hidden_states.shape[1])
 
-        hooks = []
-        for layer, watch in zip(self._layers, watches, strict=True):
-            hooks.append(_before_layer(layer, lambda stream, watch=watch: see(watch, stream)))
-            for name, child in layer.named_children():
-                hooks.append(child.register_forward_pre_hook(_note_call(watch, name), with_kwargs=True))
-        if self._layers:
-            hooks.append(_after_layer(self._layers[-1], lambda stream: see(watches[-1], stream)))
-        try:
+        with ExitStack() as hooks:
+            for layer, own_calls in zip(layers, calls, strict=True):
+                hooks.enter_context(_before_layer(layer, partial(see, layer)))
+                for name, child in layer.named_children():
+                    hooks.enter_context(
+                        child.register_forward_pre_hook(partial(_note_call, own_calls, name), with_kwargs=True)
+                    )
+            hooks.enter_context(_after_layer(layers[-1], partial(see, layers[-1])))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if not self.refusal:
-            self._conclude(prefix, watches, hidden_sizes)
+        if not flaws and len(hidden_sizes) != 1:
+            flaws.append(f"{type(layers[0]).__name__}: its layers were not called, or with several hidden sizes")
+        self.described = flaws[0] if flaws else self._cut(prefix, layers, calls, hidden_sizes.pop())
 
-    def _conclude(self, prefix: str, watches: Sequence[_Watch], hidden_sizes: set[int]) -> None:
+    def _cut(
+        self, prefix: str, layers: Sequence[nn.Module], calls: Sequence[Calls], hidden_size: int
+    ) -> ReferenceLayers:
         blocks: list[LayerBlock] = []
-        for index, (layer, watch) in enumerate(zip(self._layers, watches, strict=True)):
-            if watch.flaws:
-                self.refusal = f"{type(layer).__name__}: {watch.flaws[0]}"
-                return
-            names = list(dict.fromkeys(name for name, _ in watch.calls))
-            inner = next((name for name, is_inner in watch.calls if is_inner), None)
-            self._norms.append(None if inner is None else layer.get_submodule(inner))
+        for index, (layer, own_calls) in enumerate(zip(layers, calls, strict=True)):
+            names = list(dict.fromkeys(name for name, _ in own_calls))
+            inner = next((name for name, is_inner in own_calls if is_inner), None)
             parts = [names] if inner is None else [names[: names.index(inner)], names[names.index(inner) :]]
             blocks += [_block(layer, f"{prefix}.{index}", part) for part in parts]
-        if len(hidden_sizes) != 1:
-            self.refusal = f"{type(self._layers[0]).__name__}: its layers were not called, or with several hidden sizes"
-            return
-        self.described = ReferenceLayers(
-            layer_class=", ".join(dict.fromkeys(type(layer).__name__ for layer in self._layers)),
-            hidden_size=hidden_sizes.pop(),
-            blocks=blocks,
-        )
+            self.cuts.append(partial(_before_layer, layer))
+            if inner is not None:
+                self.cuts.append(partial(_before_norm, layer.get_submodule(inner)))
+        self.cuts.append(partial(_after_layer, layers[-1]))
+        layer_class = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers))
+        return ReferenceLayers(layer_class=layer_class, hidden_size=hidden_size, blocks=blocks)
 
     @contextmanager
-    def hooking(self, parts: Sequence[tuple[LayerSink, StepPart]]) -> Iterator[None]:
-        """Let requests copy or replace their rows in a forward pass that runs inside."""
-        crossing: dict[int, list[tuple[LayerSink, StepPart]]] = defaultdict(list)
-        for sink, part in parts:
-            for boundary in sink.mark.boundaries:
-                crossing[boundary].append((sink, part))
-        hooks = list(self._hooks(crossing))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _hooks(self, crossing: Mapping[int, list[tuple[LayerSink, StepPart]]]) -> Iterator[Any]:
-        boundary = 0
-        for layer, norm in zip(self._layers, self._norms, strict=False):
-            if boundary in crossing:
-                yield _before_layer(layer, _crossed_by(crossing[boundary], boundary))
-            boundary += 1
-            if norm is not None:
+    def hooking(self, requests: Iterable[tuple[Cross, Sequence[int], StepPart]]) -> Iterator[None]:
+        """Let requests copy or replace their rows at some boundaries in a forward pass that runs inside."""
+        crossing: dict[int, list[tuple[Cross, StepPart]]] = defaultdict(list)
+        for cross, boundaries, part in requests:
+            for boundary in boundaries:
+                crossing[boundary].append((cross, part))
+        with ExitStack() as hooks:
+            for boundary, cut in enumerate(self.cuts):
                 if boundary in crossing:
-                    yield _before_norm(norm, _crossed_by(crossing[boundary], boundary))
-                boundary += 1
-        if boundary in crossing:
-            yield _after_layer(self._layers[-1], _crossed_by(crossing[boundary], boundary))
+                    hooks.enter_context(cut(partial(_cross, boundary, crossing[boundary])))
+            yield
 
 
-def _crossed_by(parts: Sequence[tuple[LayerSink, StepPart]], boundary: int) -> Any:
-    def cross(stream: Stream) -> None:
-        for sink, part in parts:
-            # Not beyond the prompt, where there are placeholders for drafts.
-            num_tokens = min(part.num_tokens, part.num_fed - part.position)
-            sink.cross(boundary, stream, slice(part.row, part.row + num_tokens), part.position)
-
-    return cross
+def _cross(boundary: int, requests: Sequence[tuple[Cross, StepPart]], stream: Stream) -> None:
+    for cross, part in requests:
+        # Not beyond the prompt, where there are placeholders for drafts.
+        num_tokens = min(part.num_tokens, part.num_fed - part.position)
+        cross(boundary, stream, slice(part.row, part.row + num_tokens), part.position)
 
 
-def _before_layer(layer: nn.Module, use: Any) -> Any:
+def _before_layer(layer: nn.Module, use: UseStream) -> RemovableHandle:
     """Call `use` with the stream that a layer is called with, by the names of its arguments."""
     signature = inspect.signature(layer.forward)
 
@@ -189,14 +162,14 @@ def _before_layer(layer: nn.Module, use: Any) -> Any:
     return layer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _before_norm(norm: nn.Module, use: Any) -> Any:
+def _before_norm(norm: nn.Module, use: UseStream) -> RemovableHandle:
     def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         use(Stream(*_tensors(args, options)[:2]))
 
     return norm.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _after_layer(layer: nn.Module, use: Any) -> Any:
+def _after_layer(layer: nn.Module, use: UseStream) -> RemovableHandle:
     """Call `use` with the stream that a layer returns: one tensor, or two, the second of which may be None."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -212,34 +185,27 @@ def _rows(tensor: Any) -> Any:
     return tensor[0] if is_batch else tensor
 
 
-def _note_call(watch: _Watch, name: str) -> Any:
-    def note(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        tensors = _tensors(args, options)
-        is_inner = name in INNER_NORMS and len(tensors) == 2 and not Stream(*tensors).flaw
-        watch.calls.append((name, is_inner))
-
-    return note
+def _note_call(calls: Calls, name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    tensors = _tensors(args, options)
+    calls.append((name, name in INNER_NORMS and len(tensors) == 2 and not Stream(*tensors).flaw))
 
 
 def _tensors(args: tuple[Any, ...], options: Mapping[str, Any]) -> list[torch.Tensor]:
     return [each for each in (*args, *options.values()) if isinstance(each, torch.Tensor)]
 
 
-def _find_layers(model: nn.Module) -> tuple[str, list[nn.Module], str]:
-    """The name of a model's list of decoder layers, the layers, and why there is none."""
+def _layer_lists(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The model's lists of layers with attention, by name."""
     lists: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
         is_inner = any(name.startswith(f"{outer}.") for outer in lists)
-        if isinstance(module, nn.ModuleList) and not is_inner and _has(module, AttentionLayerBase):
+        if isinstance(module, nn.ModuleList) and not is_inner and _has_attention(module):
             lists[name] = list(module)
-    if len(lists) != 1:
-        return "", [], f"{type(model).__name__}: it has {len(lists)} lists of layers with attention, not one"
-    ((name, layers),) = lists.items()
-    return name, layers, ""
+    return lists
 
 
-def _has(module: nn.Module, kind: type) -> bool:
-    return any(isinstance(each, kind) for each in module.modules())
+def _has_attention(module: nn.Module) -> bool:
+    return any(isinstance(each, AttentionLayerBase) for each in module.modules())
 
 
 def _block(layer: nn.Module, prefix: str, children: Sequence[str]) -> LayerBlock:
@@ -256,18 +222,11 @@ def _can_be_quantized(module: nn.Module) -> bool:
 
 def _kind(modules: Sequence[nn.Module]) -> BlockKind:
     parts = [part for module in modules for part in module.modules()]
-    mixers: dict[str, BlockKind] = {
-        type(part).__name__: _mixer_kind(part) for part in parts if isinstance(part, AttentionLayerBase)
-    }
-    has_rest = any(not _has(module, AttentionLayerBase) for module in modules)
-    if mixers and has_rest:
+    mixers = [part for part in parts if isinstance(part, AttentionLayerBase)]
+    if not mixers:
+        return "moe" if any(type(part).__module__.startswith(_MOE) for part in parts) else "mlp"
+    if not all(map(_has_attention, modules)):
         return "layer"
-    if mixers:
-        return next(iter(mixers.values()))
-    return "moe" if any(type(part).__module__.startswith(_MOE) for part in parts) else "mlp"
-
-
-def _mixer_kind(part: nn.Module) -> BlockKind:
-    if not isinstance(part, MambaBase):
+    if not isinstance(mixers[0], MambaBase):
         return "attention"
-    return "mamba" if "Mamba" in type(part).__name__ else "linear_attention"
+    return "mamba" if "Mamba" in type(mixers[0]).__name__ else "linear_attention"

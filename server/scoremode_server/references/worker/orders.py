@@ -9,7 +9,7 @@ SINK = "references"
 """The name of the sinks of windows."""
 
 IN_USE = "another reference is in use"
-"""The outcome of `HoldReference` where another API server holds another reference."""
+"""The outcome for an LM head where another API server has windows of another reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,45 +30,24 @@ class WindowMark:
     """The key of the reference's LM head, if it is needed."""
     num_fed: int = 0
     """Tokens that the engine is fed, if the residual stream is needed."""
-    num_boundaries: int = 0
-    """To record: the boundaries at which the stream is kept; 0 for none."""
-    from_boundary: int | None = None
-    """To compare: the boundary at which the stream is replaced by the reference's; None for nowhere."""
-
-    @property
-    def boundaries(self) -> range:
-        """The boundaries at which the stream is kept or replaced."""
-        if self.from_boundary is not None:
-            return range(self.from_boundary, self.from_boundary + 1)
-        return range(self.num_boundaries)
+    boundaries: tuple[int, ...] = ()
+    """Of decoder layers: to record, those at which the stream is kept; to compare, the one at which it is replaced by
+    the reference's, if any."""
 
 
 class ReadWindow(msgspec.Struct, tag=True):
-    """Read a window's hidden states to the host, and keep them."""
+    """Read a window's hidden states to the host, keep them, and compare with its reference, whose LM head has the
+    format `head` (`HeadFormat`), until the window is forgotten."""
 
     mark: WindowMark
+    head: dict[str, Any]
 
 
 class ForgetWindow(msgspec.Struct, tag=True):
-    """Keep a window's hidden states no longer."""
+    """Keep a window's hidden states no longer. Engines may compare with another reference once no window of this one is
+    left."""
 
     ticket: str
 
 
-class HoldReference(msgspec.Struct, tag=True):
-    """Compare with a window's reference, whose LM head has the format `head` (`HeadFormat`), until `holder` releases
-    it."""
-
-    mark: WindowMark
-    holder: str
-    head: dict[str, Any]
-
-
-class ReleaseReference(msgspec.Struct, tag=True):
-    """Let engines compare with other references than that of the LM head `key`, as far as `holder` is concerned."""
-
-    key: str
-    holder: str
-
-
-Order = ReadWindow | ForgetWindow | HoldReference | ReleaseReference
+Order = ReadWindow | ForgetWindow

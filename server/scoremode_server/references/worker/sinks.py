@@ -1,9 +1,9 @@
 """The sinks of references' windows in an engine worker, and the files and the memory that they need."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -27,10 +27,8 @@ from scoremode_server.references.worker.orders import (
     IN_USE,
     SINK,
     ForgetWindow,
-    HoldReference,
     Order,
     ReadWindow,
-    ReleaseReference,
     WindowMark,
 )
 from scoremode_server.references.worker.packing import ComparedRows
@@ -59,17 +57,16 @@ class ComparedWindow(RowSink):
     recorded: torch.Tensor | None
     """The reference's hidden states, on the host; None if they could not be read."""
     leased: LeasedHead
-    stream: torch.Tensor | None = None
-    """The reference's residual stream at `mark.from_boundary`, on the host; None if it is not needed, or could not be
-    read."""
+    streams: Mapping[int, torch.Tensor]
+    """The reference's residual stream at each boundary of `mark`, on the host; none if it could not be read."""
     num_replaced: int = 0
     """Tokens whose stream was replaced."""
 
     def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
         """Replace the residual stream by the reference's."""
         num_tokens = rows.stop - rows.start
-        if self.stream is not None and self.num_replaced == position:
-            recorded = self.stream[position : position + num_tokens]
+        if boundary in self.streams and self.num_replaced == position:
+            recorded = self.streams[boundary][position : position + num_tokens]
             stream.replace(rows, recorded.to(stream.hidden_states.device, non_blocking=True))
             self.num_replaced += num_tokens
 
@@ -78,11 +75,13 @@ class ComparedWindow(RowSink):
         return self.mark.action, self.mark.head, self.spec.num_top
 
     def head(self, *, local: bool) -> ReferenceHead | None:
-        """Find the reference's head, with `local` this rank's part of it; None if this rank cannot compare."""
-        return None if self.recorded is None else self.leased.find(self.mark.head, local=local)
+        """Find the reference's head, with `local` this rank's part of it unless whole rows are exported; None if this
+        rank cannot compare."""
+        is_part = local and self.mark.action != "export"
+        return None if self.recorded is None else self.leased.find(self.mark.head, local=is_part)
 
     def is_ready(self, *, local: bool) -> bool:
-        has_resumed = self.mark.from_boundary is None or self.num_replaced == self.end
+        has_resumed = not self.mark.boundaries or self.num_replaced == self.end
         return has_resumed and self.head(local=local) is not None
 
     def missing(self, num_rows: int, device: torch.device) -> Columns:
@@ -114,9 +113,6 @@ class ExportedWindow(ComparedWindow):
     """Replaces a window's rows by the reference's, as llama.cpp keeps them: words instead of tokens, on the host,
     and logprobs and ranks of 0. Every rank has whole rows."""
 
-    def head(self, *, local: bool) -> ReferenceHead | None:
-        return super().head(local=False)
-
     def compute(
         self,
         scorer: RowScorer,
@@ -127,13 +123,12 @@ class ExportedWindow(ComparedWindow):
     ) -> Columns:
         reference, recorded = self._reference(scorer, pieces, local=False)
         num_rows = len(targets)
-        step = scorer.rows_within(scorer.shape.vocab_size * (reference.logit_bytes + llama_cpp.LOGIT_BYTES))
-        chunks = []
-        for start in range(0, num_rows, step):
-            logits = reference.logits_fn(recorded[start : min(start + step, num_rows)])
-            # At once, because many rows do not fit the GPU.
-            chunks.append(llama_cpp.quantized(logits).cpu())
-            del logits
+        limit = scorer.rows_within(scorer.shape.vocab_size * (reference.logit_bytes + llama_cpp.LOGIT_BYTES))
+        # To the host at once, because many rows do not fit the GPU.
+        chunks = [
+            llama_cpp.quantized(reference.logits_fn(recorded[start : min(start + limit, num_rows)])).cpu()
+            for start in range(0, num_rows, limit)
+        ]
         return torch.cat(chunks), torch.zeros(num_rows, 1), torch.zeros(num_rows, dtype=torch.int32)
 
 
@@ -167,13 +162,10 @@ class RecordedWindow(RowSink):
     logprobs: list[torch.Tensor] = field(default_factory=list)
     streams: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     """The residual stream at each boundary, if it is recorded."""
-    copied: Any = None
-    """An event of the device, after which all are on the host; None on a CPU."""
 
     def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
         """Copy the residual stream."""
-        copied = stream.copy(rows)
-        self.streams[boundary].append(_to_host(copied) if copied.is_cuda else copied)
+        self.streams[boundary].append(_to_host(stream.copy(rows)))
 
     def store(self, columns: Columns, hidden_states: torch.Tensor) -> None:
         super().store(columns, hidden_states)
@@ -181,14 +173,11 @@ class RecordedWindow(RowSink):
         self.logprobs.append(_to_host(columns[1][:, 0]))
 
     def finish(self) -> None:
-        if self.hidden_states[0].is_pinned():
-            self.copied = torch.cuda.Event()
-            self.copied.record()
         self.write(self)
 
 
-WindowTensors = tuple[torch.Tensor, torch.Tensor | None]
-"""A window's hidden states [scored, hidden] of a reference, and its residual stream [fed, hidden] if it is needed."""
+WindowTensors = tuple[torch.Tensor, dict[int, torch.Tensor]]
+"""A window's hidden states [scored, hidden] of a reference, and its residual stream [fed, hidden] at boundaries."""
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -196,6 +185,11 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the host, from which a worker's GPU can copy while it computes."""
+    return tensor.pin_memory() if torch.cuda.is_initialized() else tensor
 
 
 @dataclass(slots=True)
@@ -207,8 +201,6 @@ class WorkerWindows:
     """Where references are."""
     leased: LeasedHead = field(init=False)
     """Made while vLLM profiles, or, where it does not (on a CPU), when it is first needed."""
-    _pins: bool = False
-    """Whether hidden states are read to pinned memory, from which a GPU copies them."""
     _threads: CallThreads = field(default_factory=CallThreads)
     layers: DecoderLayers | None = None
     """Of the model, once a dummy run has shown them; none where a compiled model calls no hooks."""
@@ -225,9 +217,9 @@ class WorkerWindows:
         if mark.action == "record":
             return RecordedWindow(spec, mark=mark, write=self._write_window_later) if writes else RowSink(spec)
         read = self._reads.get(mark.ticket)
-        recorded, stream = (None, None) if read is None or not read.done() or read.exception() else read.result()
+        recorded, streams = (None, {}) if read is None or not read.done() or read.exception() else read.result()
         make_sink = ExportedWindow if mark.action == "export" else ComparedWindow
-        return make_sink(spec, mark=mark, recorded=recorded, leased=self.leased, stream=stream)
+        return make_sink(spec, mark=mark, recorded=recorded, leased=self.leased, streams=streams)
 
     def around_forward(
         self, model: torch.nn.Module, parts: Sequence[tuple[RowSink, StepPart]]
@@ -236,9 +228,11 @@ class WorkerWindows:
         if self.layers is None or self.layers.model is not model:
             self.layers = DecoderLayers(model)
             return self.layers.watching()
-        windows = [(sink, part) for sink, part in parts if isinstance(sink, ComparedWindow | RecordedWindow)]
-        crossing = [(window, part) for window, part in windows if window.mark.boundaries]
-        return self.layers.hooking(crossing) if crossing else nullcontext()
+        return self.layers.hooking(
+            (sink.cross, sink.mark.boundaries, part)
+            for sink, part in parts
+            if isinstance(sink, ComparedWindow | RecordedWindow)
+        )
 
     def reserve(self, scorer: RowScorer, runner: Any, hidden_states: torch.Tensor, head: LMHead) -> None:
         """Compare as many rows as a step has: see `SinkMaker`."""
@@ -253,10 +247,9 @@ class WorkerWindows:
         """Make the memory for a reference's head, once: as much as for the served model's, of which most are."""
         if not hasattr(self, "leased"):
             model = config.model_config
-            num_bytes = model.get_vocab_size() * (model.get_hidden_size() + 1) * model.dtype.itemsize
-            num_bytes //= config.parallel_config.tensor_parallel_size
+            num_ranks = config.parallel_config.tensor_parallel_size
+            num_bytes = model.get_vocab_size() * (model.get_hidden_size() + 1) * model.dtype.itemsize // num_ranks
             self.leased = LeasedHead(num_bytes, device, partial(HeadLayer, config=config), self.root, self._threads)
-            self._pins = device.type == "cuda"
 
     def exchange(self, orders: list[dict[str, Any]], tickets: list[str]) -> dict[str, Any]:
         """Begin what an API server orders, and return at once.
@@ -269,16 +262,14 @@ class WorkerWindows:
         refusals: dict[str, str] = {}
         for order in msgspec.convert(orders, list[Order]):
             match order:
-                case ReadWindow(mark):
+                case ReadWindow(mark, head):
                     self._reads[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark))
+                    if not self.leased.hold(mark, HeadFormat(**head)):
+                        refusals[mark.head] = IN_USE
                 case ForgetWindow(ticket):
+                    self.leased.release(ticket)
                     if ticket in self._reads:
                         self._reads.pop(ticket).cancel()
-                case HoldReference(mark, holder, head):
-                    if not self.leased.hold(mark, holder, HeadFormat(**head)):
-                        refusals[mark.head] = IN_USE
-                case ReleaseReference(key, holder):
-                    self.leased.release(key, holder)
         outcomes = {ticket: self._outcome(ticket) for ticket in tickets} | refusals
         return {"outcomes": outcomes, "num_refused": self.leased.num_refused}
 
@@ -298,13 +289,11 @@ class WorkerWindows:
         head = reference.manifest.head
         if head is None or hidden_states.shape != (mark.num_scored, head.hidden_size):
             raise BrokenFileError(f"{reference.shard(mark.index)} has hidden states {tuple(hidden_states.shape)}")
-        stream = None if mark.from_boundary is None else reference.read_stream(mark.index, mark.from_boundary)
-        if stream is not None and stream.shape[0] != mark.num_fed:
-            raise BrokenFileError(f"{reference.stream(mark.index, mark.from_boundary or 0)} has {len(stream)} tokens")
-        return self._on_host(hidden_states), None if stream is None else self._on_host(stream)
-
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory() if self._pins else tensor
+        streams = {boundary: _readable(reference.read_stream(mark.index, boundary)) for boundary in mark.boundaries}
+        for boundary, stream in streams.items():
+            if len(stream) != mark.num_fed:
+                raise BrokenFileError(f"{reference.stream(mark.index, boundary)} has {len(stream)} tokens")
+        return _readable(hidden_states), streams
 
     def write_head_later(self, name: str, identity: str, ticket: str, weights: list[torch.Tensor]) -> None:
         """Write an LM head into a reference while windows are computed: it takes as long as dozens of them."""
@@ -317,17 +306,19 @@ class WorkerWindows:
 
     def _write_window_later(self, window: RecordedWindow) -> None:
         mark = window.mark
-        tensors = [*window.hidden_states, *chain(*window.streams.values())]
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        num_bytes = sum(tensor.nbytes for tensor in chain(window.hidden_states, *window.streams.values()))
+
+        is_copying = window.hidden_states[0].is_pinned()
+        copied = torch.cuda.current_stream().record_event() if is_copying else None
 
         def write() -> None:
-            if window.copied is not None:
-                window.copied.synchronize()
+            if copied is not None:
+                copied.synchronize()
             logprobs = torch.cat(window.logprobs)
             if logprobs.isnan().any():
                 raise ValueError("the model computed NaN")
             reference = self.root.open_same(mark.reference, mark.identity)
-            for boundary in range(mark.num_boundaries):
+            for boundary in mark.boundaries:
                 parts = window.streams[boundary]
                 if (num_tokens := sum(map(len, parts))) != mark.num_fed:
                     raise ValueError(f"{num_tokens} of {mark.num_fed} tokens passed boundary {boundary} of the layers")

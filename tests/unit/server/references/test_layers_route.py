@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scoremode_server.references import layers as layers_module
+from scoremode_server.references import service
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.light_app import client_of, error_of, events, light_app
 from tests.unit.server.references.reference_engine import (
@@ -165,7 +165,7 @@ async def test_a_disk_without_space_is_refused_before_anything_is_recorded(engin
     # The last window has four tokens fewer.
     num_bytes = (NUM_WINDOWS * WINDOW_TOKENS - 4) * NUM_BOUNDARIES * HIDDEN * 2
     usage = type("Usage", (), {"free": num_bytes - 1})
-    monkeypatch.setattr(layers_module.shutil, "disk_usage", lambda root: usage)
+    monkeypatch.setattr(service.shutil, "disk_usage", lambda root: usage)
     status, param, message = error_of(await client.post(REFERENCES, json=LAYERED))
     assert (status, param) == (507, "layers")
     assert "its layers need 0.0 GiB" in message

@@ -8,7 +8,6 @@ from torch import nn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from scoremode_server.references.worker.layers import DecoderLayers, Stream
-from scoremode_server.references.worker.orders import WindowMark
 from scoremode_server.worker.row_scorer import StepPart
 
 HIDDEN = 4
@@ -144,8 +143,7 @@ class Window:
     """Keeps copies, or replaces with what another kept."""
 
     def __init__(self, recorded: "Window | None" = None, boundary: int | None = None, num_boundaries: int = 5):
-        count = 0 if recorded else num_boundaries
-        self.mark = WindowMark("record", "", "", 0, 0, num_boundaries=count, from_boundary=boundary)
+        self.boundaries = range(num_boundaries) if boundary is None else (boundary,)
         self.recorded, self.copies = recorded, [[] for _ in range(num_boundaries)]
 
     def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
@@ -173,7 +171,8 @@ def run(layers: DecoderLayers, requests: list[tuple[torch.Tensor, Window | None]
     for number, (embedded, window) in enumerate(requests):
         if window is not None:
             # A placeholder follows the prompt's last token.
-            parts.append((window, StepPart(str(number), 0, row, len(embedded) + 1, len(embedded))))
+            part = StepPart(str(number), 0, row, len(embedded) + 1, len(embedded))
+            parts.append((window.cross, window.boundaries, part))
         positions += [*range(len(embedded) + 1)]
         row += len(embedded) + 1
     with layers.hooking(parts):
@@ -234,8 +233,7 @@ class TwoLists(Model):
     ],
 )
 def test_other_layers_are_refused_by_their_class(model, refusal):
-    layers = watched(model)
-    assert (layers.refusal, layers.described) == (refusal, None)
+    assert watched(model).described == refusal
 
 
 def test_a_layer_of_the_models_list_that_is_not_called_is_no_boundary():
@@ -243,13 +241,13 @@ def test_a_layer_of_the_models_list_that_is_not_called_is_no_boundary():
     layers = DecoderLayers(model)
     with layers.watching():
         pass
-    assert layers.refusal.startswith("Layer: its layers were not called")
-    assert layers.described is None
+    assert layers.described.startswith("Layer: its layers were not called")
 
 
 def test_of_two_names_for_a_norm_the_one_called_with_the_stream_counts():
     layers = watched(Model(SandwichLayer))
-    assert layers._norms == [layer.pre_feedforward_layernorm for layer in layers._layers]
+    norms = [layer.pre_feedforward_layernorm for layer in layers.model.model.layers]
+    assert [cut.args[0] for cut in layers.cuts[1::2]] == norms
 
 
 def test_adding_zero_is_exact_and_leaves_other_rows():
