@@ -14,10 +14,10 @@ from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
 from scoremode.wire.references import Answers, CorpusInfo, LayerBlock, ReferenceAnswers, ReferenceLayers
-from scoremode_server.errors import ConflictError, RequestError, StorageError
+from scoremode_server.errors import ConflictError, NotServedError, RequestError, StorageError
 from scoremode_server.references.comparer import Comparer, MarkedWindow
 from scoremode_server.references.exchange import UnreadableFileError, WorkerFiles
-from scoremode_server.references.files.directory import NoReferenceError, StoredReference, StoredText
+from scoremode_server.references.files.directory import StoredReference, StoredText
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, Result, TextPlan, text_fingerprint
 from scoremode_server.references.files.tensors import BrokenFileError
 from scoremode_server.references.service import References
@@ -121,8 +121,8 @@ class Recorder:
         do not."""
         directory = self.references.directory
         try:
-            recorded = await self.references.in_thread(name, lambda: directory.open(name).recorded_windows())
-        except NoReferenceError:
+            recorded = await self.references.use(name, lambda: directory.open(name).recorded_windows())
+        except NotServedError:
             recorded = set()
         missing = [size for index, size in enumerate((text.num_tokens - 1).tolist()) if index not in recorded]
         num_bytes = sum(missing) * layers.token_bytes(self.references.model.dtype)

@@ -140,7 +140,11 @@ async def test_references_are_listed_by_name_and_deleted(engine, client, monkeyp
 async def test_a_damaged_manifest_is_reported_and_not_listed(engine, client):
     await record(client)
     (engine.directory.root / "base" / "manifest.json").write_text('{"format_version": 7}')
-    for method, path, body in (("GET", BASE, None), ("POST", REFERENCES, BODY), ("POST", KLD, {"reference": "base"})):
+    for method, path, body in (
+        ("GET", BASE, None),
+        *(("POST", REFERENCES, each) for each in (BODY, {**BODY, "layers": True})),
+        ("POST", KLD, {"reference": "base"}),
+    ):
         status, param, message = error_of(await client.request(method, path, json=body))
         assert (status, param in ("name", "reference"), "manifest.json: it has form" in message) == (409, True, True)
     assert (await client.get(REFERENCES)).json()["data"] == []
