@@ -54,8 +54,14 @@ print(*[name for name in sys.modules if name.startswith("scoremode")])
 
 def test_unasked_its_plugins_print_nothing_and_import_nothing_that_patches():
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run([sys.executable, "-c", LOAD], check=True, text=True, env=environment, **both)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD],
+        check=True,
+        text=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     _, printed, imported = done.stdout.split("a line\n")
     assert printed == ""
     ours = {"settings", "plugin", "vllm_compat", "vllm_compat.versions"}

@@ -18,10 +18,6 @@ QUESTION, ANSWER = {"role": "user", "content": "Who?"}, {"role": "assistant", "c
 SETTINGS = AnswerSettings(max_new_tokens=6)
 ROWS = [{"prompt": "ab"}, {"prompt": "-"}, {"prompt": "cde"}]
 """The answer to the second is empty."""
-NEUTRAL = {
-    **{"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0, "ignore_eos": False},
-    **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "watermarking": False},
-}
 
 
 class StoredAnswers(StoredReference):
@@ -112,8 +108,19 @@ async def test_a_request_leaves_no_parameter_to_the_models_files(tmp_path):
     server = AnsweringServer()
     await recorded(server, tmp_path)
     assert server.asked[0] == {
-        **{"prompt": [BOS, *b"ab"], "max_tokens": 6, "return_token_ids": True},
-        **NEUTRAL,
+        "prompt": [BOS, *b"ab"],
+        "max_tokens": 6,
+        "return_token_ids": True,
+        "temperature": 0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "min_tokens": 0,
+        "ignore_eos": False,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "watermarking": False,
     }
     sampling = AnsweringServer()
     await recorded(sampling, tmp_path, AnswerSettings(max_new_tokens=6, temperature=1, seed=5))

@@ -183,7 +183,8 @@ async def test_checkpoints_that_do_not_fit_are_refused(server, base_weights, wei
 def test_a_recipe_is_printed(server, base_weights, weights, capsys):
     command = ["layers", "--reference", "base", "--quiet", "--keep", "1"]
     with serve(server) as url:
-        assert main([*command, "--url", url, "--base-weights", str(base_weights), "--weights", str(weights)]) == 0
+        whole = [*command, "--url", url, "--base-weights", str(base_weights), "--weights", str(weights)]
+        assert main(whole) == 0
     printed = capsys.readouterr().out
     assert "Keep 1 blocks in 16 bits" in printed
     assert "    - 're:^language_model" in printed
@@ -192,6 +193,5 @@ def test_a_recipe_is_printed(server, base_weights, weights, capsys):
     assert "need --base-weights DIR" in capsys.readouterr().err
     # Before anything is measured: there is no server.
     (weights / "model.safetensors").unlink()
-    folders = ["--base-weights", str(base_weights), "--weights", str(weights)]
-    assert main([*command, "--url", url, *folders]) == 1
+    assert main(whole) == 1
     assert "has no safetensors files" in capsys.readouterr().err

@@ -38,8 +38,9 @@ def test_ends_of_the_interval_are_just_not_rejected(flips):
 
     for difference in score_interval(flips):
         bounds = (max(0.0, -difference) + 1e-12, (1 - difference) / 2 - 1e-12)
-        search = {"method": "bounded", "options": {"xatol": 1e-12}}
-        lost = minimize_scalar(unlikeliness, bounds=bounds, args=(difference,), **search).x
+        lost = minimize_scalar(
+            unlikeliness, bounds=bounds, args=(difference,), method="bounded", options={"xatol": 1e-12}
+        ).x
         stderr = math.sqrt((2 * lost + difference - difference**2) / n)
         assert abs(flips.difference - difference) / stderr == pytest.approx(norm.ppf(0.975), rel=1e-4)
 

@@ -192,8 +192,15 @@ def test_the_output_has_the_settings_and_the_values_of_every_token(folder):
     record = json.loads((folder / "run.json").read_text())
     assert (record["kind"], record["version"], record["client_version"]) == ("perplexity", 1, __version__)
     assert (record["urls"], record["server"]["vllm_version"]) == ([url], "0.32.0"), "without the password"
-    settings = {"method": "disjoint", "context_length": 8, "stride": 8, "max_tokens": None, "concurrency": 8}
-    assert record["settings"] == {**settings, "add_special_tokens": True, "server_side": False}
+    assert record["settings"] == {
+        "method": "disjoint",
+        "context_length": 8,
+        "stride": 8,
+        "max_tokens": None,
+        "concurrency": 8,
+        "add_special_tokens": True,
+        "server_side": False,
+    }
     assert record["corpus"] == {
         "name": "text",
         "source": f"the text {TEXT!r}",

@@ -223,8 +223,14 @@ TRACEBACK = (
 
 
 def write_plan(folder: Path, *models: dict[str, Any], **changes: Any) -> str:
-    plan = {"output": "runs", "text": {"text": "The quick brown fox. " * 8}, "windows": WINDOWS, "models": models}
-    (folder / "plan.yaml").write_text(json.dumps({**plan, **changes}))
+    plan = {
+        "output": "runs",
+        "text": {"text": "The quick brown fox. " * 8},
+        "windows": WINDOWS,
+        "models": models,
+        **changes,
+    }
+    (folder / "plan.yaml").write_text(json.dumps(plan))
     return str(folder / "plan.yaml")
 
 
