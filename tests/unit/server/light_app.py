@@ -155,6 +155,13 @@ def error_of(answer: httpx.Response) -> tuple[int, str | None, str]:
     return answer.status_code, error["param"], error["message"]
 
 
+def check_error(answer: httpx.Response, status: int, param: str | None, part: str) -> None:
+    """Check an error's status, its field, and a part of its message."""
+    *found, message = error_of(answer)
+    assert found == [status, param]
+    assert part in message
+
+
 def events(answer: httpx.Response) -> list[dict[str, Any]]:
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert lines[-1] == "[DONE]"

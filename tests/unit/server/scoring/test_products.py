@@ -10,7 +10,7 @@ from scoremode_server.scoring.sequences import ScoringPass
 from tests.bad_inputs import SCORE
 from tests.large_requests import PRODUCTS
 from tests.unit.server.engine.cache_setup import LARGE
-from tests.unit.server.light_app import app_with_completions, client_of, error_of, light_app
+from tests.unit.server.light_app import app_with_completions, check_error, client_of, error_of, light_app
 from tests.unit.server.scoring.test_rendering import counted
 
 CONTEXT = list(range(5, 905))
@@ -48,9 +48,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_a_product_is_refused_by_its_bound(random_model, joined, encoded, route, body, error, work):
     app, _ = app_with_completions(random_model)
     async with client_of(app) as client:
-        status, param, message = error_of(await client.post(route, json=body))
-    assert (status, param) == error[:2]
-    assert error[2] in message
+        check_error(await client.post(route, json=body), *error)
     renderings, characters = counted(app)
     assert renderings <= work[0]
     assert characters + sum(encoded) <= work[1]
