@@ -20,6 +20,7 @@ from scoremode_server.engine.admission import EngineSize
 from scoremode_server.references import comparer, exchange, recorder, service
 from scoremode_server.references.files.directory import StoredReference
 from tests.bad_inputs import KLD, REFERENCES
+from tests.unit.server.engine.fake_engine import until
 from tests.unit.server.light_app import check_error, client_of, error_of, light_app
 from tests.unit.server.references.reference_engine import (
     BODY,
@@ -118,13 +119,11 @@ async def test_two_references_are_compared_one_after_the_other(root: Path, place
     is_over, computed = asyncio.Event(), list[str]()
     async with serving(root) as client:
         runs = [asyncio.create_task(in_turn(client, name, is_over, computed)) for name in ("base", "other") * 4]
-        while len(placed) < 4:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(placed) >= 4)
         is_over.set()
         await asyncio.gather(*runs)
-        num_changes = sum(one != other for one, other in pairwise(computed))
         # A change for every head that was placed, though both references have always something to compare.
-        assert num_changes <= len(placed)
+        assert sum(one != other for one, other in pairwise(computed)) <= len(placed)
         assert {"base", "other"} == set(computed)
 
 
