@@ -83,14 +83,6 @@ async def recorded(server, tmp_path, settings=SETTINGS, rows=ROWS, **options):
         return await record_answers(client, prompts, "base", settings, folder=tmp_path, concurrency=1, **options)
 
 
-async def test_a_journal_that_a_killed_command_left_is_removed_by_the_next(tmp_path):
-    server = AnsweringServer()
-    await recorded(server, tmp_path)
-    (tmp_path / "base.answers.journal").write_text("left")
-    await recorded(server, tmp_path)
-    assert not list(tmp_path.glob("*.journal"))
-
-
 async def test_an_empty_answer_keeps_its_place_with_length_0(tmp_path, caplog):
     server = AnsweringServer()
     await recorded(server, tmp_path)
@@ -145,9 +137,10 @@ async def test_an_interrupted_recording_resumes(tmp_path):
     await recorded(server, tmp_path)
     assert [each["prompt"] for each in server.asked] == [[BOS, *b"cde"]]
     assert not journal.exists()
-    # Again, nothing is generated.
+    # Again, nothing is generated, and a journal that a killed command left is removed.
+    journal.write_text("left")
     await recorded(server, tmp_path)
-    assert len(server.asked) == 1
+    assert (len(server.asked), journal.exists()) == (1, False)
     with pytest.raises(OutputError, match="other settings of answers"):
         await recorded(server, tmp_path, AnswerSettings(max_new_tokens=7))
     server.references["base"].recorded = {0}
@@ -172,13 +165,10 @@ async def test_no_answer_is_generated_if_a_prompt_cannot_have_one(tmp_path, rows
 
 async def test_no_answer_is_generated_without_a_folder_for_references(tmp_path):
     server = AnsweringServer()
-
-    def no_folder(request):
-        return error(404, "no folder") if "references" in request.url.path else server(request)
-
-    async with client_of(no_folder) as client:
-        with pytest.raises(NotFoundError, match="no folder"):
-            await record_answers(client, prompts_of(tmp_path), "base", SETTINGS, folder=tmp_path)
+    with pytest.raises(NotFoundError, match="no folder"):
+        await recorded(
+            lambda request: error(404, "no folder") if "references" in request.url.path else server(request), tmp_path
+        )
     assert not server.asked
 
 
@@ -251,9 +241,3 @@ def test_options_that_contradict_prompts(options, message, capsys):
     with pytest.raises(SystemExit):
         main(["record", "--prompts", "p.jsonl", "--reference", "base", *options])
     assert message in capsys.readouterr().err
-
-
-def test_options_of_answers_need_prompts(capsys):
-    with pytest.raises(SystemExit):
-        main(["record", "--text", "a", "--reference", "base", "--max-new-tokens", "3"])
-    assert "--max-new-tokens needs --prompts" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import json
 import math
 from contextlib import closing
 from io import FileIO
+from unittest.mock import Mock
 
 import pytest
 from fake_server import INFO, FakeServer, serve
@@ -291,11 +292,8 @@ def test_a_journal_that_outlived_its_output_is_removed(output, journal_file, unb
 def test_a_journal_is_kept_if_the_output_cannot_be_written(output, journal_file, unbroken, monkeypatch, capsys):
     output.write_text("an earlier result")
 
-    def no_space(descriptor):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", no_space)
+        patch.setattr("os.fsync", Mock(side_effect=OSError(28, "No space left on device")))
         assert run(output, "--resume") == 1
     printed = capsys.readouterr()
     assert f"cannot write {output.with_suffix('.safetensors')}: No space left on device" in printed.err

@@ -100,14 +100,15 @@ async def test_a_server_that_restarts_must_have_the_same_model(waits, expected):
 
     assert (await run(restarting(), retries={"max_retries": 1})).windows == expected
     replaced = restarting()
-
-    def note(progress):
-        replaced.fake.info["quantization"] = "fp8"
-
     with pytest.raises(
         ServersDifferError, match="a does not serve the model that the run began with: quantization is 'fp8'"
     ):
-        await run(replaced, retries={"max_retries": 1}, concurrency=1, on_progress=note)
+        await run(
+            replaced,
+            retries={"max_retries": 1},
+            concurrency=1,
+            on_progress=lambda _: replaced.fake.info.update(quantization="fp8"),
+        )
 
 
 async def test_single_requests_respect_each_servers_limit_and_survive_its_loss():

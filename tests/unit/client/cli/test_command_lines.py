@@ -112,6 +112,9 @@ def references(made) -> dict[str, Any]:
         ("record --reference r --text a --url http://a --url http://b", 2, "takes one --url", ""),
         ("kld --reference r --floor --resume --output o", 2, "--resume does not work with --floor", ""),
         ("--text a --decode-batch 2", 2, "--decode-batch needs --lane", ""),
+        ("record --reference r --text a --max-new-tokens 3", 2, "--max-new-tokens needs --prompts", ""),
+        ("layers --reference r --keep 1", 2, "need --base-weights DIR", ""),
+        ("record --reference r --text a --layers --stride 8", 2, "--stride does not work with --layers", ""),
         ("compare", 2, "give finished runs, or --tasks", ""),
         ("compare --tasks a=x", 2, "--tasks needs a folder for the base and one per other model", ""),
         ("corpus a.parquet", 2, "the following arguments are required: --output", ""),
@@ -310,6 +313,7 @@ def test_ctrl_c_is_status_130_and_one_line(folder, capsys):
         ("jinja2", "compare near.json far.json --html report.html", "report"),
         ("matplotlib", "compare near.json far.json --plots plots", "report"),
         ("pyarrow", "corpus a.parquet --output out --quiet", "corpora"),
+        ("datasets", "--dataset wikitext --quiet", "datasets"),
         ("lm_eval", "", "lm-eval"),
     ],
 )

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -151,12 +150,8 @@ async def test_a_damaged_manifest_is_reported_and_not_listed(engine, client):
 async def test_a_disk_that_is_full_ends_the_recording(engine, client, monkeypatch):
     """At the third window, then at the first file of another reference."""
     write_shard = StoredReference.write_shard
-
-    def full_later(reference: StoredReference, index: int, *tensors: Any) -> None:
-        (full_disk if index == 2 else write_shard)(reference, index, *tensors)
-
     with monkeypatch.context() as patch:
-        patch.setattr(StoredReference, "write_shard", full_later)
+        patch.setattr(StoredReference, "write_shard", lambda *of: (full_disk if of[1] == 2 else write_shard)(*of))
         error = events(await client.post(REFERENCES, json=STREAM))[-1]["error"]
     assert (error["code"], "No space left on device" in error["message"]) == (507, True)
     assert not (await client.get(BASE)).json()["complete"]

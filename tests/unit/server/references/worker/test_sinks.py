@@ -235,10 +235,12 @@ def test_all_ranks_compare_or_none_does(reference: StoredReference):
     """A rank that has all its files, next to one that lacks those of one window. Rows that are not numbers are as wide
     as others, so that nothing depends on which they are."""
 
-    def all_gather(answers: torch.Tensor, dim: int) -> torch.Tensor:
-        return torch.cat((answers, torch.tensor([1.0, 0.0])))
-
-    others = SimpleNamespace(world_size=2, rank_in_group=0, device=CPU, all_gather=all_gather)
+    others = SimpleNamespace(
+        world_size=2,
+        rank_in_group=0,
+        device=CPU,
+        all_gather=lambda answers, dim: torch.cat((answers, torch.tensor([1.0, 0.0]))),
+    )
     specs = {"first": spec("compare", 1, num_top=3), "second": spec("compare", 2, 1, num_top=3)}
     with windows_in(reference.path.parent) as windows:
         read(windows, *specs.values())
