@@ -141,7 +141,7 @@ async def test_another_models_layers_are_refused(tmp_path, client, changes, mess
     ],
 )
 async def test_servers_that_call_no_hooks_on_whole_layers_are_refused(engine, client, part, name, value, message):
-    setattr(getattr(engine.config, part) if part else engine.config, name, value)
+    setattr(getattr(engine.vllm_config, part) if part else engine.vllm_config, name, value)
     for answer in (await client.get("/v1/layers"), await client.post(REFERENCES, json=LAYERED)):
         check_error(answer, 400, "layers", message)
     assert (await client.get(REFERENCES)).json()["data"] == []
