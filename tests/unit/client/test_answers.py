@@ -7,11 +7,9 @@ import pyarrow.parquet
 import pytest
 from fake_server import BOS, MAX_MODEL_LEN, FakeServer, StoredReference, client_of, compare, error, ok
 
-from scoremode.cli.main import main
-from scoremode.errors import CorpusError, NotFoundError, OutputError, ResponseError, TransportError
+from scoremode import CorpusError, NotFoundError, OutputError, ResponseError, TransportError, measure_kld
 from scoremode.runs.answers import record_answers
 from scoremode.runs.corpora import load_prompts
-from scoremode.runs.divergence import measure_kld
 from scoremode.wire.references import AnswerSettings
 
 QUESTION, ANSWER = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}
@@ -222,22 +220,3 @@ def test_a_label_that_no_server_takes_is_refused(tmp_path):
 def test_texts_have_no_chat_template(tmp_path):
     with pytest.raises(CorpusError, match="is for conversations, and column 'prompt' of"):
         prompts_of(tmp_path, chat_template_kwargs={"thinking": True})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "--prompts needs --max-new-tokens"),
-        (["--max-new-tokens", "3", "--temperature", "0.7"], "--temperature: must be 0 or 1, got 0.7"),
-        (["--max-new-tokens", "3", "--temperature", "1"], "--temperature 1 and --seed S are given together"),
-        (["--max-new-tokens", "3", "--seed", "1"], "--temperature 1 and --seed S are given together"),
-        (["--max-new-tokens", "3", "--temperature", "1", "--seed", "-1"], "--seed: must be at least 0"),
-        (["--max-new-tokens", "3", "--stride", "1"], "--stride does not work with --prompts"),
-        (["--max-new-tokens", "3", "--layers"], "--layers does not work with --prompts"),
-        (["--max-new-tokens", "3", "--reference", "../a"], "'../a' is not a valid reference name"),
-    ],
-)
-def test_options_that_contradict_prompts(options, message, capsys):
-    with pytest.raises(SystemExit):
-        main(["record", "--prompts", "p.jsonl", "--reference", "base", *options])
-    assert message in capsys.readouterr().err
