@@ -8,13 +8,21 @@ import numpy as np
 import pytest
 from fake_server import CutShort, FakeServer, changed, client_of, compare, events, token_text
 
-from scoremode import BadRequestError, OutputError, ResponseError, ServersDifferError, TransportError, results
+from scoremode import (
+    METHODS,
+    BadRequestError,
+    OutputError,
+    ResponseError,
+    ServersDifferError,
+    TransportError,
+    measure_kld,
+    measure_noise_floor,
+    record_reference,
+    results,
+)
 from scoremode.kld import POSITION_DTYPES, KldPositions
 from scoremode.runs.corpora import Corpus
-from scoremode.runs.divergence import measure_kld, measure_noise_floor
 from scoremode.runs.journal import Journal
-from scoremode.runs.recording import record_reference
-from scoremode.windows import METHODS
 
 TEXT = "The quick brown fox jumps over the lazy dog"
 NOISE = 0.5

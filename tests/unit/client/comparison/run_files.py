@@ -7,15 +7,12 @@ import made_up_runs
 import numpy as np
 from fake_server import INFO
 
+from scoremode import NoiseFloor, Reference, ServerInfo, Window, perplexity
 from scoremode.comparison import RunFile, load_run
-from scoremode.metrics import perplexity
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.evaluate import Evaluation
 from scoremode.runs.output import Output
 from scoremode.runs.plan import Plan, WindowNlls
-from scoremode.windows import Window
-from scoremode.wire.protocol import ServerInfo
-from scoremode.wire.references import NoiseFloor, Reference
 
 TEXT = "a text of some length"
 OWN = {"fingerprint": "of the model"}

@@ -18,13 +18,12 @@ import pytest
 from fake_server import ALLOWED, BOS, FakeServer, StoredReference, logprob, serve
 from safetensors.numpy import load_file
 
+from scoremode import OutputError, Reference
 from scoremode.cli.main import main
-from scoremode.errors import OutputError
 from scoremode.runs.journal import open_locked
 from scoremode.sweep import SweepPlan, SweepResult, compare_runs, run_sweep
 from scoremode.sweep.processes import ProcessError, _resolved
 from scoremode.wire.base_file import BaseFile
-from scoremode.wire.references import Reference
 
 pytestmark = pytest.mark.processes
 
