@@ -23,8 +23,7 @@ TABLES = [Flips(200, 120, 14, 5), Flips(50, 20, 0, 9), Flips(1000, 640, 31, 31),
 
 @pytest.mark.parametrize("flips", TABLES)
 def test_p_is_that_of_the_exact_test(flips):
-    table = [[0, flips.lost], [flips.gained, 0]]
-    assert exact_p(flips) == pytest.approx(mcnemar(table, exact=True).pvalue, abs=1e-9)
+    assert exact_p(flips) == pytest.approx(mcnemar([[0, flips.lost], [flips.gained, 0]], exact=True).pvalue, abs=1e-9)
 
 
 @pytest.mark.parametrize("flips", TABLES)

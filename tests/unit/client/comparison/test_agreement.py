@@ -108,8 +108,7 @@ def comparison(tmp_path):
     floor = [4, 0, *([4, 4, 2, 4, 4, 4] * 4)]
     ties = np.tile([1, 0, 0, 0] * 3 + [0, 0] + [1, 1, 1, 1], 5)
     copy = run_of(tmp_path / "copy.json", LENGTHS * 5, SIZES * 5, floor=floor, top_ties=ties)
-    own = run_of(tmp_path / "own.json", SIZES * 5, SIZES * 5, server=OWN)
-    return compare([copy, own], num_resamples=200)
+    return compare([copy, run_of(tmp_path / "own.json", SIZES * 5, SIZES * 5, server=OWN)], num_resamples=200)
 
 
 def test_figures_have_intervals_and_are_shown_in_every_form(comparison, tmp_path):
