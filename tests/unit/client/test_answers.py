@@ -64,6 +64,11 @@ class AnsweringServer(FakeServer):
         return [body for _, path, body in self.requests if path == "/v1/completions"]
 
 
+@pytest.fixture
+def server() -> AnsweringServer:
+    return AnsweringServer()
+
+
 def ok_stream(content: dict):
     response = ok(content)
     return type(response)(200, content=b"data: " + response.content + b"\n\ndata: [DONE]\n\n")
@@ -81,8 +86,7 @@ async def recorded(server, tmp_path, settings=SETTINGS, rows=ROWS, **options):
         return await record_answers(client, prompts, "base", settings, folder=tmp_path, concurrency=1, **options)
 
 
-async def test_an_empty_answer_keeps_its_place_with_length_0(tmp_path, caplog):
-    server = AnsweringServer()
+async def test_an_empty_answer_keeps_its_place_with_length_0(tmp_path, server, caplog):
     await recorded(server, tmp_path)
     assert "1 of 3 rows of prompts.jsonl, column prompt have an empty answer, which keeps its place" in caplog.text
     assert not list(tmp_path.glob("*.journal"))
@@ -94,8 +98,7 @@ async def test_an_empty_answer_keeps_its_place_with_length_0(tmp_path, caplog):
     assert measurement.record([])["agreement_lengths"] == [first, 0, last]
 
 
-async def test_a_request_leaves_no_parameter_to_the_models_files(tmp_path):
-    server = AnsweringServer()
+async def test_a_request_leaves_no_parameter_to_the_models_files(tmp_path, server):
     await recorded(server, tmp_path)
     assert server.asked[0] == {
         "prompt": [BOS, *b"ab"],
@@ -117,8 +120,7 @@ async def test_a_request_leaves_no_parameter_to_the_models_files(tmp_path):
     assert [(each["temperature"], each["seed"]) for each in sampling.asked] == [(1, 5), (1, 6), (1, 7)]
 
 
-async def test_an_interrupted_recording_resumes(tmp_path):
-    server = AnsweringServer()
+async def test_an_interrupted_recording_resumes(tmp_path, server):
     server.most = 2
     with pytest.raises(TransportError):
         await recorded(server, tmp_path)
@@ -153,16 +155,14 @@ async def test_an_interrupted_recording_resumes(tmp_path):
         ([{"messages": [QUESTION]}, {"messages": [{"role": "user", "content": "no"}]}], "row 2 .*cannot be a prompt"),
     ],
 )
-async def test_no_answer_is_generated_if_a_prompt_cannot_have_one(tmp_path, rows, message):
+async def test_no_answer_is_generated_if_a_prompt_cannot_have_one(tmp_path, server, rows, message):
     rows[-1] = {name: value[:58] if name == "prompt" else value for name, value in rows[-1].items()}
-    server = AnsweringServer()
     with pytest.raises(CorpusError, match=message):
         await recorded(server, tmp_path, rows=rows)
     assert not server.asked
 
 
-async def test_no_answer_is_generated_without_a_folder_for_references(tmp_path):
-    server = AnsweringServer()
+async def test_no_answer_is_generated_without_a_folder_for_references(tmp_path, server):
     with pytest.raises(NotFoundError, match="no folder"):
         await recorded(
             lambda request: error(404, "no folder") if "references" in request.url.path else server(request), tmp_path
@@ -171,8 +171,7 @@ async def test_no_answer_is_generated_without_a_folder_for_references(tmp_path):
 
 
 @pytest.mark.parametrize(("reason", "message"), [("length", "--generation-config vllm"), ("abort", "reason 'abort'")])
-async def test_an_answer_that_the_server_cuts_is_refused(tmp_path, reason, message):
-    server = AnsweringServer()
+async def test_an_answer_that_the_server_cuts_is_refused(tmp_path, server, reason, message):
     server.finish_reason = reason
     with pytest.raises(ResponseError, match=message):
         await recorded(server, tmp_path)

@@ -112,8 +112,7 @@ async def test_stopping_refuses_texts_that_are_read_or_tokenized(route, fields):
         await never_done.begun.wait()
         await app.state.scoremode.admission.drain(0)
         answer = await asyncio.wait_for(request, 60)
-    assert answer.status_code == 503
-    assert answer.json()["error"]["message"] == "the server is shutting down"
+    assert error_of(answer) == (503, None, "the server is shutting down")
     assert int(answer.headers["Retry-After"]) > 0
 
 
