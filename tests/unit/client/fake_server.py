@@ -21,8 +21,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from scoremode import AsyncScoreClient
+from scoremode import AsyncScoreClient, Recording, record_reference
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
+from scoremode.runs.corpora import Corpus
 from scoremode.runs.pool import DEFAULT_CONCURRENCY
 from scoremode.windows import cut_windows, resolve_stride
 
@@ -54,6 +55,7 @@ LAYERS = {
 FLOOR = [0.0, 0.0, 0.0, 1e-4, 1e-4]
 REST_OF_NOISE = [1.0, 0.9, 0.8, 0.3, 0.3, 0.1]
 """The share of its noise that the whole model has, and that is left from each boundary on."""
+TEXT = "The quick brown fox jumps over the lazy dog"
 USAGE = {"prompt_tokens": 0, "cached_tokens": 0, "total_tokens": 0}
 Handler = Callable[[httpx.Request], httpx.Response | None]
 ALLOWED = "STAND_IN_ALLOWED"
@@ -473,6 +475,18 @@ def client_of(server: Handler, name: str = "fake", **settings: object) -> AsyncS
 
     settings = {"max_retries": 0, **settings}
     return AsyncScoreClient(f"http://{name}", transport=httpx.MockTransport(handler), **settings)
+
+
+async def record(server: Handler, **settings: object) -> Recording:
+    """Record `TEXT` as `base`."""
+    async with client_of(server) as client:
+        settings = {"method": "disjoint", "context_length": 8, **settings}
+        return await record_reference(client, Corpus("fox", TEXT, "made up", 1), "base", **settings)
+
+
+def clients_of(servers: Iterable[Handler]) -> list[AsyncScoreClient]:
+    """Clients of several servers, by the names a, b, c."""
+    return [client_of(server, name) for server, name in zip(servers, "abc", strict=False)]
 
 
 def answer(request: httpx.Request) -> httpx.Response | None:

@@ -6,25 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_server import FLOOR, MODULES, REST_OF_NOISE, FakeServer, client_of, compare, serve
+from fake_server import FLOOR, MODULES, REST_OF_NOISE, TEXT, FakeServer, clients_of, compare, record, serve
 from safetensors.numpy import save_file
 
 from scoremode.cli.main import main
 from scoremode.errors import RunError, ServersDifferError
-from scoremode.runs.corpora import Corpus
 from scoremode.runs.layers import measure_layers
 from scoremode.runs.recipe import make_recipe
-from scoremode.runs.recording import record_reference
 
-TEXT = "The quick brown fox jumps over the lazy dog"
 NOISE = 0.5
 NUM_PLACES = len(REST_OF_NOISE)
 
 
 async def recorded(server: FakeServer, **settings) -> FakeServer:
-    async with client_of(server) as client:
-        settings = {"method": "disjoint", "context_length": 8, "layers": True, **settings}
-        await record_reference(client, Corpus("fox", TEXT, "made up", 1), "base", **settings)
+    await record(server, **{"layers": True, **settings})
     return FakeServer(server.references, noise=NOISE)
 
 
@@ -41,8 +36,7 @@ def sums_of(server: FakeServer) -> np.ndarray:
 
 
 async def measure(*servers: FakeServer, **settings):
-    clients = [client_of(server, name) for server, name in zip(servers, "abc", strict=False)]
-    return await measure_layers(clients, "base", **settings)
+    return await measure_layers(clients_of(servers), "base", **settings)
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
@@ -103,14 +97,14 @@ def test_an_interrupted_run_is_resumed(server, tmp_path: Path, capsys):
         server.allowed = 10**9
         assert main([*command, "--url", url, "--resume"]) == 0
     assert len(server.compared) == len(server.references["base"].windows) * NUM_PLACES
-    record = json.loads(output.read_text())
-    assert record["kind"] == "layers"
+    written = json.loads(output.read_text())
+    assert written["kind"] == "layers"
     num_scored = sum(len(tokens) - first for tokens, first in server.references["base"].windows)
-    assert record["whole"]["cost"] == pytest.approx(sums_of(server)[:, 0].sum() / num_scored, rel=1e-9)
-    assert [block["name"] for block in record["blocks"]] == MODULES
-    assert record["floor"] == FLOOR
-    costs = [record["embeddings"]["cost"], *(block["cost"] for block in record["blocks"]), record["head"]["cost"]]
-    assert sum(costs) == pytest.approx(record["whole"]["cost"], rel=1e-12)
+    assert written["whole"]["cost"] == pytest.approx(sums_of(server)[:, 0].sum() / num_scored, rel=1e-9)
+    assert [block["name"] for block in written["blocks"]] == MODULES
+    assert written["floor"] == FLOOR
+    costs = [written["embeddings"]["cost"], *(block["cost"] for block in written["blocks"]), written["head"]["cost"]]
+    assert sum(costs) == pytest.approx(written["whole"]["cost"], rel=1e-12)
     table = capsys.readouterr().out
     assert table.index(MODULES[1]) < table.index(MODULES[0]) < table.index(MODULES[2])
     (line,) = [line for line in table.splitlines() if line.startswith(MODULES[2])]

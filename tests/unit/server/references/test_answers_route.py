@@ -12,8 +12,6 @@ from tests.unit.server.references.reference_engine import ReferenceEngine
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 LABELS = ["even", "odd", "even"]
-OTHER = 999
-"""A token that the model does not prefer."""
 
 
 def answered(engine: ReferenceEngine, prompt: list[int], num_tokens: int) -> dict[str, Any]:
@@ -27,7 +25,7 @@ def answered(engine: ReferenceEngine, prompt: list[int], num_tokens: int) -> dic
 def body(engine: ReferenceEngine, **changes: Any) -> dict[str, Any]:
     """Three answers, of which the second is empty, and the third has a token at place 3 that is not greedy."""
     answers = [answered(engine, prompt, size) for prompt, size in zip(PROMPTS, (6, 0, 5), strict=True)]
-    answers[2]["token_ids"][3] = OTHER
+    answers[2]["token_ids"][3] = 999
     return {"name": "base", "answers": {"max_new_tokens": 6, "data": answers, **changes}, "labels": LABELS}
 
 
