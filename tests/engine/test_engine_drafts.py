@@ -1,7 +1,5 @@
 """Scoring on an engine that drafts tokens with n-grams while it generates."""
 
-from pathlib import Path
-
 import numpy as np
 from vllm import LLM, SamplingParams, TokensPrompt
 
@@ -21,7 +19,7 @@ def marked(tokens: list[int]) -> SamplingParams:
     return RowsRequest.score(tokens, RowSpec(), request_id="id").params
 
 
-def test_scores_next_to_n_grams_equal_transformers(random_model: Path):
+def test_scores_next_to_n_grams_equal_transformers(random_model):
     """Rows of both ways to score and of two lanes, next to generation."""
     engine = LLM(
         str(random_model),
