@@ -18,8 +18,6 @@ TOKENS = "/v1/tokens"
 CANDIDATES = "candidate_token_ids"
 
 JSON = {"Content-Type": "application/json"}
-FORM = {"Content-Type": "application/x-www-form-urlencoded"}
-GZIP = {**JSON, "Content-Encoding": "gzip"}
 TOO_MANY_DIGITS = "1" * 5000
 
 
@@ -54,7 +52,6 @@ NOT_JSON = "the body is not valid JSON: "
 PROMPT_MUST_BE = f"prompt: {PROMPT_FORMS}"
 NO_TOKEN_OF_ITS_OWN = "continuations[1] after prompt[0] has no token of its own"
 CONTINUED = {"prompt": [5], "continuations": [[6]]}
-TOO_MANY_VALUES = {"prompt": [[5] * 2000] * 40, CANDIDATES: [7] * 250}
 MESSAGES = {"name": "a", "messages": [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]}
 LONG_NAME = "gpt-5" * 200_000
 SHORT_NAME = f"The model `{'gpt-5' * 20}…` does not"
@@ -83,8 +80,14 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
             "model: Integer",
         ),
         ("a model of a wrong type", {"prompt": [5], "model": 5}, "model", "model: should be a valid string"),
-        ("compressed", b"\x1f\x8b\x08", None, "Content-Encoding gzip is not", 415, GZIP),
-        ("another type", b"prompt=a", None, "Unsupported Media Type: Only 'application/json'", 400, FORM),
+        (
+            *("compressed", b"\x1f\x8b\x08", None, "Content-Encoding gzip is not", 415),
+            {**JSON, "Content-Encoding": "gzip"},
+        ),
+        (
+            *("another type", b"prompt=a", None, "Unsupported Media Type: Only 'application/json'", 400),
+            {"Content-Type": "application/x-www-form-urlencoded"},
+        ),
     ],
     (*WITH_A_PROMPT[:2], *EVERY_ROUTE[3:]): [
         ("a field given twice", b'{"model": "m", "model": "n"}', "model", "model is given more than once"),
@@ -131,7 +134,10 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
             "the request has 90000",
         ),
         ("a first position", CONTINUED | {"logprobs_from": 1}, "logprobs_from", "logprobs_from: a continuation's"),
-        ("an answer too large", TOO_MANY_VALUES, "prompt", "the answer would have 20080000 logprobs", 413),
+        (
+            *("an answer too large", {"prompt": [[5] * 2000] * 40, CANDIDATES: [7] * 250}),
+            *("prompt", "the answer would have 20080000 logprobs", 413),
+        ),
     ],
     (PERPLEXITY,): [
         ("no text", {}, "prompt", "give either prompt, one text, or texts, several"),

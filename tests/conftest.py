@@ -7,6 +7,7 @@ seconds, and every process of a test run reads this file.
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -77,52 +78,48 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
-def random_model(tmp_path_factory) -> Path:
-    """Two random blocks, 1,024 tokens of vocabulary, 2,048 positions; its tokenizer adds no BOS."""
+def models() -> ModuleType:
+    """What makes models."""
     from tests import models
 
+    return models
+
+
+@pytest.fixture(scope="session")
+def random_model(models, tmp_path_factory) -> Path:
+    """Two random blocks, 1,024 tokens of vocabulary, 2,048 positions; its tokenizer adds no BOS."""
     return models.random_llama(tmp_path_factory.mktemp("models") / "random")
 
 
 @pytest.fixture(scope="session")
-def disturbed_model(random_model: Path, tmp_path_factory) -> Path:
+def disturbed_model(models, random_model: Path, tmp_path_factory) -> Path:
     """`random_model` with noise on its weights, and defaults of sampling that change what it generates."""
-    from tests import models
-
     path = models.disturbed(random_model, tmp_path_factory.mktemp("models") / "disturbed", 0.05)
     (path / "generation_config.json").write_text(json.dumps(models.SAMPLING_DEFAULTS))
     return path
 
 
 @pytest.fixture(scope="session")
-def byte_fallback_model(tmp_path_factory) -> Path:
+def byte_fallback_model(models, tmp_path_factory) -> Path:
     """`random_model` with a tokenizer of SentencePiece's kind that puts BOS (token 0) first by itself."""
-    from tests import models
-
     return models.random_llama(tmp_path_factory.mktemp("models") / "fallback", add_bos=True, byte_fallback=True)
 
 
 @pytest.fixture(scope="session")
-def llama_2_model(tmp_path_factory) -> Path:
+def llama_2_model(models, tmp_path_factory) -> Path:
     """A random Llama with a tokenizer as Llama 2's, and a chat template that marks the assistant's text and EOS."""
-    from tests import models
-
     return models.llama_2_like(tmp_path_factory.mktemp("models") / "llama-2")
 
 
 @pytest.fixture(scope="session")
-def int8_random_model(random_model: Path, tmp_path_factory) -> Path:
+def int8_random_model(models, random_model: Path, tmp_path_factory) -> Path:
     """`random_model` with its last block as INT8 W8A8, on which an oracle agrees with vLLM token by token."""
-    from tests import models
-
     return models.int8_model(random_model, tmp_path_factory.mktemp("models") / "int8")
 
 
 @pytest.fixture(scope="session")
-def rounded_smollm2(smollm2, tmp_path_factory) -> Path:
+def rounded_smollm2(models, smollm2, tmp_path_factory) -> Path:
     """SmolLM2 with weights rounded to 4 bits, as float32, and an LM head that is 0.9 times its embedding."""
-    from tests import models
-
     folder = tmp_path_factory.mktemp("models")
     return models.with_scaled_head(rounded_model(smollm2, folder / "rounded"), folder / "scaled", 0.9)
 

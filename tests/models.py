@@ -85,11 +85,12 @@ def random_model_of(config: PretrainedConfig, path: Path) -> Path:
 
 def with_scaled_head(source: Path, path: Path, factor: float) -> Path:
     """Writes `source`, whose LM head is its embedding, with a head of its own, that times `factor`."""
-
-    def add_head(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * factor
-
-    return _changed(source, path, add_head, tie_word_embeddings=False)
+    return _changed(
+        source,
+        path,
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] * factor}),
+        tie_word_embeddings=False,
+    )
 
 
 def disturbed(source: Path, path: Path, share: float) -> Path:

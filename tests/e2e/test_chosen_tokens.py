@@ -9,8 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from scoremode import ScoreClient
-from scoremode.errors import BadRequestError
+from scoremode import BadRequestError, ScoreClient
 from tests import oracle
 from tests.e2e.test_prefix_reuse import computed_tokens
 from tests.shared_servers import BLOCK_SIZE

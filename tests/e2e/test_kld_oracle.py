@@ -8,11 +8,9 @@ import httpx
 import numpy as np
 import pytest
 
-from scoremode import ScoreClient, cut_windows
+from scoremode import KldPositions, KldResult, ScoreClient, cut_windows
 from scoremode.cli.main import main
 from scoremode.comparison import compare, load_run, load_runs, summary
-from scoremode.kld import KldPositions
-from scoremode.results import KldResult
 from tests import oracle
 from tests.shared_servers import Servers
 

@@ -1,7 +1,6 @@
 """`ppl-client record --layers` and `ppl-client layers`, on a server of the tiny model and one of its INT8 copy."""
 
 import json
-from pathlib import Path
 
 import pytest
 from quantized_oracle import oracle_model
@@ -14,7 +13,7 @@ NUM_WINDOWS, CONTEXT = 4, 128
 
 
 @pytest.fixture(scope="module")
-def run(client, server, int8_server, wikitext, tmp_path_factory) -> Path:
+def run(client, server, int8_server, wikitext, tmp_path_factory):
     folder = tmp_path_factory.mktemp("layers")
     (folder / "text.txt").write_text(wikitext[9000:14_000])
     text = (

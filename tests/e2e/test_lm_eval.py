@@ -86,8 +86,14 @@ def evaluate(tasks: Path, model: Any, arguments: dict[str, Any]) -> dict[str, An
 @pytest.fixture(scope="module")
 def reference(tasks: Path, llama_2_model: Path) -> dict[str, Any]:
     """The results of lm-eval's `hf` backend: transformers in float32."""
-    arguments = {"pretrained": str(llama_2_model), "dtype": "float32", "device": "cpu", "max_length": DOCUMENTED_LENGTH}
-    return evaluate(tasks, "hf", {**arguments, "batch_size": 1})
+    arguments = {
+        "pretrained": str(llama_2_model),
+        "dtype": "float32",
+        "device": "cpu",
+        "max_length": DOCUMENTED_LENGTH,
+        "batch_size": 1,
+    }
+    return evaluate(tasks, "hf", arguments)
 
 
 @pytest.fixture(scope="module", params=DOCUMENTED, ids=[backend for backend, _ in DOCUMENTED])
@@ -226,10 +232,12 @@ def gated(server: str) -> Iterator[str]:
 
 def test_a_killed_run_resumes_from_its_cache(llama_2_server, tasks, reference, tmp_path):
     def command(url: str) -> list[str]:
-        start = (sys.executable, "-m", "scoremode.lm_eval", "run", "--model", "scoremode", "--log_samples")
-        options = ("--model_args", f"base_url={url},num_concurrent=2", "--tasks", TASK, "--limit", str(NUM_QUESTIONS))
-        cache = ("--use_cache", str(tmp_path / "cache"))
-        return [*start, *options, *cache, "--include_path", str(tasks), "--output_path", str(tmp_path / "samples")]
+        return [
+            *(sys.executable, "-m", "scoremode.lm_eval", "run", "--model", "scoremode", "--log_samples"),
+            *("--model_args", f"base_url={url},num_concurrent=2", "--tasks", TASK, "--limit", str(NUM_QUESTIONS)),
+            *("--use_cache", str(tmp_path / "cache")),
+            *("--include_path", str(tasks), "--output_path", str(tmp_path / "samples")),
+        ]
 
     def num_cached() -> int:
         for path in tmp_path.glob("cache_rank0-*.db"):

@@ -1,7 +1,5 @@
 """Scoring on an engine that drafts tokens with n-grams while it generates."""
 
-from pathlib import Path
-
 import numpy as np
 from vllm import LLM, SamplingParams, TokensPrompt
 
@@ -14,7 +12,6 @@ from tests import oracle
 BLOCK = 32
 """What CPU attention has at least."""
 NUM_DRAFTS = 3
-NGRAMS = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, "num_speculative_tokens": NUM_DRAFTS}
 
 
 def marked(tokens: list[int]) -> SamplingParams:
@@ -22,7 +19,7 @@ def marked(tokens: list[int]) -> SamplingParams:
     return RowsRequest.score(tokens, RowSpec(), request_id="id").params
 
 
-def test_scores_next_to_n_grams_equal_transformers(random_model: Path):
+def test_scores_next_to_n_grams_equal_transformers(random_model):
     """Rows of both ways to score and of two lanes, next to generation."""
     engine = LLM(
         str(random_model),
@@ -30,7 +27,12 @@ def test_scores_next_to_n_grams_equal_transformers(random_model: Path):
         max_model_len=256,
         max_num_seqs=8,
         block_size=BLOCK,
-        speculative_config=NGRAMS,
+        speculative_config={
+            "method": "ngram",
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+            "num_speculative_tokens": NUM_DRAFTS,
+        },
         enforce_eager=True,
     )
     common = np.random.default_rng(3).integers(3, 1000, 4 * BLOCK + 2).tolist()

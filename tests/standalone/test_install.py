@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,7 +21,7 @@ def output(*command: str | Path) -> str:
     return subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_the_cpu_image_has_a_server_and_a_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_cpu_image_has_a_server_and_a_client(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("VLLM_VERSION", "0.32.0")
     binaries = install(tmp_path / "venv", "cpu")
     assert output(binaries / "scoremode", "--version") == output(binaries / "ppl-client", "--version").split()[-1]
@@ -54,8 +52,14 @@ print(*[name for name in sys.modules if name.startswith("scoremode")])
 
 def test_unasked_its_plugins_print_nothing_and_import_nothing_that_patches():
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run([sys.executable, "-c", LOAD], check=True, text=True, env=environment, **both)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD],
+        check=True,
+        text=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     _, printed, imported = done.stdout.split("a line\n")
     assert printed == ""
     ours = {"settings", "plugin", "vllm_compat", "vllm_compat.versions"}

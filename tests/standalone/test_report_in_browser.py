@@ -11,8 +11,7 @@ from made_up_runs import MODELS, write_runs
 from PIL import Image
 from playwright.sync_api import expect
 
-from scoremode.comparison import compare, load_runs
-from scoremode.comparison.card import card
+from scoremode.comparison import card, compare, load_runs
 from scoremode.comparison.report import write_report
 from tests.browser import visit
 

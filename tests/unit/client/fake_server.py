@@ -21,23 +21,41 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from scoremode import AsyncScoreClient
+from scoremode import AsyncScoreClient, Recording, record_reference
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
+from scoremode.runs.corpora import Corpus
 from scoremode.runs.pool import DEFAULT_CONCURRENCY
 from scoremode.windows import cut_windows, resolve_stride
 
 BOS, MAX_MODEL_LEN, VOCAB_SIZE = 256, 64, 257
-MODEL = {"model": "bytes", "dtype": "float32", "quantization": None, "vocab_size": VOCAB_SIZE}
-MODEL |= {"scoremode_version": "9.9.9", "vllm_version": "0.32.0"}
-INFO = {"object": "score.info", **MODEL, "bos_token_id": BOS, "eos_token_id": None, "adds_bos": True}
-INFO |= {"max_model_len": MAX_MODEL_LEN, "max_top_logprobs": 20}
+MODEL = {
+    "model": "bytes",
+    "dtype": "float32",
+    "quantization": None,
+    "vocab_size": VOCAB_SIZE,
+    "scoremode_version": "9.9.9",
+    "vllm_version": "0.32.0",
+}
+INFO = {
+    "object": "score.info",
+    **MODEL,
+    "bos_token_id": BOS,
+    "eos_token_id": None,
+    "adds_bos": True,
+    "max_model_len": MAX_MODEL_LEN,
+    "max_top_logprobs": 20,
+}
 FINGERPRINT = "fingerprint of bytes"
 MODULES = [f"model.layers.{index}.{name}" for index in (0, 1) for name in ("self_attn", "mlp")]
-LAYERS = {"layer_class": "ByteLayer", "hidden_size": 8}
-LAYERS["blocks"] = [{"modules": [name], "kind": "mlp" if "mlp" in name else "attention"} for name in MODULES]
+LAYERS = {
+    "layer_class": "ByteLayer",
+    "hidden_size": 8,
+    "blocks": [{"modules": [name], "kind": "mlp" if "mlp" in name else "attention"} for name in MODULES],
+}
 FLOOR = [0.0, 0.0, 0.0, 1e-4, 1e-4]
 REST_OF_NOISE = [1.0, 0.9, 0.8, 0.3, 0.3, 0.1]
 """The share of its noise that the whole model has, and that is left from each boundary on."""
+TEXT = "The quick brown fox jumps over the lazy dog"
 USAGE = {"prompt_tokens": 0, "cached_tokens": 0, "total_tokens": 0}
 Handler = Callable[[httpx.Request], httpx.Response | None]
 ALLOWED = "STAND_IN_ALLOWED"
@@ -108,13 +126,6 @@ def error(status: int, message: str, **fields: object) -> httpx.Response:
     return httpx.Response(status, json={"error": {"message": message, "code": status, **fields}})
 
 
-def copy_of(response: httpx.Response) -> httpx.Response:
-    """The same answer anew: httpx binds a response to the request that it answered. A stream is not copied."""
-    if isinstance(response.stream, httpx.ByteStream):
-        return httpx.Response(response.status_code, headers=response.headers, content=response.content)
-    return response
-
-
 def events(*objects: dict) -> bytes:
     """Server-sent events, one per object, and the mark of the end."""
     return b"".join(b"data: " + json.dumps(item).encode() + b"\n\n" for item in objects) + b"data: [DONE]\n\n"
@@ -150,17 +161,41 @@ class CutShort(Chunks):
 
 
 def window_event(index: int, num_windows: int, nlls: list[float], **so_far: float) -> dict:
-    fields = {"index": index, "num_windows": num_windows, "num_scored": len(nlls), "nll_sum": sum(nlls)}
-    return {"object": "perplexity.window", **fields, **so_far}
+    return {
+        "object": "perplexity.window",
+        "index": index,
+        "num_windows": num_windows,
+        "num_scored": len(nlls),
+        "nll_sum": sum(nlls),
+        **so_far,
+    }
 
 
 def result_event(**figures: object) -> dict:
     """A `PerplexityResponse`, made up but for the given figures."""
-    labels = {"id": "ppl-1", "object": "perplexity", "created": 0, "model": "bytes", "usage": USAGE}
-    windows = {"method": "sliding", "context_length": 4, "stride": 1, "num_windows": 2}
-    counts = {"num_tokens": 11, "num_scored": 10, "num_bytes": 10, "num_words": 3}
-    perplexity = {"perplexity": 7.5, "perplexity_stderr": 0.5, "bits_per_byte": 1.25, "word_perplexity": 99.0}
-    return {**labels, **windows, **counts, **perplexity, "nll_sum": 20.0, "nll_mean": 2.0, "nll_stderr": 0.1, **figures}
+    return {
+        "id": "ppl-1",
+        "object": "perplexity",
+        "created": 0,
+        "model": "bytes",
+        "usage": USAGE,
+        "method": "sliding",
+        "context_length": 4,
+        "stride": 1,
+        "num_windows": 2,
+        "num_tokens": 11,
+        "num_scored": 10,
+        "num_bytes": 10,
+        "num_words": 3,
+        "perplexity": 7.5,
+        "perplexity_stderr": 0.5,
+        "bits_per_byte": 1.25,
+        "word_perplexity": 99.0,
+        "nll_sum": 20.0,
+        "nll_mean": 2.0,
+        "nll_stderr": 0.1,
+        **figures,
+    }
 
 
 def encoded(values: object, dtype: str) -> str:
@@ -173,12 +208,16 @@ def score_response(sequences: list[list[int]], return_ranks: bool = False, num_c
     for index, tokens in enumerate(sequences):
         logprobs = [float("nan"), *(logprob(tokens, position) for position in range(1, len(tokens)))]
         ranks = [None, *(rank(tokens, position) for position in range(1, len(tokens)))]
-        place = {"prompt_index": 0, "continuation_index": index} if num_context else {"prompt_index": index}
-        sums = {"sum_logprob": sum(logprobs[1:]), "num_scored": len(tokens) - 1}
-        arrays = {"token_ids": tokens[num_context:], "logprobs": encoded(logprobs[num_context:], "<f4")}
-        results.append({"index": index, "continuation_index": None, **place, **sums, **arrays})
-        if return_ranks:
-            results[-1]["ranks"] = ranks[num_context:]
+        result = {
+            "index": index,
+            "prompt_index": 0 if num_context else index,
+            "continuation_index": index if num_context else None,
+            "sum_logprob": sum(logprobs[1:]),
+            "num_scored": len(tokens) - 1,
+            "token_ids": tokens[num_context:],
+            "logprobs": encoded(logprobs[num_context:], "<f4"),
+        }
+        results.append({**result, "ranks": ranks[num_context:]} if return_ranks else result)
     return {"id": "score-1", "object": "score", "created": 0, "model": "bytes", "data": results, "usage": USAGE}
 
 
@@ -202,19 +241,32 @@ class StoredReference:
 
     def event(self, index: int) -> dict:
         so_far = self.nlls(self.recorded)
-        running = {"total_scored": len(so_far), "perplexity": float(np.exp(np.mean(so_far)))}
-        return window_event(index, len(self.windows), self.nlls([index]), **running)
+        return window_event(
+            index,
+            len(self.windows),
+            self.nlls([index]),
+            total_scored=len(so_far),
+            perplexity=float(np.exp(np.mean(so_far))),
+        )
 
     def json(self) -> dict:
         nlls, is_complete = self.nlls(range(len(self.windows))), len(self.recorded) == len(self.windows)
         mean = float(np.mean(nlls)) if is_complete else None
-        windows = {"num_windows": len(self.windows), "num_recorded": len(self.recorded), "complete": is_complete}
-        counts = {"num_tokens": self.num_tokens, "num_scored": len(nlls), "num_words": 2, "disk_bytes": 4096}
         return {
             "object": "reference",
             **{name: self.request[name] for name in ("name", "method", "context_length", "stride")},
-            **{**MODEL, "revision": None, "fingerprint": FINGERPRINT, "created": 1_700_000_000},
-            **{**windows, **counts, "num_bytes": len(self.text)},
+            **MODEL,
+            "revision": None,
+            "fingerprint": FINGERPRINT,
+            "created": 1_700_000_000,
+            "num_windows": len(self.windows),
+            "num_recorded": len(self.recorded),
+            "complete": is_complete,
+            "num_tokens": self.num_tokens,
+            "num_scored": len(nlls),
+            "num_words": 2,
+            "disk_bytes": 4096,
+            "num_bytes": len(self.text),
             "text_fingerprint": f"fingerprint of {self.text[:9]}",
             "corpus": self.request.get("corpus"),
             "perplexity": None if mean is None else float(np.exp(mean)),
@@ -225,9 +277,14 @@ class StoredReference:
         }
 
     def origins(self) -> dict:
-        parts = {"num_context": [first for _, first in self.windows], "documents": [0] * len(self.windows)}
-        names = {"name": self.request["name"], "text_fingerprint": self.json()["text_fingerprint"]}
-        return {**names, **parts, "labels": None, "roles": None}
+        return {
+            "name": self.request["name"],
+            "text_fingerprint": self.json()["text_fingerprint"],
+            "num_context": [first for _, first in self.windows],
+            "documents": [0] * len(self.windows),
+            "labels": None,
+            "roles": None,
+        }
 
 
 @dataclass(eq=False)
@@ -342,17 +399,30 @@ class FakeServer:
             kld = {name: figures["kld"][name] for name in ("mean", "p99", "max")}
             stored.noise_floor = {**kld, "num_scored": sum(sizes), "created": 1_700_000_001}
         data = [_kld_window(index, window, body["top_logprobs"]) for index, window in enumerate(windows, start=first)]
-        labels = {"id": "kld-1", "object": "kld", "created": 0, "model": "bytes", "usage": USAGE}
-        compared = {"reference": body["reference"], "fingerprint": self.info["fingerprint"], "windows": [first, last]}
-        result = {**labels, **compared, "num_scored": sum(sizes), "statistics": figures}
+        result = {
+            "id": "kld-1",
+            "object": "kld",
+            "created": 0,
+            "model": "bytes",
+            "usage": USAGE,
+            "reference": body["reference"],
+            "fingerprint": self.info["fingerprint"],
+            "windows": [first, last],
+            "num_scored": sum(sizes),
+            "statistics": figures,
+        }
         # A stream has windows in the order in which they end, here another.
         stream = events(*reversed(data), result)
         return httpx.Response(200, content=stream) if body["stream"] else ok({**result, "data": data})
 
 
 def _kld_window(index: int, values: KldPositions, num_top: int) -> dict:
-    arrays = {name: encoded(getattr(values, name), dtype) for name, dtype in POSITION_DTYPES.items()}
-    window = {"object": "kld.window", "index": index, "num_scored": len(values), **arrays}
+    window = {
+        "object": "kld.window",
+        "index": index,
+        "num_scored": len(values),
+        **{name: encoded(getattr(values, name), dtype) for name, dtype in POSITION_DTYPES.items()},
+    }
     if num_top:
         # Made up: position i has the tokens i, i + 1, ...
         ids = np.arange(len(values))[:, None] + np.arange(num_top)
@@ -374,7 +444,10 @@ class Outcomes:
         if isinstance(outcome, httpx.RequestError):
             outcome.request = request
             raise outcome
-        return copy_of(outcome)
+        # httpx binds a response to the request that it answered. A stream is not copied.
+        if isinstance(outcome.stream, httpx.ByteStream):
+            return httpx.Response(outcome.status_code, headers=outcome.headers, content=outcome.content)
+        return outcome
 
 
 def changed(server: Handler, path: str, change: Callable[[dict], object]) -> Handler:
@@ -402,6 +475,18 @@ def client_of(server: Handler, name: str = "fake", **settings: object) -> AsyncS
 
     settings = {"max_retries": 0, **settings}
     return AsyncScoreClient(f"http://{name}", transport=httpx.MockTransport(handler), **settings)
+
+
+async def record(server: Handler, **settings: object) -> Recording:
+    """Record `TEXT` as `base`."""
+    async with client_of(server) as client:
+        settings = {"method": "disjoint", "context_length": 8, **settings}
+        return await record_reference(client, Corpus("fox", TEXT, "made up", 1), "base", **settings)
+
+
+def clients_of(servers: Iterable[Handler]) -> list[AsyncScoreClient]:
+    """Clients of several servers, by the names a, b, c."""
+    return [client_of(server, name) for server, name in zip(servers, "abc", strict=False)]
 
 
 def answer(request: httpx.Request) -> httpx.Response | None:

@@ -7,21 +7,15 @@ import pyarrow.parquet
 import pytest
 from fake_server import BOS, MAX_MODEL_LEN, FakeServer, StoredReference, client_of, compare, error, ok
 
-from scoremode.cli.main import main
-from scoremode.errors import CorpusError, NotFoundError, OutputError, ResponseError, TransportError
+from scoremode import CorpusError, NotFoundError, OutputError, ResponseError, TransportError, measure_kld
 from scoremode.runs.answers import record_answers
 from scoremode.runs.corpora import load_prompts
-from scoremode.runs.divergence import measure_kld
 from scoremode.wire.references import AnswerSettings
 
 QUESTION, ANSWER = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}
 SETTINGS = AnswerSettings(max_new_tokens=6)
 ROWS = [{"prompt": "ab"}, {"prompt": "-"}, {"prompt": "cde"}]
 """The answer to the second is empty."""
-NEUTRAL = {
-    **{"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0, "ignore_eos": False},
-    **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "watermarking": False},
-}
 
 
 class StoredAnswers(StoredReference):
@@ -70,6 +64,11 @@ class AnsweringServer(FakeServer):
         return [body for _, path, body in self.requests if path == "/v1/completions"]
 
 
+@pytest.fixture
+def server() -> AnsweringServer:
+    return AnsweringServer()
+
+
 def ok_stream(content: dict):
     response = ok(content)
     return type(response)(200, content=b"data: " + response.content + b"\n\ndata: [DONE]\n\n")
@@ -87,16 +86,7 @@ async def recorded(server, tmp_path, settings=SETTINGS, rows=ROWS, **options):
         return await record_answers(client, prompts, "base", settings, folder=tmp_path, concurrency=1, **options)
 
 
-async def test_a_journal_that_a_killed_command_left_is_removed_by_the_next(tmp_path):
-    server = AnsweringServer()
-    await recorded(server, tmp_path)
-    (tmp_path / "base.answers.journal").write_text("left")
-    await recorded(server, tmp_path)
-    assert not list(tmp_path.glob("*.journal"))
-
-
-async def test_an_empty_answer_keeps_its_place_with_length_0(tmp_path, caplog):
-    server = AnsweringServer()
+async def test_an_empty_answer_keeps_its_place_with_length_0(tmp_path, server, caplog):
     await recorded(server, tmp_path)
     assert "1 of 3 rows of prompts.jsonl, column prompt have an empty answer, which keeps its place" in caplog.text
     assert not list(tmp_path.glob("*.journal"))
@@ -108,20 +98,29 @@ async def test_an_empty_answer_keeps_its_place_with_length_0(tmp_path, caplog):
     assert measurement.record([])["agreement_lengths"] == [first, 0, last]
 
 
-async def test_a_request_leaves_no_parameter_to_the_models_files(tmp_path):
-    server = AnsweringServer()
+async def test_a_request_leaves_no_parameter_to_the_models_files(tmp_path, server):
     await recorded(server, tmp_path)
     assert server.asked[0] == {
-        **{"prompt": [BOS, *b"ab"], "max_tokens": 6, "return_token_ids": True},
-        **NEUTRAL,
+        "prompt": [BOS, *b"ab"],
+        "max_tokens": 6,
+        "return_token_ids": True,
+        "temperature": 0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "min_tokens": 0,
+        "ignore_eos": False,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "watermarking": False,
     }
     sampling = AnsweringServer()
     await recorded(sampling, tmp_path, AnswerSettings(max_new_tokens=6, temperature=1, seed=5))
     assert [(each["temperature"], each["seed"]) for each in sampling.asked] == [(1, 5), (1, 6), (1, 7)]
 
 
-async def test_an_interrupted_recording_resumes(tmp_path):
-    server = AnsweringServer()
+async def test_an_interrupted_recording_resumes(tmp_path, server):
     server.most = 2
     with pytest.raises(TransportError):
         await recorded(server, tmp_path)
@@ -138,9 +137,10 @@ async def test_an_interrupted_recording_resumes(tmp_path):
     await recorded(server, tmp_path)
     assert [each["prompt"] for each in server.asked] == [[BOS, *b"cde"]]
     assert not journal.exists()
-    # Again, nothing is generated.
+    # Again, nothing is generated, and a journal that a killed command left is removed.
+    journal.write_text("left")
     await recorded(server, tmp_path)
-    assert len(server.asked) == 1
+    assert (len(server.asked), journal.exists()) == (1, False)
     with pytest.raises(OutputError, match="other settings of answers"):
         await recorded(server, tmp_path, AnswerSettings(max_new_tokens=7))
     server.references["base"].recorded = {0}
@@ -155,29 +155,23 @@ async def test_an_interrupted_recording_resumes(tmp_path):
         ([{"messages": [QUESTION]}, {"messages": [{"role": "user", "content": "no"}]}], "row 2 .*cannot be a prompt"),
     ],
 )
-async def test_no_answer_is_generated_if_a_prompt_cannot_have_one(tmp_path, rows, message):
+async def test_no_answer_is_generated_if_a_prompt_cannot_have_one(tmp_path, server, rows, message):
     rows[-1] = {name: value[:58] if name == "prompt" else value for name, value in rows[-1].items()}
-    server = AnsweringServer()
     with pytest.raises(CorpusError, match=message):
         await recorded(server, tmp_path, rows=rows)
     assert not server.asked
 
 
-async def test_no_answer_is_generated_without_a_folder_for_references(tmp_path):
-    server = AnsweringServer()
-
-    def no_folder(request):
-        return error(404, "no folder") if "references" in request.url.path else server(request)
-
-    async with client_of(no_folder) as client:
-        with pytest.raises(NotFoundError, match="no folder"):
-            await record_answers(client, prompts_of(tmp_path), "base", SETTINGS, folder=tmp_path)
+async def test_no_answer_is_generated_without_a_folder_for_references(tmp_path, server):
+    with pytest.raises(NotFoundError, match="no folder"):
+        await recorded(
+            lambda request: error(404, "no folder") if "references" in request.url.path else server(request), tmp_path
+        )
     assert not server.asked
 
 
 @pytest.mark.parametrize(("reason", "message"), [("length", "--generation-config vllm"), ("abort", "reason 'abort'")])
-async def test_an_answer_that_the_server_cuts_is_refused(tmp_path, reason, message):
-    server = AnsweringServer()
+async def test_an_answer_that_the_server_cuts_is_refused(tmp_path, server, reason, message):
     server.finish_reason = reason
     with pytest.raises(ResponseError, match=message):
         await recorded(server, tmp_path)
@@ -225,28 +219,3 @@ def test_a_label_that_no_server_takes_is_refused(tmp_path):
 def test_texts_have_no_chat_template(tmp_path):
     with pytest.raises(CorpusError, match="is for conversations, and column 'prompt' of"):
         prompts_of(tmp_path, chat_template_kwargs={"thinking": True})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "--prompts needs --max-new-tokens"),
-        (["--max-new-tokens", "3", "--temperature", "0.7"], "--temperature: must be 0 or 1, got 0.7"),
-        (["--max-new-tokens", "3", "--temperature", "1"], "--temperature 1 and --seed S are given together"),
-        (["--max-new-tokens", "3", "--seed", "1"], "--temperature 1 and --seed S are given together"),
-        (["--max-new-tokens", "3", "--temperature", "1", "--seed", "-1"], "--seed: must be at least 0"),
-        (["--max-new-tokens", "3", "--stride", "1"], "--stride does not work with --prompts"),
-        (["--max-new-tokens", "3", "--layers"], "--layers does not work with --prompts"),
-        (["--max-new-tokens", "3", "--reference", "../a"], "'../a' is not a valid reference name"),
-    ],
-)
-def test_options_that_contradict_prompts(options, message, capsys):
-    with pytest.raises(SystemExit):
-        main(["record", "--prompts", "p.jsonl", "--reference", "base", *options])
-    assert message in capsys.readouterr().err
-
-
-def test_options_of_answers_need_prompts(capsys):
-    with pytest.raises(SystemExit):
-        main(["record", "--text", "a", "--reference", "base", "--max-new-tokens", "3"])
-    assert "--max-new-tokens needs --prompts" in capsys.readouterr().err

@@ -56,8 +56,16 @@ def test_every_field_of_a_score_request_is_sent_and_its_answer_read(call):
         "candidate_logprobs": {"shape": [1, 2], "logprobs": "AAAAvwAAgL8="},
     }
     server = Outcomes(ok(result))
-    options = {"top_logprobs": 1, "candidate_token_ids": [65, 66], "temperature": 0.5, "add_special_tokens": False}
-    options |= {"return_ranks": True, "return_tokens": True, "use_cache": False, "model": "adapter"}
+    options = {
+        "top_logprobs": 1,
+        "candidate_token_ids": [65, 66],
+        "temperature": 0.5,
+        "add_special_tokens": False,
+        "return_ranks": True,
+        "return_tokens": True,
+        "use_cache": False,
+        "model": "adapter",
+    }
     [score] = call(server, "score", "text", ["A"], **options)
     assert (score.continuation_index, score.ranks, score.is_greedy, score.tokens) == (0, [1], True, ["A"])
     assert score.top_logprobs.token_ids.tolist() == [[65]]
@@ -159,8 +167,8 @@ def server(call):
 
 def test_a_recording_whose_connection_is_lost_is_resumed(call, waits):
     server, windows = FakeServer(allowed=2), []
-    options = {**SETTINGS, "on_window": windows.append, "client": {"model": "m"}}
-    assert call(server, "record_reference", "base", TEXT, **options).complete
+    settings = {**SETTINGS, "client": {"model": "m"}}
+    assert call(server, "record_reference", "base", TEXT, on_window=windows.append, **settings).complete
     assert [window.index for window in windows] == [0, 1, 2], "each once"
     first, second = server.requests
     assert first == second
@@ -183,10 +191,18 @@ def test_references_are_listed_looked_up_and_deleted(call, server):
 
 def test_some_windows_and_top_tokens_can_be_requested(call, server):
     result = call(server, "kld", "base", (1, 2), top_logprobs=2, model="m")
-    lane = {"lane": "prefill", "context": None}
-    defaults = {"encoding_format": "base64", "as_noise_floor": False, "stream": False, "from_boundary": None, **lane}
-    sent = KldRequest.model_validate(server.requests[0][2]).model_dump()
-    assert sent == {"model": "m", "reference": "base", "windows": [1, 2], "top_logprobs": 2, **defaults}
+    assert KldRequest.model_validate(server.requests[0][2]).model_dump() == {
+        "model": "m",
+        "reference": "base",
+        "windows": [1, 2],
+        "top_logprobs": 2,
+        "encoding_format": "base64",
+        "as_noise_floor": False,
+        "stream": False,
+        "from_boundary": None,
+        "lane": "prefill",
+        "context": None,
+    }
     [window] = result.data
     assert (result.windows, window.index) == ((1, 2), 1)
     assert window.top_logprobs.token_ids.tolist() == [[0, 1], [1, 2], [2, 3]]

@@ -8,11 +8,10 @@ import pyarrow.parquet
 import pytest
 from fake_server import FakeServer, changed, client_of, ok
 
-from scoremode.errors import CorpusError
+from scoremode import CorpusError, record_reference
 from scoremode.runs.conversations import token_classes
 from scoremode.runs.corpora import load_corpus
 from scoremode.runs.plan import make_plan
-from scoremode.runs.recording import record_reference
 from scoremode.windows import TOKEN_CLASSES
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

@@ -12,7 +12,6 @@ import pyarrow.parquet
 import pytest
 
 from scoremode import CorpusError
-from scoremode.errors import MissingPackageError
 from scoremode.runs.corpora import load_corpus
 
 ROWS = ["", " = Title = \n", "One line\u2028still the same.", "Ünïcode", "last"]
@@ -140,9 +139,3 @@ def test_wikitext_is_wikitext_2_on_the_hub(monkeypatch):
         call("Salesforce/wikitext", "wikitext-2-raw-v1", split="test"),
         call("some/dataset", None, split="test"),
     ]
-
-
-def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingPackageError, match=r"scoremode\[datasets\]"):
-        load_corpus("wikitext")

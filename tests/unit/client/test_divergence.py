@@ -6,24 +6,34 @@ from contextlib import ExitStack, closing
 import httpx
 import numpy as np
 import pytest
-from fake_server import CutShort, FakeServer, changed, client_of, compare, events, token_text
+from fake_server import (
+    TEXT,
+    CutShort,
+    FakeServer,
+    changed,
+    client_of,
+    clients_of,
+    compare,
+    events,
+    record,
+    token_text,
+)
 
-from scoremode import BadRequestError, OutputError, ResponseError, ServersDifferError, TransportError, results
+from scoremode import (
+    METHODS,
+    BadRequestError,
+    OutputError,
+    ResponseError,
+    ServersDifferError,
+    TransportError,
+    measure_kld,
+    measure_noise_floor,
+    results,
+)
 from scoremode.kld import POSITION_DTYPES, KldPositions
-from scoremode.runs.corpora import Corpus
-from scoremode.runs.divergence import measure_kld, measure_noise_floor
 from scoremode.runs.journal import Journal
-from scoremode.runs.recording import record_reference
-from scoremode.windows import METHODS
 
-TEXT = "The quick brown fox jumps over the lazy dog"
 NOISE = 0.5
-
-
-async def record(server, **settings):
-    async with client_of(server) as client:
-        settings = {"method": "disjoint", "context_length": 8, **settings}
-        return await record_reference(client, Corpus("fox", TEXT, "made up", 1), "base", **settings)
 
 
 async def recorded(**settings) -> dict:
@@ -44,8 +54,7 @@ def server(references):
 
 
 async def measure(*servers, **settings):
-    clients = [client_of(server, name) for server, name in zip(servers, "abc", strict=False)]
-    return await measure_kld(clients, "base", **settings)
+    return await measure_kld(clients_of(servers), "base", **settings)
 
 
 def expected_positions(references, noise=NOISE) -> KldPositions:

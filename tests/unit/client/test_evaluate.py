@@ -5,11 +5,10 @@ import math
 import pytest
 from fake_server import BOS, answer, changed, client_of, encoded, logprob
 
-from scoremode import ResponseError
+from scoremode import METHODS, ResponseError, cut_windows
 from scoremode.metrics import TextMetrics
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.evaluate import evaluate
-from scoremode.windows import METHODS, cut_windows
 
 TEXT = "The quick brown fox jumps over the lazy dog, and on it goes."
 CORPUS = Corpus("fox", TEXT, "made up", 1)

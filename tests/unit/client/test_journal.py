@@ -5,19 +5,18 @@ import json
 import math
 from contextlib import closing
 from io import FileIO
+from unittest.mock import Mock
 
 import pytest
 from fake_server import INFO, FakeServer, serve
 
-from scoremode import OutputError, ServerInfo
+from scoremode import OutputError, ServerInfo, cut_windows
 from scoremode.cli.main import main
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.journal import Journal, count_windows
 from scoremode.runs.output import Output
 from scoremode.runs.plan import Plan, WindowNlls
-from scoremode.windows import cut_windows
 
-SETTINGS = {"method": "disjoint", "context_length": 4, "stride": 4, "max_tokens": None, "add_special_tokens": True}
 # Values that only a shortest repr and float64 bring back: float32 widened, a denormal, a negative zero.
 WINDOWS = [
     WindowNlls(1, 3, 6.5, [1.100000023841858, -0.0, 5.399999976158142]),
@@ -36,7 +35,11 @@ def plan_of(**server) -> Plan:
         num_bytes=9,
         num_words=2,
         windows=cut_windows(13, "disjoint", 4),
-        **SETTINGS,
+        method="disjoint",
+        context_length=4,
+        stride=4,
+        max_tokens=None,
+        add_special_tokens=True,
     )
 
 
@@ -66,8 +69,7 @@ def resumed(path, plan=PLAN) -> dict[int, WindowNlls]:
 
 def test_values_are_read_back_to_the_last_bit(path):
     before = write(path, WINDOWS[:2])
-    more_at_once = {"max_num_seqs": 256, "max_top_logprobs": 5, "weight_bytes": 9, "num_parameters": 3}
-    journal = Journal(path, plan_of(**more_at_once))
+    journal = Journal(path, plan_of(max_num_seqs=256, max_top_logprobs=5, weight_bytes=9, num_parameters=3))
     assert {index: list(map(float.hex, window.nlls)) for index, window in journal.windows.items()} == {
         window.index: list(map(float.hex, window.nlls)) for window in WINDOWS[:2]
     }
@@ -289,11 +291,8 @@ def test_a_journal_that_outlived_its_output_is_removed(output, journal_file, unb
 def test_a_journal_is_kept_if_the_output_cannot_be_written(output, journal_file, unbroken, monkeypatch, capsys):
     output.write_text("an earlier result")
 
-    def no_space(descriptor):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", no_space)
+        patch.setattr("os.fsync", Mock(side_effect=OSError(28, "No space left on device")))
         assert run(output, "--resume") == 1
     printed = capsys.readouterr()
     assert f"cannot write {output.with_suffix('.safetensors')}: No space left on device" in printed.err

@@ -100,8 +100,12 @@ def test_errors_are_clustered_by_window(made_up):
     assert statistics(positions(4, kld=[0, 1, 2, 5]), [2, 0, 2])["kld"]["stderr_clustered"] == pytest.approx(1.5)
     # Windows of one position have the usual error.
     figures = statistics(made_up, [1] * len(made_up))
-    of_figures = (figures, "ln_ppl_ratio_stderr"), (figures, "same_top_p_stderr")
-    for group, name in ((figures["kld"], "stderr"), (figures["delta_p"], "stderr"), *of_figures):
+    for group, name in (
+        (figures["kld"], "stderr"),
+        (figures["delta_p"], "stderr"),
+        (figures, "ln_ppl_ratio_stderr"),
+        (figures, "same_top_p_stderr"),
+    ):
         assert group[f"{name}_clustered"] == pytest.approx(group[name], rel=1e-12)
 
 
@@ -114,8 +118,8 @@ def test_errors_are_exact_next_to_large_means():
 
 def test_a_model_does_not_diverge_from_itself():
     same = np.log([0.5, 0.25])
-    tokens = {"top_token_ids": [1, 2], "reference_top_token_ids": [1, 2]}
-    figures = statistics(positions(2, logprobs=same, reference_logprobs=same, kld=[0, 0], **tokens), [1, 1])
+    tops = {"top_token_ids": [1, 2], "reference_top_token_ids": [1, 2]}
+    figures = statistics(positions(2, logprobs=same, reference_logprobs=same, kld=[0, 0], **tops), [1, 1])
     assert (figures["kld"]["mean"], figures["kld"]["stderr"], figures["ln_ppl_ratio_stderr"]) == (0, 0, 0)
     assert (figures["same_top_p"], figures["same_top_p_stderr"], figures["delta_p"]["rms"]) == (1, 0, 0)
     assert (figures["top_1_percent_share"], figures["delta_p"]["rms_stderr"]) == (None, None), "0 / 0"

@@ -6,25 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_server import FLOOR, MODULES, REST_OF_NOISE, FakeServer, client_of, compare, serve
+from fake_server import FLOOR, MODULES, REST_OF_NOISE, TEXT, FakeServer, clients_of, compare, record, serve
 from safetensors.numpy import save_file
 
 from scoremode.cli.main import main
 from scoremode.errors import RunError, ServersDifferError
-from scoremode.runs.corpora import Corpus
 from scoremode.runs.layers import measure_layers
 from scoremode.runs.recipe import make_recipe
-from scoremode.runs.recording import record_reference
 
-TEXT = "The quick brown fox jumps over the lazy dog"
 NOISE = 0.5
 NUM_PLACES = len(REST_OF_NOISE)
 
 
 async def recorded(server: FakeServer, **settings) -> FakeServer:
-    async with client_of(server) as client:
-        settings = {"method": "disjoint", "context_length": 8, "layers": True, **settings}
-        await record_reference(client, Corpus("fox", TEXT, "made up", 1), "base", **settings)
+    await record(server, **{"layers": True, **settings})
     return FakeServer(server.references, noise=NOISE)
 
 
@@ -41,8 +36,7 @@ def sums_of(server: FakeServer) -> np.ndarray:
 
 
 async def measure(*servers: FakeServer, **settings):
-    clients = [client_of(server, name) for server, name in zip(servers, "abc", strict=False)]
-    return await measure_layers(clients, "base", **settings)
+    return await measure_layers(clients_of(servers), "base", **settings)
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
@@ -85,15 +79,12 @@ async def test_what_cannot_be_measured_is_refused(server):
 
 def test_recording_says_what_it_takes_and_has_windows_of_its_own(capsys):
     with serve(server := FakeServer()) as url:
-        arguments = ["record", "--url", url, "--text", TEXT, "--reference", "base", "--layers", "--quiet"]
-        assert main([*arguments, "--context-length", "16"]) == 0
+        options = ["--text", TEXT, "--reference", "base", "--layers", "--quiet", "--context-length", "16"]
+        assert main(["record", "--url", url, *options]) == 0
     (body,) = [body for method, path, body in server.requests if (method, path) == ("POST", "/v1/references")]
     assert (body["layers"], body["method"], body["max_tokens"], body["context_length"]) == (True, "disjoint", 4097, 16)
     # Five boundaries of eight float32 for each token.
     assert f"take at most {4097 * 5 * 8 * 4 / 2**30:.2f} GiB" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([*arguments, "--stride", "8"])
-    assert "--stride does not work with --layers" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_is_resumed(server, tmp_path: Path, capsys):
@@ -105,17 +96,15 @@ def test_an_interrupted_run_is_resumed(server, tmp_path: Path, capsys):
         assert "windows: the same command with --resume resumes it" in capsys.readouterr().err
         server.allowed = 10**9
         assert main([*command, "--url", url, "--resume"]) == 0
-    num_windows = len(server.references["base"].windows)
-    assert len(server.compared) == num_windows * NUM_PLACES
-    record = json.loads(output.read_text())
-    sums = sums_of(server)
-    assert record["kind"] == "layers"
+    assert len(server.compared) == len(server.references["base"].windows) * NUM_PLACES
+    written = json.loads(output.read_text())
+    assert written["kind"] == "layers"
     num_scored = sum(len(tokens) - first for tokens, first in server.references["base"].windows)
-    assert record["whole"]["cost"] == pytest.approx(sums[:, 0].sum() / num_scored, rel=1e-9)
-    assert [block["name"] for block in record["blocks"]] == MODULES
-    assert record["floor"] == FLOOR
-    costs = [record["embeddings"]["cost"], *(block["cost"] for block in record["blocks"]), record["head"]["cost"]]
-    assert sum(costs) == pytest.approx(record["whole"]["cost"], rel=1e-12)
+    assert written["whole"]["cost"] == pytest.approx(sums_of(server)[:, 0].sum() / num_scored, rel=1e-9)
+    assert [block["name"] for block in written["blocks"]] == MODULES
+    assert written["floor"] == FLOOR
+    costs = [written["embeddings"]["cost"], *(block["cost"] for block in written["blocks"]), written["head"]["cost"]]
+    assert sum(costs) == pytest.approx(written["whole"]["cost"], rel=1e-12)
     table = capsys.readouterr().out
     assert table.index(MODULES[1]) < table.index(MODULES[0]) < table.index(MODULES[2])
     (line,) = [line for line in table.splitlines() if line.startswith(MODULES[2])]
@@ -160,8 +149,7 @@ async def test_a_recipe_keeps_the_most_nats_per_byte(server, base_weights, weigh
     assert json.loads(one.quantization_config) == {"ignore": [f"re:^{pattern}"]}
     small = make_recipe(found, base_weights, weights, extra_bytes=200)
     assert {each.block.name for each in small.kept} == {MODULES[0], MODULES[3]}
-    all_blocks = make_recipe(found, base_weights, weights, num_blocks=9)
-    assert len(all_blocks.kept) == 3
+    assert len(make_recipe(found, base_weights, weights, num_blocks=9).kept) == 3
 
 
 async def test_checkpoints_that_do_not_fit_are_refused(server, base_weights, weights, tmp_path):
@@ -181,17 +169,14 @@ async def test_checkpoints_that_do_not_fit_are_refused(server, base_weights, wei
 
 
 def test_a_recipe_is_printed(server, base_weights, weights, capsys):
-    command = ["layers", "--reference", "base", "--quiet", "--keep", "1"]
+    folders = ["--base-weights", str(base_weights), "--weights", str(weights)]
     with serve(server) as url:
-        assert main([*command, "--url", url, "--base-weights", str(base_weights), "--weights", str(weights)]) == 0
+        command = ["layers", "--url", url, "--reference", "base", "--quiet", "--keep", "1", *folders]
+        assert main(command) == 0
     printed = capsys.readouterr().out
     assert "Keep 1 blocks in 16 bits" in printed
     assert "    - 're:^language_model" in printed
-    with pytest.raises(SystemExit):
-        main(command)
-    assert "need --base-weights DIR" in capsys.readouterr().err
     # Before anything is measured: there is no server.
     (weights / "model.safetensors").unlink()
-    folders = ["--base-weights", str(base_weights), "--weights", str(weights)]
-    assert main([*command, "--url", url, *folders]) == 1
+    assert main(command) == 1
     assert "has no safetensors files" in capsys.readouterr().err

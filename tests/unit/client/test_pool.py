@@ -18,21 +18,17 @@ SETTINGS = {"context_length": 8, "stride": 4}
 REFUSED = httpx.ConnectError("refused")
 
 
-class Server:
+class Server(FakeServer):
     """Scores windows, and fails instead while `fails(number of windows scored)` is true."""
 
     def __init__(self, name="a", failure=REFUSED, fails=lambda num_scored: False, **settings):
-        self.name, self.fails = name, fails
-        self.failing, self.fake = Outcomes(failure), FakeServer(**settings)
-
-    @property
-    def num_scored(self):
-        return self.fake.num_scored
+        super().__init__(**settings)
+        self.name, self.failing, self.fails = name, Outcomes(failure), fails
 
     async def __call__(self, request):
         await sleep(0)
         is_scoring = request.url.path == "/v1/score" and request.method == "POST"
-        return (self.failing if is_scoring and self.fails(self.num_scored) else self.fake)(request)
+        return self.failing(request) if is_scoring and self.fails(self.num_scored) else super().__call__(request)
 
 
 async def run(*servers, retries=None, **settings):
@@ -88,7 +84,7 @@ async def test_servers_that_differ_do_not_share_a_run():
     servers = Server("a"), Server("b", info={"fingerprint": "another"})
     with pytest.raises(ServersDifferError) as caught:
         await run(*servers)
-    what = f"fingerprint is 'another' instead of {servers[0].fake.info['fingerprint']!r}"
+    what = f"fingerprint is 'another' instead of {servers[0].info['fingerprint']!r}"
     assert str(caught.value) == f"http://b does not serve the model that the run began with: {what}"
     assert [server.num_scored for server in servers] == [0, 0]
 
@@ -100,14 +96,15 @@ async def test_a_server_that_restarts_must_have_the_same_model(waits, expected):
 
     assert (await run(restarting(), retries={"max_retries": 1})).windows == expected
     replaced = restarting()
-
-    def note(progress):
-        replaced.fake.info["quantization"] = "fp8"
-
     with pytest.raises(
         ServersDifferError, match="a does not serve the model that the run began with: quantization is 'fp8'"
     ):
-        await run(replaced, retries={"max_retries": 1}, concurrency=1, on_progress=note)
+        await run(
+            replaced,
+            retries={"max_retries": 1},
+            concurrency=1,
+            on_progress=lambda _: replaced.info.update(quantization="fp8"),
+        )
 
 
 async def test_single_requests_respect_each_servers_limit_and_survive_its_loss():
@@ -139,7 +136,7 @@ class Overloaded(Server):
 
     async def __call__(self, request):
         if request.method == "GET" or request.url.path != "/v1/score":
-            return self.fake(request)
+            return FakeServer.__call__(self, request)
         self.in_flight.add(request)
         if len(self.in_flight) > self.at_once:
             self.late |= self.in_flight
@@ -153,7 +150,7 @@ class Overloaded(Server):
             self.num_timeouts += 1
             return error(504, "the request was not scored within 5 s (--request-timeout)", type="GatewayTimeoutError")
         self.most_in_time = max(self.most_in_time, num_together)
-        return self.fake(request)
+        return FakeServer.__call__(self, request)
 
 
 @pytest.mark.parametrize(("at_once", "num_timeouts", "in_flight"), [(12, 32 + 16, 8), (1, 32 + 16 + 8 + 4 + 2, 1)])
@@ -163,7 +160,7 @@ async def test_half_as_many_are_sent_until_they_are_answered_in_time(
     server = Overloaded(at_once)
     assert (await run(server, retries={"retry_for": 600}, concurrency=32)).windows == expected
     assert (server.num_timeouts, server.most_in_time, waits) == (num_timeouts, in_flight, [])
-    num_looks = [path for method, path, _ in server.fake.requests if method == "GET"].count("/v1/score")
+    num_looks = [path for method, path, _ in server.requests if method == "GET"].count("/v1/score")
     assert num_looks > 1, "a server that a proxy answered for may be another now"
 
 

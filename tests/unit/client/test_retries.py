@@ -119,8 +119,8 @@ def test_after_retry_for_the_failure_is_raised(call, waits, clock, seconds):
 
 
 def test_an_internal_error_is_retried_a_few_times(call, waits, clock):
-    dying = [error(500, "EngineDeadError")] * 3
-    assert call(Outcomes(*dying, *[DOWN] * 9, OK), "info", client=PATIENT).model == "bytes"
+    dying = Outcomes(*[error(500, "EngineDeadError")] * 3, *[DOWN] * 9, OK)
+    assert call(dying, "info", client=PATIENT).model == "bytes"
     waits.clear()
     server = Outcomes(error(500, "the model computed NaN"))
     with pytest.raises(ServerError, match="NaN"):

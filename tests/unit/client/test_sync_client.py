@@ -20,10 +20,6 @@ async def use(client: AsyncScoreClient, other: ScoreClient) -> None:
 """
 
 
-def test_the_generated_client_is_current():
-    assert write_sync_client.TARGET.read_text() == write_sync_client.sync_source()
-
-
 def test_help_and_signatures_are_those_of_the_methods():
     assert "info(self) -> scoremode.wire.protocol.ServerInfo" in pydoc.plain(pydoc.render_doc(ScoreClient))
     for name, method in inspect.getmembers(AsyncScoreClient, inspect.iscoroutinefunction):

@@ -31,21 +31,16 @@ with server_process("model", log=Path(sys.argv[1]), command=(sys.executable, __f
 def test_a_server_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "starter.py"
     script.write_text(STARTER)
-    scripts = Path(__file__).parents[3] / "scripts"
     starter = subprocess.Popen(
         [sys.executable, script, tmp_path / "server.log"],
-        env={**os.environ, "PYTHONPATH": str(scripts)},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "scripts")},
         stdout=subprocess.PIPE,
     )
     url = starter.stdout.readline().decode().strip()
     assert httpx.get(url).status_code == 200
     starter.kill()
     starter.communicate()
-    with pytest.raises(httpx.TransportError):
-        _ask_for_seconds(url)
-
-
-def _ask_for_seconds(url: str) -> None:
-    for _ in range(300):
-        httpx.get(url)
-        time.sleep(0.1)
+    with pytest.raises(httpx.TransportError):  # noqa: PT012
+        for _ in range(300):
+            httpx.get(url)
+            time.sleep(0.1)

@@ -113,8 +113,13 @@ def app_with_completions(
     app.include_router(routes.generate_router)
     core = app.state.scoremode = light_app(engine, size=size).state.scoremode
     models = OpenAIServingModels(engine, [BaseModelPath("m", "m")])
-    chat = {"chat_template": None, "chat_template_content_format": "auto"}
-    renderer = OnlineRenderer(model_config, engine.renderer, request_logger=None, **chat)
+    renderer = OnlineRenderer(
+        model_config,
+        engine.renderer,
+        request_logger=None,
+        chat_template=None,
+        chat_template_content_format="auto",
+    )
     core.limits, core.tokenizer = Limits.from_model(model_config), Tokenizer(engine.renderer)
     core.conversations = Conversations(renderer, model_config, core.limits, Metrics(0, CollectorRegistry()))
     app.state.openai_serving_completion = OpenAIServingCompletion(
@@ -150,6 +155,13 @@ def error_of(answer: httpx.Response) -> tuple[int, str | None, str]:
     return answer.status_code, error["param"], error["message"]
 
 
+def check_error(answer: httpx.Response, status: int, param: str | None, part: str) -> None:
+    """Check an error's status, its field, and a part of its message."""
+    *found, message = error_of(answer)
+    assert found == [status, param]
+    assert part in message
+
+
 def events(answer: httpx.Response) -> list[dict[str, Any]]:
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert lines[-1] == "[DONE]"
@@ -179,7 +191,12 @@ async def leaving(
         if read is not None and message["type"] == "http.response.body":
             await read()
 
-    scope = {"type": "http", "method": method, "path": path, "query_string": b""}
-    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
-    await app({**scope, "headers": headers}, receive, send)
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())],
+    }
+    await app(scope, receive, send)
     return sent

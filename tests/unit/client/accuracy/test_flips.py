@@ -23,8 +23,7 @@ TABLES = [Flips(200, 120, 14, 5), Flips(50, 20, 0, 9), Flips(1000, 640, 31, 31),
 
 @pytest.mark.parametrize("flips", TABLES)
 def test_p_is_that_of_the_exact_test(flips):
-    table = [[0, flips.lost], [flips.gained, 0]]
-    assert exact_p(flips) == pytest.approx(mcnemar(table, exact=True).pvalue, abs=1e-9)
+    assert exact_p(flips) == pytest.approx(mcnemar([[0, flips.lost], [flips.gained, 0]], exact=True).pvalue, abs=1e-9)
 
 
 @pytest.mark.parametrize("flips", TABLES)
@@ -38,8 +37,9 @@ def test_ends_of_the_interval_are_just_not_rejected(flips):
 
     for difference in score_interval(flips):
         bounds = (max(0.0, -difference) + 1e-12, (1 - difference) / 2 - 1e-12)
-        search = {"method": "bounded", "options": {"xatol": 1e-12}}
-        lost = minimize_scalar(unlikeliness, bounds=bounds, args=(difference,), **search).x
+        lost = minimize_scalar(
+            unlikeliness, bounds=bounds, args=(difference,), method="bounded", options={"xatol": 1e-12}
+        ).x
         stderr = math.sqrt((2 * lost + difference - difference**2) / n)
         assert abs(flips.difference - difference) / stderr == pytest.approx(norm.ppf(0.975), rel=1e-4)
 

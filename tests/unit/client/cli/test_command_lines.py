@@ -48,7 +48,8 @@ class Server(FakeServer):
 
 def run(command: str, url: str = "") -> int | str | None:
     """The exit status of a command line, where `TEXT` is the text and its windows, `SERVER` one that is asked quietly,
-    `IDLE` one that is not asked, and `URL` one with a progress bar."""
+    `IDLE` one that is not asked, `URL` one with a progress bar, and `ANSWERS` a recording of answers."""
+    command = command.replace("ANSWERS", "record --reference r --prompts p --max-new-tokens 3")
     command = command.replace("TEXT", f"--text '{TEXT}' --method disjoint --context-length 8")
     command = command.replace("SERVER", "--quiet URL").replace("IDLE", "--quiet URL").replace("URL", f"--url {url}")
     try:
@@ -112,6 +113,21 @@ def references(made) -> dict[str, Any]:
         ("record --reference r --text a --url http://a --url http://b", 2, "takes one --url", ""),
         ("kld --reference r --floor --resume --output o", 2, "--resume does not work with --floor", ""),
         ("--text a --decode-batch 2", 2, "--decode-batch needs --lane", ""),
+        ("record --reference r --text a --max-new-tokens 3", 2, "--max-new-tokens needs --prompts", ""),
+        ("record --reference r --prompts p", 2, "--prompts needs --max-new-tokens", ""),
+        ("ANSWERS --temperature 0.7", 2, "--temperature: must be 0 or 1, got 0.7", ""),
+        ("ANSWERS --temperature 1", 2, "--temperature 1 and --seed S are given together", ""),
+        ("ANSWERS --seed 1", 2, "--temperature 1 and --seed S are given together", ""),
+        ("ANSWERS --temperature 1 --seed -1", 2, "--seed: must be at least 0", ""),
+        ("ANSWERS --stride 1", 2, "--stride does not work with --prompts", ""),
+        ("ANSWERS --layers", 2, "--layers does not work with --prompts", ""),
+        ("ANSWERS --reference ../a", 2, "'../a' is not a valid reference name", ""),
+        ("quick a", 2, "the following arguments are required: QUANT", ""),
+        ("quick a b --messages m --preset hf", 2, "--preset does not work with --messages", ""),
+        ("quick a b --write-card x.txt", 2, "must end in .md", ""),
+        ("quick a b --html missing/x.html", 2, "missing is not a folder", ""),
+        ("layers --reference r --keep 1", 2, "need --base-weights DIR", ""),
+        ("record --reference r --text a --layers --stride 8", 2, "--stride does not work with --layers", ""),
         ("compare", 2, "give finished runs, or --tasks", ""),
         ("compare --tasks a=x", 2, "--tasks needs a folder for the base and one per other model", ""),
         ("corpus a.parquet", 2, "the following arguments are required: --output", ""),
@@ -192,8 +208,15 @@ def test_the_output_has_the_settings_and_the_values_of_every_token(folder):
     record = json.loads((folder / "run.json").read_text())
     assert (record["kind"], record["version"], record["client_version"]) == ("perplexity", 1, __version__)
     assert (record["urls"], record["server"]["vllm_version"]) == ([url], "0.32.0"), "without the password"
-    settings = {"method": "disjoint", "context_length": 8, "stride": 8, "max_tokens": None, "concurrency": 8}
-    assert record["settings"] == {**settings, "add_special_tokens": True, "server_side": False}
+    assert record["settings"] == {
+        "method": "disjoint",
+        "context_length": 8,
+        "stride": 8,
+        "max_tokens": None,
+        "concurrency": 8,
+        "add_special_tokens": True,
+        "server_side": False,
+    }
     assert record["corpus"] == {
         "name": "text",
         "source": f"the text {TEXT!r}",
@@ -303,6 +326,7 @@ def test_ctrl_c_is_status_130_and_one_line(folder, capsys):
         ("jinja2", "compare near.json far.json --html report.html", "report"),
         ("matplotlib", "compare near.json far.json --plots plots", "report"),
         ("pyarrow", "corpus a.parquet --output out --quiet", "corpora"),
+        ("datasets", "--dataset wikitext --quiet", "datasets"),
         ("lm_eval", "", "lm-eval"),
     ],
 )

@@ -1,16 +1,13 @@
 """The runs that come with the package."""
 
 import shutil
-from pathlib import Path
-
-import pytest
 
 from scoremode.cli.example import RUNS
 from scoremode.cli.main import main
 from scoremode.comparison import load_run
 
 
-def test_the_runs_are_of_one_text_and_small(tmp_path: Path):
+def test_the_runs_are_of_one_text_and_small(tmp_path):
     shutil.unpack_archive(RUNS, tmp_path)
     runs = {path.stem: load_run(path) for path in tmp_path.glob("*.json")}
     original = runs.pop("SmolLM2-135M")
@@ -24,9 +21,7 @@ def test_the_runs_are_of_one_text_and_small(tmp_path: Path):
     assert RUNS.stat().st_size <= 400 * 1000
 
 
-def test_the_example_writes_a_report_and_a_card_and_prints_verdicts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_example_writes_a_report_and_a_card_and_prints_verdicts(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["example"]) == 0
     lines = capsys.readouterr().out.splitlines()

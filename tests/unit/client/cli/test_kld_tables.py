@@ -15,13 +15,29 @@ from scoremode.wire.protocol import ServerInfo
 from scoremode.wire.references import CorpusInfo, NoiseFloor, Reference
 
 SETTINGS = {"name": "base", "prompt": "the text of two windows", "method": "disjoint", "context_length": 8}
-SHOWN = {"dtype": "bfloat16", "context_length": 2048, "stride": 2048, "num_tokens": 4096, "num_scored": 4}
-CORPUS = CorpusInfo(name="wikitext", config="raw", split="test", num_rows=4358, sha256="0123456789abcdef")
-REFERENCE = Reference(**StoredReference(SETTINGS).json() | SHOWN | {"perplexity": math.inf, "corpus": CORPUS})
+SHOWN = {
+    "dtype": "bfloat16",
+    "context_length": 2048,
+    "stride": 2048,
+    "num_tokens": 4096,
+    "num_scored": 4,
+    "perplexity": math.inf,
+    "corpus": CorpusInfo(name="wikitext", config="raw", split="test", num_rows=4358, sha256="0123456789abcdef"),
+}
+REFERENCE = Reference(**StoredReference(SETTINGS).json() | SHOWN)
 TEXTS = {"text_before": 'and "so"\n it', "token": "\n", "reference_top_token": " the", "top_token": " a"}
-BASE = {"reference_probability": 0.125, "reference_top_token_id": 3, "reference_confidence": 0.75}
 TOKEN = DivergentToken(
-    index=3, window=1, kld=5.0, token_id=10, probability=0.5, top_token_id=4, num_context=1, **BASE, **TEXTS
+    index=3,
+    window=1,
+    kld=5.0,
+    token_id=10,
+    probability=0.5,
+    top_token_id=4,
+    num_context=1,
+    reference_probability=0.125,
+    reference_top_token_id=3,
+    reference_confidence=0.75,
+    **TEXTS,
 )
 # Four tokens, q against base: probabilities 1/2, 1/4, 1/2, 1/8 against 1/2, 1/2, 1/4, 1/8. In units of ln 2:
 #   NLLs of q 1, 2, 1, 3: mean 1.75, squares 15/4 - 49/16 = 0.6875, over n - 1 = 3: 0.2291667, root 0.4787136

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from scoremode.cli.main import parse
 from scoremode.cli.quick import plan
 from scoremode.sweep import SweepPlan
@@ -35,18 +33,3 @@ def test_folders_of_one_name_are_told_apart():
 def test_conversations_have_no_preset():
     read = plan_of("a", "b", "--dataset", "chats.jsonl", "--messages", "messages", "--by", "language")
     assert (read.windows.preset, read.text.messages, read.text.by) == (None, "messages", "language")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["a"], "the following arguments are required: QUANT"),
-        (["a", "b", "--messages", "m", "--preset", "hf"], "--preset does not work with --messages"),
-        (["a", "b", "--write-card", "x.txt"], "must end in .md"),
-        (["a", "b", "--html", "missing/x.html"], "missing is not a folder"),
-    ],
-)
-def test_contradictions_are_refused(words, message, capsys):
-    with pytest.raises(SystemExit):
-        parse(["quick", *words])
-    assert message in capsys.readouterr().err

@@ -7,15 +7,12 @@ import made_up_runs
 import numpy as np
 from fake_server import INFO
 
+from scoremode import NoiseFloor, Reference, ServerInfo, Window, perplexity
 from scoremode.comparison import RunFile, load_run
-from scoremode.metrics import perplexity
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.evaluate import Evaluation
 from scoremode.runs.output import Output
 from scoremode.runs.plan import Plan, WindowNlls
-from scoremode.windows import Window
-from scoremode.wire.protocol import ServerInfo
-from scoremode.wire.references import NoiseFloor, Reference
 
 TEXT = "a text of some length"
 OWN = {"fingerprint": "of the model"}
@@ -48,22 +45,38 @@ def write_perplexity_run(path: Path, nlls, *, window_sizes=WINDOW_SIZES, text=TE
     made_up = {
         "corpus": Corpus("text", text, "a made-up text", 1),
         "server": ServerInfo(**{**INFO, **(server or {})}),
-        **{"model": "bytes", "max_tokens": None, "add_special_tokens": True},
-        **{"method": "sliding", "context_length": 128, "stride": 100},
-        **{"tokens": [0, *made_up_tokens(window_sizes).tolist()], "num_bytes": 4 * (len(nlls) + 1)},
-        **{"num_words": len(nlls) + 1, "windows": [Window(a, b + 1, a + 1) for a, b in pairwise([0, *ends])]},
+        "model": "bytes",
+        "max_tokens": None,
+        "add_special_tokens": True,
+        "method": "sliding",
+        "context_length": 128,
+        "stride": 100,
+        "tokens": [0, *made_up_tokens(window_sizes).tolist()],
+        "num_bytes": 4 * (len(nlls) + 1),
+        "num_words": len(nlls) + 1,
+        "windows": [Window(a, b + 1, a + 1) for a, b in pairwise([0, *ends])],
+        **fields,
     }
     windows = [WindowNlls(index, len(part), float(part.sum()), part.tolist()) for index, part in enumerate(parts)]
-    evaluation = Evaluation(Plan(**{**made_up, **fields}), 8, perplexity(nlls.tolist()), windows, 1.0, texts)
+    evaluation = Evaluation(Plan(**made_up), 8, perplexity(nlls.tolist()), windows, 1.0, texts)
     Output(path, resume=False, force=True).write(evaluation.record(["http://host"]), evaluation.arrays())
     return path
 
 
 def made_up_reference(window_sizes=WINDOW_SIZES, noise_floor: float | None = None, **changes) -> Reference:
-    names = {"name": "base", "model": "bytes", "fingerprint": "of the model", "text_fingerprint": "of the text"}
     floor = noise_floor and NoiseFloor(mean=noise_floor, p99=1.0, max=1.0, num_scored=sum(window_sizes), created=1)
-    fields = {**names, "dtype": "float32", "context_length": 128, "stride": 100, "noise_floor": floor}
-    return made_up_runs.made_up_reference(window_sizes, **{**fields, **changes})
+    fields = {
+        "name": "base",
+        "model": "bytes",
+        "fingerprint": "of the model",
+        "text_fingerprint": "of the text",
+        "dtype": "float32",
+        "context_length": 128,
+        "stride": 100,
+        "noise_floor": floor,
+        **changes,
+    }
+    return made_up_runs.made_up_reference(window_sizes, **fields)
 
 
 def write_kld_run(path: Path, nlls, kld, *, window_sizes=WINDOW_SIZES, reference=None, server=None) -> Path:

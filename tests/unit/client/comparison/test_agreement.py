@@ -26,21 +26,25 @@ shares of answers that are the same for 1, 2, 3 tokens: 1, 4/5, 4/5 * 1/3."""
 FIGURES = {"agreement_p10": 1, "agreement_p25": 2, "agreement_median": 2, "agreement_p75": np.inf}
 
 
-def run_of(path: Path, lengths, sizes=SIZES, *, floor=None, server=None, answers=None, **arrays) -> RunFile:
+def run_of(
+    path: Path, lengths, sizes=SIZES, *, floor=None, server=None, answers=None, top_ties=None, **arrays
+) -> RunFile:
     """A run on answers of which the second prompt has none."""
     num_scored, places = sum(sizes), np.concatenate([np.arange(size) for size in sizes])
     is_same = places != np.repeat(lengths, sizes)
-    values = dict.fromkeys(("kld", "reverse_kld", "acceptance", "reference_confidence"), np.full(num_scored, 0.5))
-    values |= dict.fromkeys(("token_ids", "reference_top_token_ids"), np.full(num_scored, 7))
-    values |= dict.fromkeys(("ranks", "reference_ranks"), np.ones(num_scored))
-    values |= dict.fromkeys(("logprobs", "reference_logprobs"), np.full(num_scored, -1.0))
-    values |= {"top_token_ids": np.where(is_same, 7, 8)}
-    documents = [0, *range(2, len(sizes) + 1)]
+    values = {
+        **dict.fromkeys(("kld", "reverse_kld", "acceptance", "reference_confidence"), np.full(num_scored, 0.5)),
+        **dict.fromkeys(("token_ids", "reference_top_token_ids"), np.full(num_scored, 7)),
+        **dict.fromkeys(("ranks", "reference_ranks"), np.ones(num_scored)),
+        **dict.fromkeys(("logprobs", "reference_logprobs"), np.full(num_scored, -1.0)),
+        "top_token_ids": np.where(is_same, 7, 8),
+        **arrays,
+    }
     answers = answers or ReferenceAnswers(max_new_tokens=4, num_answers=len(sizes) + 1)
     of_floor = floor and NoiseFloor(mean=0, p99=0, max=0, num_scored=num_scored, created=1, agreement_lengths=floor)
     origins = WindowOrigins(
         num_context=[3] * len(sizes),
-        documents=documents,
+        documents=[0, *range(2, len(sizes) + 1)],
         labels=["a" if index % 2 else "b" for index in range(len(sizes))],
         roles=["assistant"] * len(sizes),
     )
@@ -49,8 +53,9 @@ def run_of(path: Path, lengths, sizes=SIZES, *, floor=None, server=None, answers
     )
     server = ServerInfo(**{**INFO, **(server or {"fingerprint": "of the copy"})})
     texts = {7: "the", 8: "<a>"}
-    more = {"origins": origins, "top_ties": arrays.pop("top_ties", None), "texts": texts}
-    write_kld_run(path, {**values, **arrays}, sizes, server=server, reference=reference, **more)
+    write_kld_run(
+        path, values, sizes, server=server, reference=reference, origins=origins, top_ties=top_ties, texts=texts
+    )
     return load_run(path, path.stem)
 
 
@@ -90,10 +95,8 @@ def test_windows_without_targets_and_ties_after_the_difference():
 
 def test_sampled_answers_have_the_expectation_of_the_best_coupling(tmp_path):
     """Ratios 1/2, 1, 1/4 and 2, 1: 1/2 + 1/2 + 1/8 and 1 + 1."""
-    logprobs = np.log([0.25, 0.5, 0.125, 1.0, 0.5])
-    logprobs_p = np.log([0.5, 0.5, 0.5, 0.5, 0.5])
     sampled = ReferenceAnswers(max_new_tokens=4, num_answers=3, temperature=1, seed=1)
-    values = {"logprobs": logprobs, "reference_logprobs": logprobs_p}
+    values = {"logprobs": np.log([0.25, 0.5, 0.125, 1.0, 0.5]), "reference_logprobs": np.log([0.5] * 5)}
     figures = agreement_figures(run_of(tmp_path / "run.json", [0, 0], [3, 2], answers=sampled, **values), None)
     assert figures.keys() == {"expected_agreement"}
     assert figures["expected_agreement"].value == pytest.approx((9 / 8 + 2) / 2)
@@ -103,10 +106,9 @@ def test_sampled_answers_have_the_expectation_of_the_best_coupling(tmp_path):
 def comparison(tmp_path):
     """25 answers and the floor, whose own model parts once."""
     floor = [4, 0, *([4, 4, 2, 4, 4, 4] * 4)]
-    ties = {"top_ties": np.tile([1, 0, 0, 0] * 3 + [0, 0] + [1, 1, 1, 1], 5)}
-    copy = run_of(tmp_path / "copy.json", LENGTHS * 5, SIZES * 5, floor=[*floor, 4, 4][:26], **ties)
-    own = run_of(tmp_path / "own.json", SIZES * 5, SIZES * 5, server=OWN)
-    return compare([copy, own], num_resamples=200)
+    ties = np.tile([1, 0, 0, 0] * 3 + [0, 0] + [1, 1, 1, 1], 5)
+    copy = run_of(tmp_path / "copy.json", LENGTHS * 5, SIZES * 5, floor=floor, top_ties=ties)
+    return compare([copy, run_of(tmp_path / "own.json", SIZES * 5, SIZES * 5, server=OWN)], num_resamples=200)
 
 
 def test_figures_have_intervals_and_are_shown_in_every_form(comparison, tmp_path):

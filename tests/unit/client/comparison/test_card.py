@@ -29,8 +29,10 @@ from scoremode.comparison.report import write_report
 from scoremode.errors import RunError
 from scoremode.runs.corpora import Corpus, load_corpus
 
-FIGURES = ["GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "median KLD", "99 % KLD", "99.9 % KLD"]
-HEADER = ["quant", *FIGURES, "RMS Δp %", "same top %", "tokens/s", "verdict"]
+HEADER = [
+    *("quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "median KLD", "99 % KLD", "99.9 % KLD"),
+    *("RMS Δp %", "same top %", "tokens/s", "verdict"),
+]
 SIZE = {"weight_bytes": 3 * 2**29, "num_parameters": 3 * 2**30, "computed_by": {"device": "H200", "num_devices": 2}}
 
 
@@ -48,8 +50,14 @@ def made(tmp_path, monkeypatch):
     folder.mkdir()
     kld = np.random.default_rng(1).exponential(0.01, 3000).astype(np.float32)
     corpus = Corpus("wikitext", "a text", "made up", 1, "wikitext-2-raw-v1", "test", "llama.cpp")
-    of_base = {"name": "bf16", "model": "/models/base", "revision": "0123456789"}
-    reference = made_up_reference(corpus=corpus.info, perplexity=13.0, perplexity_stderr=0.2, **of_base)
+    reference = made_up_reference(
+        name="bf16",
+        model="/models/base",
+        revision="0123456789",
+        corpus=corpus.info,
+        perplexity=13.0,
+        perplexity_stderr=0.2,
+    )
     return (
         perplexity_run(folder, "base", made_up_nlls(1), corpus=corpus),
         kld_run(folder, "int4", made_up_nlls(3, shift=0.1), kld, reference=reference, server=SIZE),

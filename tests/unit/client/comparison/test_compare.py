@@ -17,8 +17,7 @@ from run_files import (
 )
 from scipy import stats
 
-from scoremode.comparison import compare
-from scoremode.comparison.compare import check_comparable
+from scoremode.comparison import check_comparable, compare
 from scoremode.errors import RunError
 from scoremode.metrics import perplexity
 

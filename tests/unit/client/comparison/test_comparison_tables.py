@@ -92,10 +92,16 @@ def test_lanes_are_told_apart_compared_and_each_has_its_floor(tmp_path):
     floor = NoiseFloor(mean=0.005, p99=1, max=1, num_scored=3000, created=1)
     reference = made_up_reference(noise_floor=0.001, lane_noise_floors={"decode": floor})
     position = np.tile(np.arange(100), 30)
-    of_model = {"reference": reference, "server": {"fingerprint": "of another"}}
     runs = [
         replace(
-            kld_run(tmp_path, lane, made_up_nlls(2), made_up_kld(1, 0.01) + drift * position, **of_model),
+            kld_run(
+                tmp_path,
+                lane,
+                made_up_nlls(2),
+                made_up_kld(1, 0.01) + drift * position,
+                reference=reference,
+                server={"fingerprint": "of another"},
+            ),
             lane=lane,
             window_contexts=np.full(30, 1, np.int32),
         )

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from run_files import kld_run, made_up_kld, made_up_nlls, made_up_reference
 
-from scoremode.comparison import compare
+from scoremode.comparison import as_csv, as_markdown, compare
 from scoremode.comparison.engine_log import load_log, with_logs
-from scoremode.comparison.tables import as_csv, as_markdown
 from scoremode.errors import RunError
 
 DATA = Path(__file__).parents[3] / "data"

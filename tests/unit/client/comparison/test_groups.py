@@ -8,9 +8,8 @@ import pytest
 from run_files import kld_run, made_up_kld, made_up_nlls, perplexity_run
 from scipy import stats
 
-from scoremode.comparison import compare
+from scoremode.comparison import as_csv, as_markdown, as_text, compare
 from scoremode.comparison.report import write_report
-from scoremode.comparison.tables import as_csv, as_markdown, as_text
 
 WINDOWS = np.arange(30, dtype=np.int32)
 POSITIONS = np.arange(3000)

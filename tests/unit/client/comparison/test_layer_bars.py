@@ -13,7 +13,6 @@ from scoremode.comparison.layers import HEIGHT, load_layers, write_layers_report
 from scoremode.errors import RunError
 
 NAMES = ["model.layers.0.self_attn", "model.layers.0.mlp"]
-KINDS = ["attention", "mlp"]
 
 
 def part(name: str, kind: str, cost: float, stderr: float | None = 0.001) -> dict[str, Any]:
@@ -33,7 +32,7 @@ def write_run(path: Path, costs: list[float], **changes: Any) -> Path:
         "reference": stored.json() | {"perplexity": 2.0},
         "whole": {"cost": sum(costs), "stderr": 0.002},
         "embeddings": part("embeddings", "embeddings", embeddings),
-        "blocks": [part(*each) for each in zip(NAMES, KINDS, blocks, strict=True)],
+        "blocks": [part(*each) for each in zip(NAMES, ("attention", "mlp"), blocks, strict=True)],
         "head": part("head", "head", head, None),
         "floor": [0.0] * 3,
     }

@@ -88,8 +88,7 @@ def test_where_no_size_is_known_runs_have_a_row_each(comparison):
     assert [label.get_text() for label in axes.get_yticklabels()] == [model.name for model in MODELS]
     assert "Pareto front" not in [line.get_label() for line in axes.lines]
     # Nor is it known that one simulates a quantization.
-    unknown = {"quantization": None, "weight_bytes": None, "num_parameters": None}
-    another = changed(comparison, lambda run: replace(run, server=run.server.model_copy(update=unknown)))
+    another = without(comparison, "quantization", "weight_bytes", "num_parameters")
     assert len(markers(drawn(another, PERPLEXITY)[1])) == len(MODELS)
 
 

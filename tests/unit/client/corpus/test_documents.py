@@ -32,7 +32,7 @@ def figures(results):
 async def test_figures_are_those_worked_out_by_hand():
     # "a" (97) after BOS (256), at 1: (3 * 97 + 5 * 256 + 1) % 29 = 6.
     # "b" (98) after it, at 2: (3 * 98 + 5 * 97 + 2) % 29 = 27.
-    [scored] = await score(FakeServer(), "ab")
+    [scored] = await score(answer, "ab")
     assert (scored.num_tokens, scored.nll) == (2, (1 + 6) / 8 + (1 + 27) / 8) == (2, 4.375)
     expected = (math.exp(4.375 / 2), 4.375 / math.log(2) / 2)
     assert (scored.perplexity, scored.bits_per_byte) == pytest.approx(expected)
@@ -75,13 +75,13 @@ async def test_a_refused_document_does_not_cost_its_neighbors():
 
 
 async def test_a_document_with_nan_does_not_cost_its_neighbors(waits):
-    server = FakeServer()
-
-    def handler(request):
-        return error(500, "NaN at position 3") if b"bad" in request.content else server(request)
-
     nan = UnscoredDocument("NaN at position 3 (HTTP 500)")
-    results = await score(handler, "a", "bad", "b", "bad too", retry_for=600)
+    broken = error(500, "NaN at position 3")
+    results = await score(
+        lambda request: broken if b"bad" in request.content else answer(request),
+        *("a", "bad", "b", "bad too"),
+        retry_for=600,
+    )
     assert figures(results) == [sum(nlls("a")), nan, sum(nlls("b")), nan]
 
 

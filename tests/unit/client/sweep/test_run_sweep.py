@@ -18,13 +18,12 @@ import pytest
 from fake_server import ALLOWED, BOS, FakeServer, StoredReference, logprob, serve
 from safetensors.numpy import load_file
 
+from scoremode import OutputError, Reference
 from scoremode.cli.main import main
-from scoremode.errors import OutputError
 from scoremode.runs.journal import open_locked
 from scoremode.sweep import SweepPlan, SweepResult, compare_runs, run_sweep
 from scoremode.sweep.processes import ProcessError, _resolved
 from scoremode.wire.base_file import BaseFile
-from scoremode.wire.references import Reference
 
 pytestmark = pytest.mark.processes
 
@@ -215,7 +214,6 @@ async def test_gguf_files_are_measured_against_the_first_model_once(tmp_path: Pa
 
 # What it writes into a pipe shows how long it runs.
 SILENT = "import sys, time; pipe = open(sys.argv[1], 'wb', 0); pipe.write(b'up'); time.sleep(120); pipe.write(b'left')"
-NO_FILES = {"html": None, "plots": None}
 TRACEBACK = (
     "print('(EngineCore pid=7) ERROR ValueError: no \\x1b[31m memory for the cache');"
     "raise RuntimeError('Engine core initialization failed. See root cause above.')"
@@ -223,8 +221,14 @@ TRACEBACK = (
 
 
 def write_plan(folder: Path, *models: dict[str, Any], **changes: Any) -> str:
-    plan = {"output": "runs", "text": {"text": "The quick brown fox. " * 8}, "windows": WINDOWS, "models": models}
-    (folder / "plan.yaml").write_text(json.dumps({**plan, **changes}))
+    plan = {
+        "output": "runs",
+        "text": {"text": "The quick brown fox. " * 8},
+        "windows": WINDOWS,
+        "models": models,
+        **changes,
+    }
+    (folder / "plan.yaml").write_text(json.dumps(plan))
     return str(folder / "plan.yaml")
 
 
@@ -244,7 +248,7 @@ def test_a_sweep_ends_with_a_comparison_and_the_log_of_each_failure(tmp_path: Pa
         assert list((runs / "plots").glob("*.svg"))
         written = (runs / "report.html").stat().st_mtime_ns
         near_server.info["fingerprint"] = "another"
-        assert main(["sweep", write_plan(tmp_path, *models, compare=NO_FILES), "--quiet"]) == 0
+        assert main(["sweep", write_plan(tmp_path, *models, compare={"html": None, "plots": None}), "--quiet"]) == 0
     assert capsys.readouterr().err.count("measured before") == 1, "servers are asked what they serve"
     assert (runs / "report.html").stat().st_mtime_ns == written
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -21,7 +20,7 @@ PRIME_RL = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "prompt
 
 
 @pytest.mark.parametrize("body", [ECHO, TRL, PRIME_RL, ECHO | {"prompt_logprobs": 3}])
-async def test_a_large_response_is_written_in_parts_and_is_the_same(random_model: Path, monkeypatch, body):
+async def test_a_large_response_is_written_in_parts_and_is_the_same(random_model, monkeypatch, body):
     route = GENERATE if "token_ids" in body else COMPLETIONS
     app, _ = app_with_completions(random_model)
     async with client_of(app) as client:
@@ -32,7 +31,7 @@ async def test_a_large_response_is_written_in_parts_and_is_the_same(random_model
     assert "error" not in at_once
 
 
-async def test_the_generate_route_refuses_with_the_name_of_the_field(random_model: Path):
+async def test_the_generate_route_refuses_with_the_name_of_the_field(random_model):
     app, _ = app_with_completions(random_model, EngineSize(tokens=3072, sequences=192, max_scoring_tokens=3))
     async with client_of(app) as client:
         for change, error in (
@@ -50,7 +49,7 @@ async def test_the_generate_route_refuses_with_the_name_of_the_field(random_mode
 
 
 @pytest.mark.parametrize(("route", "body"), [(COMPLETIONS, ECHO | {"prompt": [5, 6, 7]}), (GENERATE, PRIME_RL)])
-async def test_an_answer_is_written_in_its_turn(random_model: Path, monkeypatch, route: str, body: dict[str, Any]):
+async def test_an_answer_is_written_in_its_turn(random_model, monkeypatch, route: str, body: dict[str, Any]):
     app, _ = app_with_completions(random_model)
     handlers, turns, is_in_turn = app.state.scoremode_completions, set[str](), list[bool]()
 
@@ -76,8 +75,7 @@ def test_gaps_are_filled_in_order_each_when_it_is_reached():
     fillings = (events.append("asked") or filling for filling in ([b"[1", b",2]"], [b"", b"3"], [b"null"]))
     for part in filled(content, fillings):
         events += [part]
-    middle = b',"text":"\\u0000 \\\\u0000","choices":[{"b":'
-    assert events[:6] == [b'{"a":', "asked", b"[1", b",2]", middle, "asked"]
+    assert events[:6] == [b'{"a":', "asked", b"[1", b",2]", b',"text":"\\u0000 \\\\u0000","choices":[{"b":', "asked"]
     assert orjson.loads(b"".join(part for part in events if part != "asked")) == {
         "a": [1, 2],
         "text": "\0 \\u0000",

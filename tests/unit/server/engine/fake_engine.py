@@ -7,7 +7,7 @@ or never computed at all is not the row that `expected_rows` gives.
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -231,6 +231,13 @@ class FakeEngine:
 
     collective_rpc = wake_up = release_kv_cache_memory = remove_lora = change_nothing
     start_weight_update = finish_weight_update = update_weight_version = change_nothing
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Let other tasks go on until a condition holds."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 class HeldEngine(FakeEngine):

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from scoremode_server.engine import admission
-from scoremode_server.engine.admission import Admission, EngineSize, RequestQueue
 from scoremode_server.errors import BusyError, OverdueError, TooLargeError
 
 
@@ -14,16 +13,16 @@ class Engine:
     """Sequences that are in an engine, until each is finished by hand."""
 
     def __init__(self, tokens: int = 300, sequences: int = 12, **bounds: Any) -> None:
-        size = EngineSize(tokens, sequences, **{"max_scoring_tokens": 100_000} | bounds)
+        size = admission.EngineSize(tokens, sequences, **{"max_scoring_tokens": 100_000} | bounds)
         self.loads: list[tuple[int, int]] = []
         self.aborted: list[list[str]] = []
         self.inside: dict[str, asyncio.Event] = {}
-        self.admission = Admission(size, self.abort, lambda *load: self.loads.append(load))
+        self.admission = admission.Admission(size, self.abort, lambda *load: self.loads.append(load))
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted.append(request_ids)
 
-    async def score(self, queue: RequestQueue, name: str, num_tokens: int = 10, decodes: bool = False) -> str:
+    async def score(self, queue: admission.RequestQueue, name: str, num_tokens: int = 10, decodes: bool = False) -> str:
         async with self.admission.slot(queue, name, num_tokens, decodes=decodes):
             self.inside[name] = asyncio.Event()
             try:
@@ -118,8 +117,7 @@ async def test_tokens_are_reserved_for_a_request_without_any_in_the_engine():
 
 async def test_large_requests_alternate():
     engine = Engine(sequences=16)
-    requests = [asyncio.create_task(engine.request(names(letter, 40))) for letter in "abc"]
-    await settle()
+    requests = [await engine.begin(names(letter, 40)) for letter in "abc"]
     entered = ""
     for _ in range(60):
         before = set(engine.inside)
@@ -150,8 +148,7 @@ async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_resume():
 
 async def test_a_sequence_that_is_cancelled_at_its_turn_gives_it_back():
     engine = Engine(sequences=3)
-    inside = [asyncio.create_task(engine.request([name])) for name in names("a", 3)]
-    await settle()
+    inside = [await engine.begin([name]) for name in names("a", 3)]
     waiting = await engine.begin(["b"])
     (line,) = engine.admission._waiting.values()
     line[0].admitted.add_done_callback(lambda _: waiting.cancel())
@@ -200,8 +197,7 @@ async def test_a_request_that_takes_too_long_is_aborted():
 
 async def test_after_the_grace_period_the_remaining_requests_end():
     engine = Engine(sequences=3)
-    requests = [asyncio.create_task(engine.request(names(letter, 5))) for letter in "abc"]
-    await settle()
+    requests = [await engine.begin(names(letter, 5)) for letter in "abc"]
     await engine.admission.drain(0)
     assert sorted(engine.aborted[0]) == ["a0", "a1", "b0"]
     await engine.step()

@@ -14,7 +14,7 @@ from scoremode_server.engine.store import RowStore
 from scoremode_server.errors import EngineOutputError
 from scoremode_server.vllm_compat.engine_client import CHANGES
 from tests.unit.server.engine.cache_setup import LORAS, ROOM, SIZE, Ask, Setup, setup
-from tests.unit.server.engine.fake_engine import FakeEngine, HeldEngine, prompt_logprobs
+from tests.unit.server.engine.fake_engine import FakeEngine, HeldEngine, prompt_logprobs, until
 
 
 @pytest.mark.parametrize("shared", [40, 41, 43], ids=["parts where a block ends", "one after", "three after"])
@@ -57,8 +57,7 @@ async def test_the_queue_counts_only_what_is_new():
         scoring = asyncio.create_task(
             made.scoring.rows(replace(Ask([*range(41), 7, 8, 9]).request("new"), queue=queue))
         )
-        while not queue.running:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until(lambda: queue.running)
         assert made.scoring.admission._num_computing_tokens == 43 - 40
         engine.let_go.set()
         await scoring

@@ -7,7 +7,6 @@ from scoremode_server.rows import Rows
 
 SIZE = 2
 ROOM = 1 << 20
-HASHER = RowStore(4, ROOM)
 
 
 def block(value: int, num_columns: int = 1) -> bytes:
@@ -75,9 +74,6 @@ def test_a_sequence_that_is_larger_than_the_budget_leaves_its_first_blocks():
     assert set(store.get(hashes, 1)) == set(hashes[:3])
 
 
-def hashes(*token_ids: int, identity: str = "m") -> list[bytes]:
-    return HASHER.hashes(np.array(token_ids, np.int32), identity)
-
-
 def test_another_process_has_other_hashes():
-    assert not set(RowStore(4, ROOM).hashes(np.arange(9, dtype=np.int32), "m")) & set(hashes(*range(9)))
+    ours, others = (RowStore(4, ROOM).hashes(np.arange(9, dtype=np.int32), "m") for _ in range(2))
+    assert not set(ours) & set(others)

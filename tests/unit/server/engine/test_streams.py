@@ -31,17 +31,17 @@ def random_ask(draws: random.Random, known: list[list[int]], size: int) -> Ask:
 
 async def change_something(setup: Setup, draws: random.Random) -> None:
     engine = setup.engine
-    change = draws.randrange(5)
-    if change == 0:
-        await engine.reset_prefix_cache()
-    elif change == 1:
-        await engine.add_lora(LORAS[draws.choice([1, 2])])
-    elif change == 2:
-        await engine.update_weights()
-    elif change == 3:
-        await engine.sleep()
-    else:
-        setup.store.clear()
+    match draws.randrange(5):
+        case 0:
+            await engine.reset_prefix_cache()
+        case 1:
+            await engine.add_lora(LORAS[draws.choice([1, 2])])
+        case 2:
+            await engine.update_weights()
+        case 3:
+            await engine.sleep()
+        case _:
+            setup.store.clear()
 
 
 async def run_stream(seed: int, num_asks: int, *, trouble: float, changes: float, cancels: float) -> Setup:

@@ -11,13 +11,12 @@ import pytest
 
 from scoremode_server.completions.routes import GENERATE
 from scoremode_server.http import requests
-from scoremode_server.http.requests import CLIENT_CLOSED_REQUEST
 from scoremode_server.http.responses import Stream, in_own_task
 from scoremode_server.references import comparer
 from scoremode_server.scoring.tokenizer import Tokenizer
 from tests.bad_inputs import COMPLETIONS, JSON, KLD, PERPLEXITY, REFERENCES, SCORE
 from tests.unit.server.engine.cache_setup import LARGE
-from tests.unit.server.engine.fake_engine import VOCABULARY, HeldEngine
+from tests.unit.server.engine.fake_engine import VOCABULARY, until
 from tests.unit.server.light_app import app_with_completions, client_of, error_of, leaving, light_app
 from tests.unit.server.references.reference_engine import BODY, ReferenceEngine, record
 
@@ -62,11 +61,11 @@ async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(random_mode
     leave = asyncio.Event()
     leaves = asyncio.create_task(leaving(app, route, body, leave, "the same"))
     async with client_of(app) as client:
-        await entered(engine, num_sequences)
+        await until(lambda: len(engine.inside) == num_sequences)
         stays = asyncio.create_task(client.post(route, json=body, headers={"X-Request-Id": "the same"}))
-        await entered(engine, 2 * num_sequences)
+        await until(lambda: len(engine.inside) == 2 * num_sequences)
         leave.set()
-        assert (await asyncio.wait_for(leaves, 60))[0]["status"] == CLIENT_CLOSED_REQUEST
+        assert (await asyncio.wait_for(leaves, 60))[0]["status"] == requests.CLIENT_CLOSED_REQUEST
         # The answer comes after the end of what was cancelled.
         assert engine.num_running == num_sequences
         assert {each for call in engine.aborted for each in call} <= set(engine.inside[:num_sequences])
@@ -88,16 +87,10 @@ async def test_a_client_that_leaves_ends_its_recording_or_its_reading(tmp_path, 
             await record(client, method="llama.cpp", stride=None)
         engine.let_go.clear()
         leaves = asyncio.create_task(leaving(app, route, body, leave, method=method))
-        while not engine.num_running:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until(lambda: engine.num_running)
         leave.set()
-        assert (await asyncio.wait_for(leaves, 60))[0]["status"] == CLIENT_CLOSED_REQUEST
+        assert (await asyncio.wait_for(leaves, 60))[0]["status"] == requests.CLIENT_CLOSED_REQUEST
         assert engine.num_running == 0
-
-
-async def entered(engine: HeldEngine, num_sequences: int) -> None:
-    while len(engine.inside) < num_sequences:  # noqa: ASYNC110
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +111,7 @@ async def test_stopping_refuses_texts_that_are_read_or_tokenized(route, fields):
         await never_done.begun.wait()
         await app.state.scoremode.admission.drain(0)
         answer = await asyncio.wait_for(request, 60)
-    assert answer.status_code == 503
-    assert answer.json()["error"]["message"] == "the server is shutting down"
+    assert error_of(answer) == (503, None, "the server is shutting down")
     assert int(answer.headers["Retry-After"]) > 0
 
 
@@ -176,8 +168,7 @@ async def test_slow_readers_hold_a_bounded_number_of_windows_together(tmp_path, 
         assert len(whole) > NUM_EXPORTED * WINDOW_BYTES
         engine.computed.clear()
         slow = [asyncio.create_task(leaving(app, EXPORT, None, leave, read=leave.wait, method="GET")) for _ in range(2)]
-        while len(engine.computed) < 2 * 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(engine.computed) == 2 * 2)
         await asyncio.sleep(0.2)
         assert len(engine.computed) == 2 * 2
         answer = await client.get(EXPORT)

@@ -42,8 +42,10 @@ async def test_no_path_leads_to_another_file(path):
 @pytest.mark.parametrize("api_key", [None, ["secret"]])
 async def test_the_page_needs_no_key_and_can_be_turned_off(api_key, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    cors = {"allowed_origins": [], "allow_credentials": False}
-    served, turned_off = (app_with_flags(api_key=api_key, no_page=each, **cors) for each in (False, True))
+    served, turned_off = (
+        app_with_flags(api_key=api_key, no_page=each, allowed_origins=[], allow_credentials=False)
+        for each in (False, True)
+    )
     assert (await ask(served, "/scoremode/other.js")).status_code == (401 if api_key else 404)
     for path in FILES:
         assert (await ask(served, path)).status_code == 200

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from scoremode_server.kernels import fused_logprobs
-from scoremode_server.kernels.fused_logprobs import MAX_TOP
 from scoremode_server.kernels.reduced_rows import ReducedRows, Shard
 from scoremode_server.kernels.working_memory import TILING, Tiling
 from tests.unit.server.kernels.row_checks import DTYPES, Scores, check, in_parts, random_logits
@@ -17,7 +16,6 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 TILE = TILING.lanes * TILING.width
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-TRITON_ONLY = pytest.mark.parametrize("kernels", [pytest.param("triton", marks=pytest.mark.interpreter)], indirect=True)
 
 
 def scored(
@@ -31,8 +29,16 @@ def scored(
 ) -> Scores:
     """`compute` with an identity for its projection, on the device of the logits only."""
     with torch.device("cpu"):
-        options = {"candidates": candidates, "temperature": temperature}
-        return fused_logprobs.compute(targets, logits, lambda rows: rows, num_top, limit, shard, **options)
+        return fused_logprobs.compute(
+            targets,
+            logits,
+            lambda rows: rows,
+            num_top,
+            limit,
+            shard,
+            candidates=candidates,
+            temperature=temperature,
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,7 +48,7 @@ def scored(
 def test_random_rows(dtype: torch.dtype, vocab: int, stride: int):
     logits = random_logits(3, vocab, stride, dtype, seed=vocab)
     targets = torch.tensor([0, vocab - 1, vocab // 2])
-    for num_top in {0, 1, min(20, vocab), min(MAX_TOP, vocab)}:
+    for num_top in {0, 1, min(20, vocab), min(fused_logprobs.MAX_TOP, vocab)}:
         check(logits, targets, scored(logits, targets, num_top))
 
 
@@ -74,7 +80,7 @@ def test_errors_have_no_direction(kernels: ModuleType, dtype: torch.dtype):
         assert (error.abs() <= step).all()
 
 
-@TRITON_ONLY
+@pytest.mark.parametrize("kernels", [pytest.param("triton", marks=pytest.mark.interpreter)], indirect=True)
 @pytest.mark.parametrize("tiling", [Tiling(16, 4, 1), Tiling(64, 8, 2), Tiling(32, 1, 1)])
 def test_many_tiles_to_a_row_and_few_entries_to_a_tile(kernels: ModuleType, tiling: Tiling):
     logits = random_logits(5, 777, 800, torch.bfloat16, seed=3)
@@ -134,17 +140,18 @@ def test_rows_beyond_two_to_the_thirty_one_entries():
         check(logits, targets, scored(logits, targets, num_top))
 
 
-ENDS = [
-    [500, 1000],
-    [334, 668, 1000],
-    [250, 500, 750, 1000],
-    [125, 250, 375, 500, 625, 750, 875, 1000],
-    [4, 4, 995, 1000],
-]
-
-
 @pytest.mark.parametrize(("num_top", "temperature"), [(1, 1.0), (20, 1.0), (2, 0.6)])
-@pytest.mark.parametrize("ends", ENDS, ids=len)
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [500, 1000],
+        [334, 668, 1000],
+        [250, 500, 750, 1000],
+        [125, 250, 375, 500, 625, 750, 875, 1000],
+        [4, 4, 995, 1000],
+    ],
+    ids=len,
+)
 def test_parts_of_a_vocabulary_give_what_the_whole_gives(ends: list[int], num_top: int, temperature: float):
     logits = random_logits(9, 1000, 1000, torch.bfloat16, seed=len(ends))
     logits[1, ends[0] :] = -math.inf

@@ -95,7 +95,6 @@ class ReferenceEngine(HeldEngine):
         nan_at: row of every window that is NaN.
         head: the worker's description of the served model's head.
         layers: the same of its decoder layers, or why they cannot be cut.
-        config: of vLLM, as far as it decides whether layers can be cut.
     """
 
     def __init__(self, root: Path, noise: float = 0.0, **identity: Any) -> None:
@@ -104,8 +103,18 @@ class ReferenceEngine(HeldEngine):
         self.directory, self.reference_root = ReferenceDirectory(root), root
         self.windows = WorkerWindows(self.directory)
         self.windows.leased = LeasedHead(0, CPU, HeadInMemory, self.directory, self.windows._threads)
-        self.vllm_config.parallel_config = SimpleNamespace(
-            data_parallel_size=1, local_engines_only=False, data_parallel_index=0, worker_extension_cls=WORKER_EXTENSION
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(
+                data_parallel_size=1,
+                local_engines_only=False,
+                data_parallel_index=0,
+                worker_extension_cls=WORKER_EXTENSION,
+                pipeline_parallel_size=1,
+                prefill_context_parallel_size=1,
+                use_ubatching=False,
+            ),
+            model_config=SimpleNamespace(enforce_eager=True),
+            speculative_config=None,
         )
         self.model = LinearModel(noise)
         self.identity = MODEL.model_copy(update=identity)
@@ -114,12 +123,6 @@ class ReferenceEngine(HeldEngine):
         self.nan_at: int | None = None
         self.head: dict[str, Any] | str = HEAD_FORMAT.model_dump()
         self.layers: dict[str, Any] | str = LAYERS.model_dump()
-        self.config = self.vllm_config
-        self.config.model_config = SimpleNamespace(enforce_eager=True)
-        self.config.speculative_config = None
-        vars(self.config.parallel_config).update(
-            pipeline_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False
-        )
         self.engine_core = SimpleNamespace(call_utility_all_async=self._call_utility)
 
     async def _call_utility(self, call: str, method: str, *rest: Any) -> Any:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from scoremode.windows import Window
-from scoremode.wire.references import NoiseFloor
+from scoremode import NoiseFloor, Window
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference, StoredText
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, Result, TextPlan, text_fingerprint
 from scoremode_server.references.worker.sinks import WorkerWindows

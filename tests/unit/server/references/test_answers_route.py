@@ -7,13 +7,11 @@ import pytest
 
 from scoremode_server.references.comparer import Comparer
 from tests.bad_inputs import KLD, REFERENCES
-from tests.unit.server.light_app import client_of, error_of, light_app
+from tests.unit.server.light_app import error_of
 from tests.unit.server.references.reference_engine import ReferenceEngine
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 LABELS = ["even", "odd", "even"]
-OTHER = 999
-"""A token that the model does not prefer."""
 
 
 def answered(engine: ReferenceEngine, prompt: list[int], num_tokens: int) -> dict[str, Any]:
@@ -27,21 +25,19 @@ def answered(engine: ReferenceEngine, prompt: list[int], num_tokens: int) -> dic
 def body(engine: ReferenceEngine, **changes: Any) -> dict[str, Any]:
     """Three answers, of which the second is empty, and the third has a token at place 3 that is not greedy."""
     answers = [answered(engine, prompt, size) for prompt, size in zip(PROMPTS, (6, 0, 5), strict=True)]
-    answers[2]["token_ids"][3] = OTHER
+    answers[2]["token_ids"][3] = 999
     return {"name": "base", "answers": {"max_new_tokens": 6, "data": answers, **changes}, "labels": LABELS}
 
 
-async def test_answers_are_windows_and_keep_their_places(engine, monkeypatch):
+async def test_answers_are_windows_and_keep_their_places(engine, client, monkeypatch):
     request, are_answers, compare = body(engine), [], Comparer.compare
     monkeypatch.setattr(Comparer, "compare", lambda *given: are_answers.append(given[3].is_answer) or compare(*given))
-    async with client_of(light_app(engine)) as client:
-        recorded = (await client.post(REFERENCES, json=request)).json()
-        windows = (await client.get(f"{REFERENCES}/base/windows")).json()
-        floor = {"reference": "base", "as_noise_floor": True}
-        assert (await client.post(KLD, json=floor)).status_code == 200
-        measured = (await client.get(f"{REFERENCES}/base")).json()["noise_floor"]["agreement_lengths"]
-        targets = (await client.post(KLD, json={"reference": "base"})).json()["data"]
-        assert (await client.post(REFERENCES, json=request)).json()["created"] == recorded["created"]
+    recorded = (await client.post(REFERENCES, json=request)).json()
+    windows = (await client.get(f"{REFERENCES}/base/windows")).json()
+    assert (await client.post(KLD, json={"reference": "base", "as_noise_floor": True})).status_code == 200
+    measured = (await client.get(f"{REFERENCES}/base")).json()["noise_floor"]["agreement_lengths"]
+    targets = (await client.post(KLD, json={"reference": "base"})).json()["data"]
+    assert (await client.post(REFERENCES, json=request)).json()["created"] == recorded["created"]
     assert recorded["answers"] == {"max_new_tokens": 6, "temperature": 0, "seed": None, "num_answers": 3}
     assert (recorded["method"], recorded["num_windows"], recorded["num_scored"]) == ("conversation", 2, 11)
     assert (windows["documents"], windows["num_context"], windows["prompts"]) == ([0, 2], [3, 4], PROMPTS[::2])
@@ -54,11 +50,10 @@ async def test_answers_are_windows_and_keep_their_places(engine, monkeypatch):
     assert [json.loads(line) for line in kept] == request["answers"]["data"]
 
 
-async def test_sampled_answers_have_no_greedy_agreement(engine):
-    async with client_of(light_app(engine)) as client:
-        await client.post(REFERENCES, json=body(engine, temperature=1, seed=3))
-        await client.post(KLD, json={"reference": "base", "as_noise_floor": True})
-        assert (await client.get(f"{REFERENCES}/base")).json()["noise_floor"]["agreement_lengths"] is None
+async def test_sampled_answers_have_no_greedy_agreement(engine, client):
+    await client.post(REFERENCES, json=body(engine, temperature=1, seed=3))
+    await client.post(KLD, json={"reference": "base", "as_noise_floor": True})
+    assert (await client.get(f"{REFERENCES}/base")).json()["noise_floor"]["agreement_lengths"] is None
 
 
 @pytest.mark.parametrize(
@@ -73,11 +68,9 @@ async def test_sampled_answers_have_no_greedy_agreement(engine):
         *(({}, {}, more, next(iter(more))) for more in ({"prompt": "text"}, {"stride": 4}, {"labels": ["a", "b"]})),
     ],
 )
-async def test_other_answers_are_refused(engine, answer, settings, more, message):
+async def test_other_answers_are_refused(engine, client, answer, settings, more, message):
     data = [{"prompt_token_ids": [1, 2, 3], "token_ids": [4], "text": "", **answer}]
     request = {"name": "base", "answers": {"max_new_tokens": 6, "data": data, **settings}, **more}
-    async with client_of(light_app(engine)) as client:
-        status, param, text = error_of(await client.post(REFERENCES, json=request))
-    assert status == 400
-    assert message in f"{param} {text}"
+    status, param, text = error_of(await client.post(REFERENCES, json=request))
+    assert (status, message in f"{param} {text}") == (400, True)
     assert not engine.computed

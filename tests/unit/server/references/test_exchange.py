@@ -14,9 +14,8 @@ from scoremode_server.errors import BusyError, RequestError
 from scoremode_server.references import exchange
 from scoremode_server.references.exchange import UnreadableFileError, WorkerFiles
 from scoremode_server.references.worker.orders import WindowMark
+from tests.unit.server.engine.fake_engine import until
 from tests.unit.server.references.reference_setup import HEAD
-
-Orders = list[dict[str, Any]]
 
 
 class Workers:
@@ -46,11 +45,16 @@ class Workers:
         await asyncio.sleep(0)
         return [[None, *self._answers(engine, *of_engine)] for engine, of_engine in enumerate(orders.values())]
 
-    def _answers(self, engine: int, orders: Orders, tickets: list[str]) -> list[Any]:
+    def _answers(self, engine: int, orders: list[dict[str, Any]], tickets: list[str]) -> list[Any]:
         for order in orders:
             what = order["mark"]["reference"] if "mark" in order else order.get("ticket", order.get("key"))
             self.ordered.append((engine, order["type"], what))
         return [self.change(rank, {"outcomes": dict.fromkeys(tickets, ""), "num_refused": 0}) for rank in range(2)]
+
+
+def instead(answer: Any, what: str, outcome: str | None) -> Any:
+    """A rank's answer with another outcome of one file or head."""
+    return {**answer, "outcomes": {**answer["outcomes"], what: outcome}}
 
 
 async def abort(request_ids: list[str]) -> None:
@@ -76,20 +80,11 @@ async def load(files: WorkerFiles, window: WindowMark, num_bytes: int = 8) -> No
         pass
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize("what", ["base 0", "head of base"])
 async def test_a_window_waits_for_its_file_and_its_head_on_every_rank(admission: Admission, what: str):
     workers, late = Workers(), True
 
-    def second_rank_is_late(rank: int, answer: Any) -> Any:
-        return {**answer, "outcomes": {**answer["outcomes"], what: None}} if late and rank == 1 else answer
-
-    workers.change = second_rank_is_late
+    workers.change = lambda rank, answer: instead(answer, what, None) if late and rank == 1 else answer
     waiting = asyncio.create_task(load(WorkerFiles(workers, admission), mark("base")))
     await until(lambda: workers.num_calls > 5)
     assert not waiting.done()
@@ -100,11 +95,7 @@ async def test_a_window_waits_for_its_file_and_its_head_on_every_rank(admission:
 @pytest.mark.parametrize("what", ["base 0", "head of base"])
 async def test_what_one_rank_cannot_read_is_scheduled_on_none(admission: Admission, what: str):
     workers = Workers()
-
-    def fail(rank: int, answer: Any) -> Any:
-        return {**answer, "outcomes": {**answer["outcomes"], what: "it is missing"}} if rank == 1 else answer
-
-    workers.change = fail
+    workers.change = lambda rank, answer: instead(answer, what, "it is missing") if rank == 1 else answer
     files = WorkerFiles(workers, admission)
     with pytest.raises(UnreadableFileError, match=r"^it is missing$"):
         await load(files, mark("base"))
@@ -192,11 +183,7 @@ async def test_a_reference_is_held_for_ten_seconds_after_another_was_refused(
 async def test_another_api_server_may_hold_another_reference(admission: Admission, clock: SimpleNamespace):
     """Workers refuse it then, and the server that holds one learns of that."""
     workers, num_refused = Workers(), 0
-
-    def refuse(rank: int, answer: Any) -> Any:
-        return {**answer, "outcomes": {**answer["outcomes"], "head of other": exchange.IN_USE}}
-
-    workers.change = refuse
+    workers.change = lambda rank, answer: instead(answer, "head of other", exchange.IN_USE)
     files = WorkerFiles(workers, admission)
     with pytest.raises(BusyError, match="another reference"):
         await load(files, mark("other"))

@@ -19,7 +19,7 @@ from scoremode_server.references.comparer import Comparer
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.engine.fake_engine import MAX_TOP
-from tests.unit.server.light_app import client_of, error_of, events, light_app
+from tests.unit.server.light_app import check_error, client_of, error_of, events, light_app
 from tests.unit.server.references.reference_engine import (
     HEAD_FORMAT,
     NUM_WINDOWS,
@@ -120,8 +120,7 @@ async def test_references_that_do_not_fit_the_server_are_refused(root, changes, 
     app = light_app(engine := ReferenceEngine(root, **identity))
     app.state.scoremode.limits = replace(app.state.scoremode.limits, max_model_len=longest)
     async with client_of(app) as client:
-        status, param, text = error_of(await client.post(KLD, json=BODY))
-    assert (status, param, message in text) == (400, "reference", True)
+        check_error(await client.post(KLD, json=BODY), 400, "reference", message)
     # Workers, which answer between two steps, are not asked.
     assert not engine.asked
 
@@ -151,9 +150,8 @@ async def test_an_error_names_the_damaged_file(root, name, is_missing):
 async def test_nan_of_the_served_model_is_not_blamed_on_the_reference(root):
     engine = ReferenceEngine(root)
     engine.nan_at = 2
-    status, _, message = error_of(await post(engine, windows=[1, 2]))
     # The ninth of a window's 16 tokens is the first target.
-    assert (status, message.endswith("for the token at position 10")) == (500, True)
+    check_error(await post(engine, windows=[1, 2]), 500, None, "for the token at position 10")
 
 
 async def test_infinite_divergences_are_null(root):

@@ -1,13 +1,11 @@
 """References with layers over HTTP: recorded, checked, resumed from, and refused, on an engine with real files."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from scoremode_server.references import service
 from tests.bad_inputs import KLD, REFERENCES
-from tests.unit.server.light_app import client_of, error_of, events, light_app
+from tests.unit.server.light_app import check_error, client_of, error_of, events, light_app
 from tests.unit.server.references.reference_engine import (
     BODY,
     LAYERS,
@@ -27,8 +25,7 @@ WINDOW_TOKENS = 15
 
 async def test_a_recording_keeps_the_stream_and_its_floor(engine, client):
     described = (await client.get("/v1/layers")).json()
-    free = described.pop("free_bytes")
-    assert free > 0
+    assert described.pop("free_bytes") > 0
     assert described == {"object": "layers", **LAYERS.model_dump()}
     recorded = await record(client, layers=True)
     assert recorded["layers"] == {**LAYERS.model_dump(), "floor": [0.0] * NUM_BOUNDARIES}
@@ -74,16 +71,17 @@ async def test_a_resumed_window_has_the_references_stream(tmp_path, engine, clie
     assert [first, last] == pytest.approx([whole, whole])
 
 
-@pytest.mark.parametrize("fault", ["leak", "calls_no_hooks"])
-async def test_a_model_that_the_stream_does_not_determine_is_refused(engine, client, fault):
+@pytest.mark.parametrize(
+    ("fault", "status", "param", "message"),
+    [
+        ("leak", 400, "layers", "layers: LinearLayer cannot be measured: resumed from its own boundary"),
+        ("calls_no_hooks", 507, "name", "0 of 15 tokens passed boundary 0"),
+    ],
+)
+async def test_a_model_that_the_stream_does_not_determine_is_refused(engine, client, fault, status, param, message):
     """By the name of its layers' class; the reference stays incomplete."""
     setattr(engine.model, fault, True)
-    status, param, message = error_of(await client.post(REFERENCES, json=LAYERED))
-    if fault == "leak":
-        assert (status, param) == (400, "layers")
-        assert message.startswith("layers: LinearLayer cannot be measured: resumed from its own boundary")
-    else:
-        assert (status, "0 of 15 tokens passed boundary 0" in message) == (507, True)
+    check_error(await client.post(REFERENCES, json=LAYERED), status, param, message)
     assert (await client.get(BASE)).json()["complete"] is False
     assert error_of(await client.post(KLD, json={"reference": "base", "from_boundary": 0}))[:2] == (400, "reference")
 
@@ -91,32 +89,28 @@ async def test_a_model_that_the_stream_does_not_determine_is_refused(engine, cli
 async def test_a_window_whose_stream_is_not_replaced_has_no_divergence(engine, client):
     await record(client, layers=True)
     engine.model.calls_no_hooks = True
-    status, _, message = error_of(await client.post(KLD, json={"reference": "base", "from_boundary": 0}))
-    assert (status, "position 1" in message) == (500, True)
+    check_error(await client.post(KLD, json={"reference": "base", "from_boundary": 0}), 500, None, "position 1")
 
 
-REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"from_boundary": 3}, "from_boundary: 3 is not from 0 to 2, the boundaries of reference 'base'"),
-    ({"from_boundary": 0, "lane": "decode"}, "from_boundary: the lane must be prefill, not decode"),
-    ({"from_boundary": 0, "as_noise_floor": True}, "from_boundary: a noise floor is of the whole model"),
-]
-
-
-@pytest.mark.parametrize(("body", "message"), REFUSALS)
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"from_boundary": 3}, "from_boundary: 3 is not from 0 to 2, the boundaries of reference 'base'"),
+        ({"from_boundary": 0, "lane": "decode"}, "from_boundary: the lane must be prefill, not decode"),
+        ({"from_boundary": 0, "as_noise_floor": True}, "from_boundary: a noise floor is of the whole model"),
+    ],
+)
 async def test_requests_that_cannot_be_resumed_are_refused(client, body, message):
     await record(client, layers=True)
-    refused = error_of(await client.post(KLD, json={"reference": "base", **body}))
-    assert refused == (400, "from_boundary", message)
+    refused = await client.post(KLD, json={"reference": "base", **body})
+    assert error_of(refused) == (400, "from_boundary", message)
 
 
 async def test_a_reference_without_layers_is_not_resumed_from(client):
     await record(client)
-    refused = error_of(await client.post(KLD, json={"reference": "base", "from_boundary": 0}))
-    assert refused[:2] == (400, "from_boundary")
-    assert "was recorded without layers" in refused[2]
-    refused = error_of(await client.post(REFERENCES, json=LAYERED))
-    assert refused[:2] == (409, "layers")
-    assert "recorded without layers: delete it" in refused[2]
+    resumed = await client.post(KLD, json={"reference": "base", "from_boundary": 0})
+    check_error(resumed, 400, "from_boundary", "was recorded without layers")
+    check_error(await client.post(REFERENCES, json=LAYERED), 409, "layers", "recorded without layers: delete it")
 
 
 @pytest.mark.parametrize(
@@ -147,18 +141,16 @@ async def test_another_models_layers_are_refused(tmp_path, client, changes, mess
     ],
 )
 async def test_servers_that_call_no_hooks_on_whole_layers_are_refused(engine, client, part, name, value, message):
-    setattr(getattr(engine.config, part) if part else engine.config, name, value)
+    setattr(getattr(engine.vllm_config, part) if part else engine.vllm_config, name, value)
     for answer in (await client.get("/v1/layers"), await client.post(REFERENCES, json=LAYERED)):
-        status, param, text = error_of(answer)
-        assert (status, param, message in text) == (400, "layers", True)
+        check_error(answer, 400, "layers", message)
     assert (await client.get(REFERENCES)).json()["data"] == []
 
 
 async def test_a_model_whose_layers_cannot_be_cut_is_refused_by_their_class(engine, client):
     engine.layers = "OddLayer: its residual is not of the shape of its hidden_states"
-    status, param, message = error_of(await client.post(REFERENCES, json=LAYERED))
-    assert (status, param) == (400, "layers")
-    assert message == f"layers: this model's layers cannot be cut: {engine.layers}"
+    message = f"layers: this model's layers cannot be cut: {engine.layers}"
+    assert error_of(await client.post(REFERENCES, json=LAYERED)) == (400, "layers", message)
 
 
 async def test_a_disk_without_space_is_refused_before_anything_is_recorded(engine, client, monkeypatch):
@@ -166,9 +158,7 @@ async def test_a_disk_without_space_is_refused_before_anything_is_recorded(engin
     num_bytes = (NUM_WINDOWS * WINDOW_TOKENS - 4) * NUM_BOUNDARIES * HIDDEN * 2
     usage = type("Usage", (), {"free": num_bytes - 1})
     monkeypatch.setattr(service.shutil, "disk_usage", lambda root: usage)
-    status, param, message = error_of(await client.post(REFERENCES, json=LAYERED))
-    assert (status, param) == (507, "layers")
-    assert "its layers need 0.0 GiB" in message
+    check_error(await client.post(REFERENCES, json=LAYERED), 507, "layers", "its layers need 0.0 GiB")
     assert (await client.get(REFERENCES)).json()["data"] == []
 
 

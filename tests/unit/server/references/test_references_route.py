@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from scoremode_server.references.files.directory import StoredReference
 from scoremode_server.references.files.manifest import _checksum
 from tests.bad_inputs import KLD, REFERENCES
 from tests.texts import DATA
-from tests.unit.server.light_app import client_of, error_of, events, light_app
+from tests.unit.server.light_app import check_error, client_of, error_of, events, light_app
 from tests.unit.server.references.reference_engine import (
     BODY,
     NUM_WINDOWS,
@@ -107,15 +106,14 @@ async def test_other_content_under_the_same_name_is_refused(engine, client, chan
     await record(client)
     before = files(engine.directory.root)
     async with client_of_model(engine.directory.root, **identity) as other:
-        status, param, text = error_of(await other.post(REFERENCES, json={**BODY, **changes}))
-    assert (status, param, message in text) == (409, "labels" if "labels" in changes else "name", True)
+        answer = await other.post(REFERENCES, json={**BODY, **changes})
+    check_error(answer, 409, "labels" if "labels" in changes else "name", message)
     assert files(engine.directory.root) == before
 
 
 async def test_a_model_whose_logits_cannot_be_stored_is_refused(engine, client):
     engine.head = "its LM head is quantized (AWQ)"
-    status, param, message = error_of(await client.post(REFERENCES, json=BODY))
-    assert (status, param, engine.head in message) == (400, "model", True)
+    check_error(await client.post(REFERENCES, json=BODY), 400, "model", engine.head)
     assert not files(engine.directory.root)
 
 
@@ -140,25 +138,21 @@ async def test_references_are_listed_by_name_and_deleted(engine, client, monkeyp
 async def test_a_damaged_manifest_is_reported_and_not_listed(engine, client):
     await record(client)
     (engine.directory.root / "base" / "manifest.json").write_text('{"format_version": 7}')
-    for method, path, body in (
-        ("GET", BASE, None),
-        *(("POST", REFERENCES, each) for each in (BODY, {**BODY, "layers": True})),
-        ("POST", KLD, {"reference": "base"}),
+    for param, answer in (
+        ("name", await client.get(BASE)),
+        ("name", await client.post(REFERENCES, json=BODY)),
+        ("name", await client.post(REFERENCES, json={**BODY, "layers": True})),
+        ("reference", await client.post(KLD, json={"reference": "base"})),
     ):
-        status, param, message = error_of(await client.request(method, path, json=body))
-        assert (status, param in ("name", "reference"), "manifest.json: it has form" in message) == (409, True, True)
+        check_error(answer, 409, param, "manifest.json: it has form")
     assert (await client.get(REFERENCES)).json()["data"] == []
 
 
 async def test_a_disk_that_is_full_ends_the_recording(engine, client, monkeypatch):
     """At the third window, then at the first file of another reference."""
     write_shard = StoredReference.write_shard
-
-    def full_later(reference: StoredReference, index: int, *tensors: Any) -> None:
-        (full_disk if index == 2 else write_shard)(reference, index, *tensors)
-
     with monkeypatch.context() as patch:
-        patch.setattr(StoredReference, "write_shard", full_later)
+        patch.setattr(StoredReference, "write_shard", lambda *of: (full_disk if of[1] == 2 else write_shard)(*of))
         error = events(await client.post(REFERENCES, json=STREAM))[-1]["error"]
     assert (error["code"], "No space left on device" in error["message"]) == (507, True)
     assert not (await client.get(BASE)).json()["complete"]
@@ -200,10 +194,9 @@ async def test_windows_have_logprobs_and_ranks_where_they_are_asked_for(engine, 
 async def test_a_folder_that_cannot_be_written_to_is_told_without_its_path():
     """Not even by root."""
     async with client_of_model(Path("/proc/self/fdinfo")) as client:
-        status, param, message = error_of(await client.post(REFERENCES, json=BODY))
-        assert (status, param) == (507, "name")
-        assert message.startswith("reference 'base' could not be written: ")
-        assert "/proc" not in message
+        answer = await client.post(REFERENCES, json=BODY)
+        check_error(answer, 507, "name", "reference 'base' could not be written: ")
+        assert "/proc" not in answer.text
         assert (await client.get(REFERENCES)).json()["data"] == []
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from tests.models import MARKED_TEMPLATE
 from tests.unit.server.light_app import app_with_completions, client_of, error_of
@@ -23,7 +23,6 @@ CALLING = {
     "content": None,
     "tool_calls": [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}],
 }
-SUNNY = {"role": "tool", "tool_call_id": "a", "content": "Sunny."}
 THINKING = [
     COUNT,
     ELEVEN | {"reasoning_content": "Ten and one."},
@@ -33,18 +32,19 @@ THINKING = [
 CONVERSATIONS = {
     "plain": [{"role": "system", "content": "Be brief."}, COUNT, ELEVEN, COLOUR, GREEN],
     "without_system": [COUNT, ELEVEN, COLOUR, GREEN],
-    "tools": [COUNT, CALLING, SUNNY, GREEN],
+    "tools": [COUNT, CALLING, {"role": "tool", "tool_call_id": "a", "content": "Sunny."}, GREEN],
     "thinking": THINKING,
 }
 PLAIN = CONVERSATIONS["plain"]
 
 
-def rendered(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], **options: Any) -> Any:
+def rendered(model: Path, messages: list[dict[str, Any]], **options: Any) -> Any:
     """What transformers makes of a conversation; it wants the arguments of calls as objects."""
     messages = deepcopy(messages)
     for message in messages:
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    tokenizer = AutoTokenizer.from_pretrained(model)
     return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
 
 
@@ -55,7 +55,8 @@ async def turns_of(model: Path, body: dict[str, Any]) -> list[dict[str, Any]]:
     return answer.json()["data"]
 
 
-def texts_of(tokenizer: PreTrainedTokenizerFast, sequence: dict[str, Any]) -> list[str]:
+def texts_of(model: Path, sequence: dict[str, Any]) -> list[str]:
+    tokenizer = AutoTokenizer.from_pretrained(model)
     return [tokenizer.decode(sequence["token_ids"][turn["first"] : turn["end"]]) for turn in sequence["turns"]]
 
 
@@ -65,20 +66,19 @@ async def test_turns_are_what_the_model_generates(served: Served, family: str):
     about, model = described(template), served(template)
     messages = CONVERSATIONS[about.get("conversation", "plain")]
     tools = {"tools": TOOLS} if messages is CONVERSATIONS["tools"] else {}
-    tokenizer = AutoTokenizer.from_pretrained(model)
     *own, whole = await turns_of(model, {"messages": messages} | tools)
-    assert whole["token_ids"] == rendered(tokenizer, messages, **tools)["input_ids"]
+    assert whole["token_ids"] == rendered(model, messages, **tools)["input_ids"]
     assert len(own) == about.get("own", 0)
     for sequence, place in zip(own, (1, 3), strict=False):
         # What the template adds after the turn's last token is not generated.
-        until = rendered(tokenizer, messages[: place + 1], **tools)["input_ids"]
+        until = rendered(model, messages[: place + 1], **tools)["input_ids"]
         assert sequence["token_ids"] == until[: sequence["turns"][0]["end"]]
-    assert [text for sequence in (*own, whole) for text in texts_of(tokenizer, sequence)] == about["turns"]
+    assert [text for sequence in (*own, whole) for text in texts_of(model, sequence)] == about["turns"]
 
 
 async def test_marked_turns_are_transformers_assistant_tokens(served: Served):
     model = served(TEMPLATES["smollm3"])
-    expected = rendered(AutoTokenizer.from_pretrained(model), PLAIN, return_assistant_tokens_mask=True)
+    expected = rendered(model, PLAIN, return_assistant_tokens_mask=True)
     # A request's arguments for the template do not change how marks are found.
     arguments = {"return_assistant_tokens_mask": False, "return_dict": False}
     (sequence,) = await turns_of(model, {"messages": PLAIN, "chat_template_kwargs": arguments})
@@ -91,11 +91,10 @@ async def test_marked_turns_are_transformers_assistant_tokens(served: Served):
 async def test_other_roles_are_turns_without_the_prompt_for_the_next(served: Served):
     """A user's turn has the header that its template gives it, and a message that adds nothing is none."""
     model = served(TEMPLATES["chatml"])
-    tokenizer = AutoTokenizer.from_pretrained(model)
     (sequence,) = await turns_of(model, {"messages": PLAIN, "roles": ["system", "user"]})
     assert [turn["role"] for turn in sequence["turns"]] == ["system", "user", "user"]
     # The first token of a sequence has no context.
-    assert texts_of(tokenizer, sequence) == [
+    assert texts_of(model, sequence) == [
         "system\nBe brief.<|im_end|>\n",
         "<|im_start|>user\nHow many are there?<|im_end|>\n",
         "<|im_start|>user\nAnd what colour is grass? <|im_end|>\n",
@@ -104,14 +103,13 @@ async def test_other_roles_are_turns_without_the_prompt_for_the_next(served: Ser
 
 async def test_conversations_have_tools_of_their_own_or_all_the_same(served: Served):
     model = served(TEMPLATES["hermes_tools"])
-    tokenizer = AutoTokenizer.from_pretrained(model)
     other = [{"type": "function", "function": WEATHER | {"name": "forecast"}}]
     conversation = CONVERSATIONS["tools"]
     for tools, of_each in ((TOOLS, (TOOLS, TOOLS)), ([None, other], (None, other))):
         found = await turns_of(model, {"messages": [conversation, conversation], "tools": tools})
         assert [each["conversation"] for each in found] == [0, 1]
         assert [each["token_ids"] for each in found] == [
-            rendered(tokenizer, conversation, tools=own)["input_ids"] for own in of_each
+            rendered(model, conversation, tools=own)["input_ids"] for own in of_each
         ]
 
 
@@ -205,10 +203,9 @@ async def test_each_marked_message_is_a_turn(
     served: Served, llama_2_model: Path, messages, template: str, texts: list[str]
 ):
     model = served(template, llama_2_model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
     (sequence,) = await turns_of(model, {"messages": messages})
-    assert sequence["token_ids"] == rendered(tokenizer, messages)["input_ids"]
-    assert texts_of(tokenizer, sequence) == texts
+    assert sequence["token_ids"] == rendered(model, messages)["input_ids"]
+    assert texts_of(model, sequence) == texts
 
 
 async def test_a_trusted_template_of_a_request_is_the_one_that_renders(served: Served):
@@ -224,7 +221,7 @@ async def test_a_trusted_template_of_a_request_is_the_one_that_renders(served: S
             (sequence,) = (await client.post("/v1/turns", json=body)).json()["data"]
             expected = tokenizer.apply_chat_template([COUNT, ELEVEN], chat_template=template, tokenize=True)
             assert sequence["token_ids"] == expected["input_ids"]
-            assert texts_of(tokenizer, sequence)[0].strip() == (
+            assert texts_of(model, sequence)[0].strip() == (
                 "Eleven, and a bit.</s>" if "gener" in template else "Eleven, and a bit."
             )
         body["chat_template_kwargs"] = {"chat_template": 5}

@@ -35,11 +35,22 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def identity(path: Path | str, load: LoadConfig | None = None, **changes: Any) -> ModelIdentity:
-    fields = {"revision": None, "dtype": "bfloat16", "quantization": None, "quantization_config": None}
-    fields |= {"hf_overrides": {}, "hf_config_path": None, "model_weights": ""}
-    fields |= {"hf_config": None, "hf_text_config": None, "trust_remote_code": False}
-    model = SimpleNamespace(model=str(path), **(fields | changes))
-    return model_identity(SimpleNamespace(model_config=model, load_config=load or LoadConfig()), None)
+    fields = {
+        "model": str(path),
+        "revision": None,
+        "dtype": "bfloat16",
+        "quantization": None,
+        "quantization_config": None,
+        "hf_overrides": {},
+        "hf_config_path": None,
+        "model_weights": "",
+        "hf_config": None,
+        "hf_text_config": None,
+        "trust_remote_code": False,
+        **changes,
+    }
+    config = SimpleNamespace(model_config=SimpleNamespace(**fields), load_config=load or LoadConfig())
+    return model_identity(config, None)
 
 
 def fingerprint(path: Path | str, load: LoadConfig | None = None, **changes: Any) -> str:
@@ -128,8 +139,12 @@ def test_a_header_that_is_not_one_is_read_as_weights(tmp_path: Path):
 
 
 def test_configuration_and_flags_decide(folder: Path):
-    flags = [{"dtype": "float16"}, {"quantization": "fp8"}, {"hf_overrides": {"rope_theta": 1}}]
-    flags += [{"hf_overrides": str.lower}]
+    flags = [
+        {"dtype": "float16"},
+        {"quantization": "fp8"},
+        {"hf_overrides": {"rope_theta": 1}},
+        {"hf_overrides": str.lower},
+    ]
     found = {fingerprint(folder), *(fingerprint(folder, **changes) for changes in flags)}
     for name in ("config.json", "quantize_config.json"):
         (folder / name).write_text('{"num_bits": 3}')

@@ -40,9 +40,13 @@ def test_kernels_are_those_of_every_kind_of_layer_once():
         attention("FLASH_ATTN", vllm_flash_attn_version=3),
         *(attention("GDN_ATTN") for _ in range(2)),
     ]
-    cache = SimpleNamespace(cache_dtype="auto")
-    settings = {"model": torch.nn.Sequential(*layers), "cache_config": cache, "kv_cache_dtype": torch.bfloat16}
-    runner = made("GPUModelRunner", "vllm.v1.worker.gpu.model_runner", **settings)
+    runner = made(
+        "GPUModelRunner",
+        "vllm.v1.worker.gpu.model_runner",
+        model=torch.nn.Sequential(*layers),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        kv_cache_dtype=torch.bfloat16,
+    )
     described = describe_worker(SimpleNamespace(worker=SimpleNamespace(model_runner=runner, rank=0)))
     assert described["kernels"] == [
         "CTLinearMethod: W4A16, MacheteLinearKernel",

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
-from vllm.pooling_params import PoolingParams
+from vllm import PoolingParams, SamplingParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from scoremode_server.engine.passes import RowsRequest

@@ -214,8 +214,7 @@ def test_windows_of_all_boundaries_share_a_step():
     layers = watched(Model())
     (expected,) = run(layers, [(tokens(1, 5), window := Window())])
     resumed = run(layers, [(tokens(10 + boundary, 5), Window(window, boundary)) for boundary in range(5)])
-    for each in resumed:
-        assert torch.equal(each, expected)
+    assert all(torch.equal(each, expected) for each in resumed)
 
 
 class TwoLists(Model):

@@ -154,8 +154,7 @@ def test_nan_on_either_side_is_never_a_number(side: str, dtype: torch.dtype, bad
     comparison = compared(logits["served"], logits["reference"], 2)
     assert figures(comparison).isnan().tolist() == [[True] * 5 + [False]] * 3
     assert getattr(comparison, side).logprobs()[:5].isnan().all()
-    other = comparison.reference if side == "served" else comparison.served
-    assert not other.logprobs().isnan().any()
+    assert not (comparison.reference if side == "served" else comparison.served).logprobs().isnan().any()
 
 
 def test_a_row_of_minus_infinity_alone_is_not_a_distribution():

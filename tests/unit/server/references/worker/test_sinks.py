@@ -3,8 +3,6 @@
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -114,13 +112,12 @@ def let_wait(worker: LinearWorker, num_rows: int) -> LinearWorker:
     return worker
 
 
-@contextmanager
-def windows_in(root: Path) -> Iterator[WorkerWindows]:
-    """Windows of a worker. At the end all files are written, as they are when a worker ends."""
-    windows = WorkerWindows(ReferenceDirectory(root))
+@pytest.fixture
+def windows(tmp_path: Path) -> WorkerWindows:
+    """Windows of a worker, with a head that is there at once."""
+    windows = WorkerWindows(ReferenceDirectory(tmp_path))
     windows.leased = ROOM
-    yield windows
-    let_all_be_written(windows)
+    return windows
 
 
 def whole_rows(first: int) -> tuple[torch.Tensor, ...]:
@@ -139,13 +136,12 @@ def reference(tmp_path: Path) -> StoredReference:
 
 
 @pytest.mark.parametrize("first", FIRSTS)
-def test_a_recorded_window_is_the_same_however_its_prompt_is_split(tmp_path: Path, first: int):
-    reference = create(tmp_path)
-    with windows_in(tmp_path) as windows:
-        for index, split in enumerate(SPLITS):
-            rows = steps(add(windows, spec("record", first, index)), *split, NUM_FED)
-            for actual, expected in zip(rows, whole_rows(first), strict=False):
-                assert torch.allclose(actual, expected)
+def test_a_recorded_window_is_the_same_however_its_prompt_is_split(windows: WorkerWindows, first: int):
+    reference = create(windows.root.root)
+    for index, split in enumerate(SPLITS):
+        rows = steps(add(windows, spec("record", first, index)), *split, NUM_FED)
+        torch.testing.assert_close(rows[:3], whole_rows(first), rtol=1e-5, atol=1e-8)
+    let_all_be_written(windows)
     assert reference.recorded_windows() == set(range(len(SPLITS)))
     for index in range(len(SPLITS)):
         hidden_states, logprobs = reference.read_shard(index)
@@ -156,7 +152,7 @@ def test_a_recorded_window_is_the_same_however_its_prompt_is_split(tmp_path: Pat
 @pytest.mark.parametrize("num_top", [0, 3])
 @pytest.mark.parametrize("first", FIRSTS)
 def test_a_compared_window_is_the_same_however_its_prompt_is_split(
-    reference: StoredReference, first: int, num_top: int
+    windows: WorkerWindows, reference: StoredReference, first: int, num_top: int
 ):
     """And however many of its rows wait for those of later steps, in a lane."""
     expected = kl_divergence.compare(
@@ -169,22 +165,21 @@ def test_a_compared_window_is_the_same_however_its_prompt_is_split(
         100,
     )
     width = 1 + max(1, num_top)
-    with windows_in(reference.path.parent) as windows:
-        for split, max_waiting_rows in zip(SPLITS, cycle((0, 3, 100, 1)), strict=False):
-            wanted = replace(spec("compare", first, FIRSTS.index(first), num_top), chunk=1)
-            worker = let_wait(add(windows, wanted), max_waiting_rows)
-            tokens, logprobs, ranks, *_ = steps(worker, *split, NUM_FED)
-            assert torch.equal(tokens[:, :width], expected.served.tokens)
-            assert torch.equal(tokens[:, width:-1], expected.reference.tokens)
-            assert torch.equal(tokens[:, -1], expected.reference.ranks)
-            assert torch.equal(ranks, expected.served.ranks)
-            assert torch.allclose(logprobs[:, :width], expected.served.logprobs())
-            assert torch.allclose(logprobs[:, width:-3], expected.reference.logprobs())
-            divergences = (expected.kld, expected.reverse_kld, expected.acceptance)
-            assert torch.allclose(logprobs[:, -3:], torch.stack(divergences, 1), atol=1e-6)
+    for split, max_waiting_rows in zip(SPLITS, cycle((0, 3, 100, 1)), strict=False):
+        wanted = replace(spec("compare", first, FIRSTS.index(first), num_top), chunk=1)
+        worker = let_wait(add(windows, wanted), max_waiting_rows)
+        tokens, logprobs, ranks, *_ = steps(worker, *split, NUM_FED)
+        assert torch.equal(tokens[:, :width], expected.served.tokens)
+        assert torch.equal(tokens[:, width:-1], expected.reference.tokens)
+        assert torch.equal(tokens[:, -1], expected.reference.ranks)
+        assert torch.equal(ranks, expected.served.ranks)
+        assert torch.allclose(logprobs[:, :width], expected.served.logprobs())
+        assert torch.allclose(logprobs[:, width:-3], expected.reference.logprobs())
+        divergences = (expected.kld, expected.reverse_kld, expected.acceptance)
+        assert torch.allclose(logprobs[:, -3:], torch.stack(divergences, 1), atol=1e-6)
 
 
-def test_the_references_rows_of_several_steps_are_projected_at_once(reference: StoredReference):
+def test_the_references_rows_of_several_steps_are_projected_at_once(windows: WorkerWindows, reference: StoredReference):
     """Those of the served model in their own step."""
     num_rows: list[int] = []
 
@@ -192,98 +187,89 @@ def test_the_references_rows_of_several_steps_are_projected_at_once(reference: S
         num_rows.append(len(hidden_states))
         return hidden_states @ REFERENCE_WEIGHT
 
-    with windows_in(reference.path.parent) as windows:
-        windows.leased = SimpleNamespace(**{**vars(ROOM), "find": lambda key, local: ReferenceHead(logits_fn, 4)})
-        worker = let_wait(add(windows, replace(spec("compare", 1), chunk=1)), 4)
-        steps(worker, *range(1, NUM_FED + 1))
-        assert (num_rows, worker.num_projected) == ([4, NUM_FED - 4], [1] * NUM_FED)
-        # A step without the head ends what waits: rows after it are those of their own positions.
-        worker = let_wait(add(windows, replace(spec("compare", 1), chunk=1)), 100)
-        steps(worker, 1, 2)
-        there, windows.leased = windows.leased, SimpleNamespace(**{**vars(ROOM), "find": lambda key, local: None})
-        worker.scorer.requests["request"].leased = windows.leased
-        token_ids = torch.tensor(TOKENS[:-1])
-        worker.step("request", 2, STATES[2:3], token_ids, NUM_FED)
-        worker.scorer.requests["request"].leased = windows.leased = there
-        rest = worker.step("request", 3, STATES[3:], token_ids, NUM_FED)
-        whole = steps(add(windows, spec("compare", 1)), NUM_FED)
-        assert torch.allclose(rest.logprobs[1:], whole.logprobs[3:], equal_nan=True)
-        # Another reference is held, while rows of a window that nobody wants any more wait with a score's.
-        worker = let_wait(add(windows, replace(spec("compare", 1), chunk=1)), 100)
-        steps(worker, 1, 2)
-        windows.leased = SimpleNamespace(**{**vars(ROOM), "find": lambda key, local: None})
-        worker.scorer.begin("score", RowSpec(1, TOKENS[-1], chunk=1))
-        assert worker.step("score", 0, STATES, torch.tensor(TOKENS[:-1]), NUM_FED) is not None
+    windows.leased = SimpleNamespace(**{**vars(ROOM), "find": lambda key, local: ReferenceHead(logits_fn, 4)})
+    worker = let_wait(add(windows, replace(spec("compare", 1), chunk=1)), 4)
+    steps(worker, *range(1, NUM_FED + 1))
+    assert (num_rows, worker.num_projected) == ([4, NUM_FED - 4], [1] * NUM_FED)
+    # A step without the head ends what waits: rows after it are those of their own positions.
+    worker = let_wait(add(windows, replace(spec("compare", 1), chunk=1)), 100)
+    steps(worker, 1, 2)
+    there, windows.leased = windows.leased, SimpleNamespace(**{**vars(ROOM), "find": lambda key, local: None})
+    worker.scorer.requests["request"].leased = windows.leased
+    token_ids = torch.tensor(TOKENS[:-1])
+    worker.step("request", 2, STATES[2:3], token_ids, NUM_FED)
+    worker.scorer.requests["request"].leased = windows.leased = there
+    rest = worker.step("request", 3, STATES[3:], token_ids, NUM_FED)
+    whole = steps(add(windows, spec("compare", 1)), NUM_FED)
+    assert torch.allclose(rest.logprobs[1:], whole.logprobs[3:], equal_nan=True)
+    # Another reference is held, while rows of a window that nobody wants any more wait with a score's.
+    worker = let_wait(add(windows, replace(spec("compare", 1), chunk=1)), 100)
+    steps(worker, 1, 2)
+    windows.leased = SimpleNamespace(**{**vars(ROOM), "find": lambda key, local: None})
+    worker.scorer.begin("score", RowSpec(1, TOKENS[-1], chunk=1))
+    assert worker.step("score", 0, STATES, torch.tensor(TOKENS[:-1]), NUM_FED) is not None
 
 
-def test_hidden_states_are_stored_as_they_were_when_they_came(tmp_path: Path):
+def test_hidden_states_are_stored_as_they_were_when_they_came(windows: WorkerWindows):
     """The runner writes those of the next step into the same memory."""
-    reference, buffer = create(tmp_path), torch.empty(NUM_FED, HIDDEN)
-    with windows_in(tmp_path) as windows:
-        window = add(windows, spec("record", 1))
-        for start in range(NUM_FED):
-            buffer[0] = STATES[start]
-            window.step("request", start, buffer[:1], torch.tensor(TOKENS[:-1]), NUM_FED)
-            buffer.fill_(math.nan)
+    reference, buffer = create(windows.root.root), torch.empty(NUM_FED, HIDDEN)
+    window = add(windows, spec("record", 1))
+    for start in range(NUM_FED):
+        buffer[0] = STATES[start]
+        window.step("request", start, buffer[:1], torch.tensor(TOKENS[:-1]), NUM_FED)
+        buffer.fill_(math.nan)
+    let_all_be_written(windows)
     assert torch.equal(reference.read_shard(0)[0], STATES)
 
 
-def test_nan_is_returned_and_not_written(tmp_path: Path):
-    reference = create(tmp_path)
-    with windows_in(tmp_path) as windows:
-        window = add(windows, spec("record", 1))
-        states = STATES.clone()
-        states[4] = math.nan
-        rows = steps(window, NUM_FED, states=states)
-        assert rows.logprobs.isnan()[:, 0].tolist() == [row == 4 for row in range(NUM_FED)]
+def test_nan_is_returned_and_not_written(windows: WorkerWindows):
+    reference = create(windows.root.root)
+    window = add(windows, spec("record", 1))
+    states = STATES.clone()
+    states[4] = math.nan
+    rows = steps(window, NUM_FED, states=states)
+    assert rows.logprobs.isnan()[:, 0].tolist() == [row == 4 for row in range(NUM_FED)]
+    let_all_be_written(windows)
     assert reference.recorded_windows() == set()
     assert windows._outcome("one 0") == "the model computed NaN"
     # Of several ranks one writes.
     assert type(windows.begin(spec("record", 1), writes=False)) is RowSink
 
 
-def test_all_ranks_compare_or_none_does(reference: StoredReference):
+def test_all_ranks_compare_or_none_does(windows: WorkerWindows, reference: StoredReference):
     """A rank that has all its files, next to one that lacks those of one window. Rows that are not numbers are as wide
     as others, so that nothing depends on which they are."""
 
-    def all_gather(answers: torch.Tensor, dim: int) -> torch.Tensor:
-        return torch.cat((answers, torch.tensor([1.0, 0.0])))
-
-    others = SimpleNamespace(world_size=2, rank_in_group=0, device=CPU, all_gather=all_gather)
+    others = SimpleNamespace(
+        world_size=2,
+        rank_in_group=0,
+        device=CPU,
+        all_gather=lambda answers, dim: torch.cat((answers, torch.tensor([1.0, 0.0]))),
+    )
     specs = {"first": spec("compare", 1, num_top=3), "second": spec("compare", 2, 1, num_top=3)}
-    with windows_in(reference.path.parent) as windows:
-        read(windows, *specs.values())
-        worker = LinearWorker(make_scorer(VOCAB, {SINK: windows}, group=others), project)
-        worker.scorer._logits_fn, worker.scorer._lm_head = worker.logits_fn, LMHead(project, project, 1, None, None)
-        found = worker.together(specs, STATES, TOKENS[:-1])
+    read(windows, *specs.values())
+    worker = LinearWorker(make_scorer(VOCAB, {SINK: windows}, group=others), project)
+    worker.scorer._logits_fn, worker.scorer._lm_head = worker.logits_fn, LMHead(project, project, 1, None, None)
+    found = worker.together(specs, STATES, TOKENS[:-1])
     assert not found["first"].logprobs.isnan().any()
     assert found["second"].logprobs.isnan().all()
     for one, other in zip(found["first"][:3], found["second"][:3], strict=True):
         assert (one.shape[1:], one.dtype) == (other.shape[1:], other.dtype)
 
 
-def test_windows_of_one_reference_are_compared_together(reference: StoredReference):
+def test_windows_of_one_reference_are_compared_together(windows: WorkerWindows, reference: StoredReference):
     specs = {str(index): spec("compare", first, index) for index, first in enumerate(FIRSTS)}
-    with windows_in(reference.path.parent) as windows:
-        alone = [steps(add(windows, wanted), NUM_FED) for wanted in specs.values()]
-        worker = LinearWorker(make_scorer(VOCAB, {SINK: windows}, chunk=1000), project)
-        found = worker.together(specs, STATES, TOKENS[:-1])
+    alone = [steps(add(windows, wanted), NUM_FED) for wanted in specs.values()]
+    worker = LinearWorker(make_scorer(VOCAB, {SINK: windows}, chunk=1000), project)
+    found = worker.together(specs, STATES, TOKENS[:-1])
     assert worker.num_projected == [7 + 6 + 4 + 2 + 1]
     for rows, expected in zip(found.values(), alone, strict=True):
-        for one, other in zip(rows[:3], expected[:3], strict=True):
-            assert torch.allclose(one, other, atol=1e-6)
+        torch.testing.assert_close(rows[:3], expected[:3], rtol=1e-5, atol=1e-6)
 
 
 # What is kept is bounded, and neither a step nor a call waits for a file
 
 WINDOW_BYTES = 5 * HIDDEN * 4
-
-
-@pytest.fixture
-def windows(tmp_path: Path) -> WorkerWindows:
-    windows = WorkerWindows(ReferenceDirectory(tmp_path))
-    windows.leased = ROOM
-    return windows
 
 
 def mark(action: Any, index: int) -> WindowMark:
