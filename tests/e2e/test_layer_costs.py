@@ -1,6 +1,7 @@
 """`ppl-client record --layers` and `ppl-client layers`, on a server of the tiny model and one of its INT8 copy."""
 
 import json
+from pathlib import Path
 
 import pytest
 from quantized_oracle import oracle_model
@@ -13,7 +14,7 @@ NUM_WINDOWS, CONTEXT = 4, 128
 
 
 @pytest.fixture(scope="module")
-def run(client, server, int8_server, wikitext, tmp_path_factory):
+def run(client, server, int8_server, wikitext, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("layers")
     (folder / "text.txt").write_text(wikitext[9000:14_000])
     text = (

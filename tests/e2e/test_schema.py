@@ -10,6 +10,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from pydantic import TypeAdapter
+from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -63,22 +64,22 @@ def test_every_response_is_documented(server, reference, num_cases):
         for body in bodies:
             assert check(server, operation.Case(body=body, media_type="application/json")) == 200
 
-        def send(case: schemathesis.Case, counter: Counter[int] = counter) -> None:
+        def send(case: Case, counter: Counter[int] = counter) -> None:
             counter[check(server, case)] += 1
 
         # Every recording writes the LM head.
         each = num_cases // len(ANSWERED) // (5 if path == "/v1/references" else 1)
         run(operation, send, each // 3)
-        run(operation, send, each // 3, mode=schemathesis.GenerationMode.NEGATIVE)
+        run(operation, send, each // 3, mode=GenerationMode.NEGATIVE)
         assert counter[400], f"{path}: nothing was refused"
 
 
 def run(
     operation: schemathesis.APIOperation,
-    send: Callable[[schemathesis.Case], object],
+    send: Callable[[Case], object],
     num_cases: int,
     *,
-    mode: schemathesis.GenerationMode = schemathesis.GenerationMode.POSITIVE,
+    mode: GenerationMode = GenerationMode.POSITIVE,
 ) -> None:
     """Make so many cases, the same ones every time, and send them."""
 
@@ -91,13 +92,13 @@ def run(
         suppress_health_check=list(HealthCheck),
     )
     @given(case=operation.as_strategy(mode))
-    def with_cases(case: schemathesis.Case) -> None:
+    def with_cases(case: Case) -> None:
         send(case)
 
     with_cases()
 
 
-def check(server: str, case: schemathesis.Case) -> int:
+def check(server: str, case: Case) -> int:
     """Send a case; the status of its answer, which is one that the document has."""
     is_made = case.meta is not None
     response = case.call_and_validate(

@@ -1,5 +1,7 @@
 """Scoring on an engine that drafts tokens with n-grams while it generates."""
 
+from pathlib import Path
+
 import numpy as np
 from vllm import LLM, SamplingParams, TokensPrompt
 
@@ -19,7 +21,7 @@ def marked(tokens: list[int]) -> SamplingParams:
     return RowsRequest.score(tokens, RowSpec(), request_id="id").params
 
 
-def test_scores_next_to_n_grams_equal_transformers(random_model):
+def test_scores_next_to_n_grams_equal_transformers(random_model: Path):
     """Rows of both ways to score and of two lanes, next to generation."""
     engine = LLM(
         str(random_model),

@@ -1,5 +1,7 @@
 """The decode lane in an engine: one token of each sequence a step, and the logprobs of step-by-step decoding."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -25,7 +27,7 @@ def note_steps(worker) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_decode_is_as_step_by_step_decoding(llm: LLM, random_model, dtype):
+def test_decode_is_as_step_by_step_decoding(llm: LLM, random_model: Path, dtype):
     """Of two pairs of texts that begin alike, longer than several blocks of keys and values."""
     first, second, *ends = np.random.default_rng(23).integers(3, 900, (4, TOKENS)).tolist()
     texts = [first, first[:40] + ends[0][40:], second, second[:64] + ends[1][64:]]
@@ -35,7 +37,7 @@ def test_decode_is_as_step_by_step_decoding(llm: LLM, random_model, dtype):
             oracle.assert_close(found, expected)
 
 
-def test_a_full_cache_of_keys_begins_sequences_again_in_their_lane(random_model):
+def test_a_full_cache_of_keys_begins_sequences_again_in_their_lane(random_model: Path):
     """With blocks for less than two of the three sequences vLLM must preempt, or let them wait."""
     engine = LLM(
         str(random_model),

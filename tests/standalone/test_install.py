@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -21,7 +23,7 @@ def output(*command: str | Path) -> str:
     return subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_the_cpu_image_has_a_server_and_a_client(tmp_path: Path, monkeypatch):
+def test_the_cpu_image_has_a_server_and_a_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_VERSION", "0.32.0")
     binaries = install(tmp_path / "venv", "cpu")
     assert output(binaries / "scoremode", "--version") == output(binaries / "ppl-client", "--version").split()[-1]

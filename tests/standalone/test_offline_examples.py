@@ -1,5 +1,7 @@
 """The examples of README.md and docs/ that make an engine of their own, with a small model in the place of MODEL."""
 
+from pathlib import Path
+
 from tests.doc_examples import examples, run
 
 EXAMPLES = examples('LLM("MODEL"')
@@ -14,7 +16,7 @@ vllm.LLM = functools.cache(functools.partial(vllm.LLM, enforce_eager=True))
 THE_END = "if __name__ == '__main__': print('the end of an example', flush=True)\n"
 
 
-def test_examples_without_a_server(random_model, tmp_path):
+def test_examples_without_a_server(random_model: Path, tmp_path: Path):
     code = ONE_ENGINE + "".join(code + THE_END for _, code in EXAMPLES.values())
     *printed, _ = run("python", code.replace('"MODEL"', f'"{random_model}"'), tmp_path).split("the end of an example\n")
     assert len(printed) == len(EXAMPLES)

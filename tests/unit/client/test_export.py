@@ -3,6 +3,7 @@
 import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from urllib.parse import parse_qs
 
 import httpx
@@ -41,7 +42,7 @@ def server() -> Server:
     return Server({"base": stored})
 
 
-async def test_a_lost_connection_is_resumed_after_the_last_whole_window(server: Server, tmp_path) -> None:
+async def test_a_lost_connection_is_resumed_after_the_last_whole_window(server: Server, tmp_path: Path) -> None:
     server.most, path, seen = len(HEADER) + len(WINDOWS[0]) + 5, tmp_path / "base.kld", []
     async with client_of(server) as client:
         size = await export_llama_cpp(client, "base", path, on_bytes=lambda *sizes: seen.append(sizes))
@@ -50,7 +51,7 @@ async def test_a_lost_connection_is_resumed_after_the_last_whole_window(server: 
     assert (size, seen[-1]) == (path.stat().st_size, (size, size))
 
 
-async def test_what_is_unfinished_is_kept_and_resumed(server: Server, tmp_path) -> None:
+async def test_what_is_unfinished_is_kept_and_resumed(server: Server, tmp_path: Path) -> None:
     server.most, path = len(HEADER) + len(WINDOWS[0]) + 5, tmp_path / "base.kld"
     async with client_of(server) as client:
         # Without a whole window the server is not tried again.
@@ -63,7 +64,7 @@ async def test_what_is_unfinished_is_kept_and_resumed(server: Server, tmp_path) 
     assert server.firsts == [0, 1, 1]
 
 
-async def test_a_second_export_of_the_same_leaves_the_first_alone(server: Server, tmp_path) -> None:
+async def test_a_second_export_of_the_same_leaves_the_first_alone(server: Server, tmp_path: Path) -> None:
     path, failures = tmp_path / "base.kld", []
 
     async def export(on_bytes: OnBytes) -> int:
@@ -85,7 +86,7 @@ async def test_a_second_export_of_the_same_leaves_the_first_alone(server: Server
     ("surplus", "message"), [(b".", "sends more than the 11,2"), (None, r"ended after \d+ of the 11,2")]
 )
 async def test_a_file_of_another_length_than_the_reference_has_is_refused(
-    server: Server, tmp_path, surplus: bytes | None, message: str
+    server: Server, tmp_path: Path, surplus: bytes | None, message: str
 ) -> None:
     def handler(request: httpx.Request) -> httpx.Response | None:
         if not request.url.path.endswith("/llama.cpp"):
@@ -99,7 +100,7 @@ async def test_a_file_of_another_length_than_the_reference_has_is_refused(
 
 
 async def test_a_disk_without_room_is_refused_before_a_byte_is_sent(
-    server: Server, tmp_path, monkeypatch: pytest.MonkeyPatch
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 10}))
     async with client_of(server) as client:

@@ -1,13 +1,16 @@
 """The runs that come with the package."""
 
 import shutil
+from pathlib import Path
+
+import pytest
 
 from scoremode.cli.example import RUNS
 from scoremode.cli.main import main
 from scoremode.comparison import load_run
 
 
-def test_the_runs_are_of_one_text_and_small(tmp_path):
+def test_the_runs_are_of_one_text_and_small(tmp_path: Path):
     shutil.unpack_archive(RUNS, tmp_path)
     runs = {path.stem: load_run(path) for path in tmp_path.glob("*.json")}
     original = runs.pop("SmolLM2-135M")
@@ -21,7 +24,9 @@ def test_the_runs_are_of_one_text_and_small(tmp_path):
     assert RUNS.stat().st_size <= 400 * 1000
 
 
-def test_the_example_writes_a_report_and_a_card_and_prints_verdicts(tmp_path, monkeypatch, capsys):
+def test_the_example_writes_a_report_and_a_card_and_prints_verdicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.chdir(tmp_path)
     assert main(["example"]) == 0
     lines = capsys.readouterr().out.splitlines()

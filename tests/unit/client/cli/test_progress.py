@@ -1,10 +1,12 @@
 """What is printed on stderr while a command works."""
 
+import pytest
+
 from scoremode.cli import progress
 from scoremode.runs.run import Progress
 
 
-def test_without_a_terminal_progress_is_lines(monkeypatch, capsys):
+def test_without_a_terminal_progress_is_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(progress, "SECONDS_PER_LINE", 0)
     with progress.lines_on_stderr(), progress.progress_bar("ppl", quiet=False) as advance:
         advance(Progress(3, 8, 300, 1.0, num_resumed=200))

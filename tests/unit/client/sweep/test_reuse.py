@@ -71,13 +71,11 @@ def test_runs_of_earlier_versions_are_kept(folder):
 
 def test_a_file_that_is_not_a_run_of_a_sweep_is_not_kept(folder):
     marks = marks_of(folder)
-    for spoil in (
-        lambda run: run.unlink(),
-        lambda run: run.write_text('{"sweep": null}'),
-        lambda run: run.with_suffix(".safetensors").unlink(),
-    ):
-        spoil(run := kept_run(folder, marks))
-        assert changes(run, marks) is None
+    assert changes(folder / "nothing.json", marks) is None
+    (run := kept_run(folder, marks)).write_text('{"sweep": null}')
+    assert changes(run, marks) is None
+    (run := kept_run(folder, marks)).with_suffix(".safetensors").unlink()
+    assert changes(run, marks) is None
 
 
 def test_a_running_server_is_known_by_what_decides_its_figures(folder):

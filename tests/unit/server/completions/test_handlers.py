@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -20,7 +21,7 @@ PRIME_RL = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "prompt
 
 
 @pytest.mark.parametrize("body", [ECHO, TRL, PRIME_RL, ECHO | {"prompt_logprobs": 3}])
-async def test_a_large_response_is_written_in_parts_and_is_the_same(random_model, monkeypatch, body):
+async def test_a_large_response_is_written_in_parts_and_is_the_same(random_model: Path, monkeypatch, body):
     route = GENERATE if "token_ids" in body else COMPLETIONS
     app, _ = app_with_completions(random_model)
     async with client_of(app) as client:
@@ -31,7 +32,7 @@ async def test_a_large_response_is_written_in_parts_and_is_the_same(random_model
     assert "error" not in at_once
 
 
-async def test_the_generate_route_refuses_with_the_name_of_the_field(random_model):
+async def test_the_generate_route_refuses_with_the_name_of_the_field(random_model: Path):
     app, _ = app_with_completions(random_model, EngineSize(tokens=3072, sequences=192, max_scoring_tokens=3))
     async with client_of(app) as client:
         for change, error in (
@@ -49,7 +50,7 @@ async def test_the_generate_route_refuses_with_the_name_of_the_field(random_mode
 
 
 @pytest.mark.parametrize(("route", "body"), [(COMPLETIONS, ECHO | {"prompt": [5, 6, 7]}), (GENERATE, PRIME_RL)])
-async def test_an_answer_is_written_in_its_turn(random_model, monkeypatch, route: str, body: dict[str, Any]):
+async def test_an_answer_is_written_in_its_turn(random_model: Path, monkeypatch, route: str, body: dict[str, Any]):
     app, _ = app_with_completions(random_model)
     handlers, turns, is_in_turn = app.state.scoremode_completions, set[str](), list[bool]()
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from scoremode_server.engine import admission
+from scoremode_server.engine.admission import Admission, EngineSize, RequestQueue
 from scoremode_server.errors import BusyError, OverdueError, TooLargeError
 
 
@@ -13,16 +14,16 @@ class Engine:
     """Sequences that are in an engine, until each is finished by hand."""
 
     def __init__(self, tokens: int = 300, sequences: int = 12, **bounds: Any) -> None:
-        size = admission.EngineSize(tokens, sequences, **{"max_scoring_tokens": 100_000} | bounds)
+        size = EngineSize(tokens, sequences, **{"max_scoring_tokens": 100_000} | bounds)
         self.loads: list[tuple[int, int]] = []
         self.aborted: list[list[str]] = []
         self.inside: dict[str, asyncio.Event] = {}
-        self.admission = admission.Admission(size, self.abort, lambda *load: self.loads.append(load))
+        self.admission = Admission(size, self.abort, lambda *load: self.loads.append(load))
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted.append(request_ids)
 
-    async def score(self, queue: admission.RequestQueue, name: str, num_tokens: int = 10, decodes: bool = False) -> str:
+    async def score(self, queue: RequestQueue, name: str, num_tokens: int = 10, decodes: bool = False) -> str:
         async with self.admission.slot(queue, name, num_tokens, decodes=decodes):
             self.inside[name] = asyncio.Event()
             try:

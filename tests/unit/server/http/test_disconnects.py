@@ -11,6 +11,7 @@ import pytest
 
 from scoremode_server.completions.routes import GENERATE
 from scoremode_server.http import requests
+from scoremode_server.http.requests import CLIENT_CLOSED_REQUEST
 from scoremode_server.http.responses import Stream, in_own_task
 from scoremode_server.references import comparer
 from scoremode_server.scoring.tokenizer import Tokenizer
@@ -65,7 +66,7 @@ async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(random_mode
         stays = asyncio.create_task(client.post(route, json=body, headers={"X-Request-Id": "the same"}))
         await until(lambda: len(engine.inside) == 2 * num_sequences)
         leave.set()
-        assert (await asyncio.wait_for(leaves, 60))[0]["status"] == requests.CLIENT_CLOSED_REQUEST
+        assert (await asyncio.wait_for(leaves, 60))[0]["status"] == CLIENT_CLOSED_REQUEST
         # The answer comes after the end of what was cancelled.
         assert engine.num_running == num_sequences
         assert {each for call in engine.aborted for each in call} <= set(engine.inside[:num_sequences])
@@ -89,7 +90,7 @@ async def test_a_client_that_leaves_ends_its_recording_or_its_reading(tmp_path, 
         leaves = asyncio.create_task(leaving(app, route, body, leave, method=method))
         await until(lambda: engine.num_running)
         leave.set()
-        assert (await asyncio.wait_for(leaves, 60))[0]["status"] == requests.CLIENT_CLOSED_REQUEST
+        assert (await asyncio.wait_for(leaves, 60))[0]["status"] == CLIENT_CLOSED_REQUEST
         assert engine.num_running == 0
 
 

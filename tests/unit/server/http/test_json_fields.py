@@ -1,6 +1,7 @@
 """Fields of a JSON body: what is decoded, and what is refused."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,7 +32,7 @@ def test_fields_are_what_json_says(body):
         ({"stop": ['","', *["\\\\"] * 500_001]}, "stop has 500002 values"),
     ],
 )
-def test_bodies_that_would_occupy_the_server_are_refused(body, message):
+def test_bodies_that_would_occupy_the_server_are_refused(body: dict[str, Any], message: str):
     with pytest.raises(RequestError, match=message):
         read_fields(json.dumps(body).encode())
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from scoremode_server.errors import RequestError
 from scoremode_server.http import requests
+from scoremode_server.http.requests import STATUSES
 from tests.bad_inputs import BAD_INPUTS, COMPLETIONS, JSON, PERPLEXITY, SCORE
 from tests.models import random_llama
 from tests.unit.server.engine.fake_engine import VOCABULARY
@@ -36,7 +37,7 @@ async def test_bad_input_names_its_field_and_the_server_still_answers(app, bad):
 
 
 def test_every_error_has_a_status():
-    assert {*requests.STATUSES} == {RequestError, *RequestError.__subclasses__()}
+    assert {*STATUSES} == {RequestError, *RequestError.__subclasses__()}
 
 
 async def in_chunks(body: bytes) -> AsyncIterator[bytes]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from scoremode_server.kernels import fused_logprobs
+from scoremode_server.kernels.fused_logprobs import MAX_TOP
 from scoremode_server.kernels.reduced_rows import ReducedRows, Shard
 from scoremode_server.kernels.working_memory import TILING, Tiling
 from tests.unit.server.kernels.row_checks import DTYPES, Scores, check, in_parts, random_logits
@@ -48,7 +49,7 @@ def scored(
 def test_random_rows(dtype: torch.dtype, vocab: int, stride: int):
     logits = random_logits(3, vocab, stride, dtype, seed=vocab)
     targets = torch.tensor([0, vocab - 1, vocab // 2])
-    for num_top in {0, 1, min(20, vocab), min(fused_logprobs.MAX_TOP, vocab)}:
+    for num_top in {0, 1, min(20, vocab), min(MAX_TOP, vocab)}:
         check(logits, targets, scored(logits, targets, num_top))
 
 

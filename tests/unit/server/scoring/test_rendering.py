@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from scoremode_server.http.requests import CLIENT_CLOSED_REQUEST
 from scoremode_server.scoring import conversations, rendering
+from scoremode_server.scoring.rendering import TextEncoder
 from tests.unit.server.engine.cache_setup import LARGE
 from tests.unit.server.light_app import app_with_completions, client_of, error_of, leaving
 from tests.unit.server.scoring.chat_templates import TEMPLATES, Served
@@ -43,7 +44,7 @@ def test_what_begins_alike_has_the_tokens_of_the_whole_text(tokenizer):
     def check(beginning: list[str], one: list[str], other: list[str]) -> None:
         first, second = ("".join(beginning + rest) for rest in (one, other))
         lengths: list[int] = []
-        encoder = rendering.TextEncoder(tokenizer, first, lengths.append)
+        encoder = TextEncoder(tokenizer, first, lengths.append)
         assert encoder.token_ids == tokenizer(first, add_special_tokens=False)["input_ids"]
         assert encoder.encode(second) == tokenizer(second, add_special_tokens=False)["input_ids"]
         kept = max((first.rfind(token, 0, len(first)) for token in SPECIAL), default=0)

@@ -14,6 +14,7 @@ import torch
 from scoremode_server.references.files import tensors
 from scoremode_server.references.files.directory import NoReferenceError, ReferenceDirectory
 from scoremode_server.references.files.manifest import Manifest
+from scoremode_server.references.files.tensors import BrokenFileError
 from tests.unit.server.references.reference_setup import (
     DOCUMENTS,
     FLOOR,
@@ -90,7 +91,7 @@ def test_whatever_may_be_a_reference_has_a_name_and_opening_it_tells(tmp_path: P
         with pytest.raises(NoReferenceError, match=name):
             directory.open(name)
     for name in ("cut", "latin"):
-        with pytest.raises(tensors.BrokenFileError, match=rf"{name}/manifest\.json"):
+        with pytest.raises(BrokenFileError, match=rf"{name}/manifest\.json"):
             directory.open(name)
 
 
@@ -103,7 +104,7 @@ def test_files_of_other_windows_and_references_are_refused(tmp_path: Path):
     for name in ("windows/000000.safetensors", "lm_head.safetensors", "tokens.safetensors"):
         shutil.copy(other.path / name, mine.path / name)
     for read in (lambda: mine.read_shard(0), lambda: mine.read_shard(1), mine.read_head, lambda: mine.text):
-        with pytest.raises(tensors.BrokenFileError, match="belongs to something else"):
+        with pytest.raises(BrokenFileError, match="belongs to something else"):
             read()
 
 
@@ -152,7 +153,7 @@ def test_a_reference_that_is_deleted_while_it_is_open_stays_away(tmp_path: Path)
     assert text.window(0) == TEXT.window(0)
     assert (reference.recorded_windows(), reference.disk_bytes()) == (set(), 0)
     for read in (lambda: reference.read_shard(0), reference.read_head):
-        with pytest.raises(tensors.BrokenFileError, match="is missing"):
+        with pytest.raises(BrokenFileError, match="is missing"):
             read()
     for write in (lambda: reference.write_shard(1, *random_shard(4)), lambda: reference.save(manifest())):
         with pytest.raises(OSError, match="base"):

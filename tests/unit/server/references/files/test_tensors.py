@@ -3,6 +3,7 @@
 import math
 import os
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,13 +31,13 @@ def is_written(actual: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(tmp_path: Path) -> Path:
     path = tmp_path / "000003.safetensors"
     write_tensors(path, TENSORS, ABOUT)
     return path
 
 
-def test_tensors_are_read_in_their_shapes_and_dtypes_by_us_and_others(path):
+def test_tensors_are_read_in_their_shapes_and_dtypes_by_us_and_others(path: Path):
     assert is_written(load_file(path))
     read, before = read_tensors(path, ABOUT), path.read_bytes()
     # A memory map would end the process when the file is cut short.
@@ -46,7 +47,7 @@ def test_tensors_are_read_in_their_shapes_and_dtypes_by_us_and_others(path):
     assert path.read_bytes() == before
 
 
-def test_what_is_read_is_what_was_written_whichever_byte_changes_or_is_missing(path):
+def test_what_is_read_is_what_was_written_whichever_byte_changes_or_is_missing(path: Path):
     content = path.read_bytes()
     damaged = [content[1:]]
     for position, byte in enumerate(content):
@@ -61,7 +62,7 @@ def test_what_is_read_is_what_was_written_whichever_byte_changes_or_is_missing(p
             assert is_written(read_tensors(path, ABOUT))
 
 
-def test_other_files_are_refused(tmp_path, path):
+def test_other_files_are_refused(tmp_path: Path, path: Path):
     for about in ({**ABOUT, "reference": "two"}, {**ABOUT, "part": "window 4"}, {}):
         with pytest.raises(BrokenFileError, match="belongs to something else"):
             read_tensors(path, about)
@@ -72,7 +73,7 @@ def test_other_files_are_refused(tmp_path, path):
             read_tensors(tmp_path / name, ABOUT)
 
 
-def test_a_full_disk_is_an_error_and_changes_nothing(path):
+def test_a_full_disk_is_an_error_and_changes_nothing(path: Path):
     before = path.read_bytes()
     with no_file_longer_than(100), pytest.raises(OSError, match=path.name):
         write_tensors(path, {"values": torch.zeros(100)}, ABOUT)

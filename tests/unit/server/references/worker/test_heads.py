@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -19,6 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from scoremode_server.kernels.working_memory import LogitsShape
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.worker import extension
+from scoremode_server.references.worker.extension import ReferenceWorker
 from scoremode_server.references.worker.heads import HeadLayer, LeasedHead, ReferenceHead, describe_head, gather_weight
 from scoremode_server.references.worker.orders import SINK, WindowMark
 from scoremode_server.references.worker.sinks import WorkerWindows
@@ -36,7 +38,7 @@ HIDDEN = 16
 CPU = torch.device("cpu")
 
 
-class Model(torch.nn.Module):
+class Model(nn.Module):
     """A head of vLLM's layers, tied to the embeddings or not, with weights that follow from its vocabulary."""
 
     def __init__(
@@ -177,10 +179,10 @@ class Runner(SimpleNamespace):
     """As much of a model runner as `ReferenceWorker` asks for."""
 
 
-def worker_of(model: Model, config: VllmConfig) -> extension.ReferenceWorker:
+def worker_of(model: Model, config: VllmConfig) -> ReferenceWorker:
     model_config = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: HIDDEN, get_vocab_size=lambda: 1000)
     vllm_config = SimpleNamespace(parallel_config=config.parallel_config, model_config=model_config)
-    worker = extension.ReferenceWorker()
+    worker = ReferenceWorker()
     worker.model_runner = Runner(  # type: ignore[attr-defined]
         model=model, model_config=model_config, vllm_config=vllm_config, device=CPU
     )
