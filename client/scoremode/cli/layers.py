@@ -1,7 +1,6 @@
 """`ppl-client layers`: what each block of a served model's decoder layers costs, and which to keep in 16 bits."""
 
 import argparse
-import asyncio
 from collections import defaultdict
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +20,7 @@ from scoremode.cli.options import (
     require,
 )
 from scoremode.cli.progress import progress_bar
-from scoremode.cli.running import connected, resumable, server_rows, window_rows, write_and_print
+from scoremode.cli.running import connected, measure_each, server_rows, window_rows, write_and_print
 from scoremode.runs.layers import Cost, LayersMeasurement, PartCost, measure_layers
 from scoremode.runs.output import Output
 from scoremode.runs.recipe import Recipe, make_recipe, tensor_bytes
@@ -46,14 +45,7 @@ def run(options: argparse.Namespace) -> None:
     if options.keep is not None or options.keep_gib is not None:
         tensor_bytes(options.base_weights)
         tensor_bytes(options.weights)
-    output = None
-    if options.output is not None:
-        output = Output(options.output, resume=options.resume, force=options.force)
-    with resumable([*filter(None, [output])]):
-        measurement = asyncio.run(_measure(options, output))
-        write_and_print(measurement, None, options.urls, output, as_text(measurement))
-    if output is not None:
-        output.remove_journal()
+    [measurement] = measure_each([options], _measure)
     if options.keep is not None or options.keep_gib is not None:
         extra_bytes = None if options.keep_gib is None else options.keep_gib * 2**30
         print(
@@ -68,13 +60,15 @@ def run(options: argparse.Namespace) -> None:
 
 async def _measure(options: argparse.Namespace, output: Output | None) -> LayersMeasurement:
     async with connected(options, progress_bar("kld", quiet=options.quiet)) as (clients, on_progress):
-        return await measure_layers(
+        measurement = await measure_layers(
             clients,
             options.reference,
             concurrency=options.concurrency,
             start_journal=None if output is None else output.start_journal,
             on_progress=on_progress,
         )
+    write_and_print(measurement, None, options.urls, output, as_text(measurement))
+    return measurement
 
 
 def as_text(measurement: LayersMeasurement) -> str:

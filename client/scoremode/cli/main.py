@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _how_to_resume(error: BaseException) -> str:
-    """The notes that `running.measure_lanes` added."""
+    """The notes that `running.measure_each` added."""
     return printable("".join(getattr(error, "__notes__", ())))
 
 

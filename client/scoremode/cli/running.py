@@ -3,13 +3,14 @@
 import argparse
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from scoremode._tasks import Result
 from scoremode.client import AsyncScoreClient
 from scoremode.runs.calibration import Calibration, FinishedRun, Overlap
 from scoremode.runs.corpora import Corpus, load_corpus, read_rows
@@ -36,20 +37,30 @@ def measure_lanes(
     options: argparse.Namespace, measure: Callable[[argparse.Namespace, Output | None], Coroutine[Any, Any, Measured]]
 ) -> None:
     """Measure in one lane, or in both one after the other and print what they differ in."""
-    lanes = [*_each_lane(options)] if options.lane == "both" else [options]
-    outputs = [
-        None if lane.output is None else Output(lane.output, resume=options.resume, force=options.force)
-        for lane in lanes
-    ]
-    written = [*filter(None, outputs)]
-    with resumable(written):
-        measured = [asyncio.run(measure(lane, output)) for lane, output in zip(lanes, outputs, strict=True)]
-    # Not before all lanes are finished: a command that resumes them has the windows of the first from its journal.
-    for output in written:
-        output.remove_journal()
+    measured = measure_each([*_each_lane(options)] if options.lane == "both" else [options], measure)
     if len(measured) > 1:
         (prefill, positions), (decode, _) = measured
         print(lane_difference(prefill, decode, positions).verdict())
+
+
+def measure_each(
+    runs: Sequence[argparse.Namespace],
+    measure: Callable[[argparse.Namespace, Output | None], Coroutine[Any, Any, Result]],
+) -> list[Result]:
+    """Measure with the options of each run. If one fails, the journals are closed, and the error says how to resume the
+    last run that has windows."""
+    outputs = [None if run.output is None else Output(run.output, resume=run.resume, force=run.force) for run in runs]
+    written = [*filter(None, outputs)]
+    try:
+        measured = [asyncio.run(measure(run, output)) for run, output in zip(runs, outputs, strict=True)]
+    except BaseException as error:
+        hints = [output.abort() for output in written]
+        error.add_note(next(filter(None, reversed(hints)), ""))
+        raise
+    # Not before all runs are finished: a command that resumes them has the windows of the first from its journal.
+    for output in written:
+        output.remove_journal()
+    return measured
 
 
 def _each_lane(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
@@ -59,17 +70,6 @@ def _each_lane(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
         if path is not None:
             path = path.with_name(f"{path.stem}-{lane}{path.suffix}")
         yield argparse.Namespace(**{**vars(options), "lane": lane, "decode_batch": decode_batch, "output": path})
-
-
-@contextmanager
-def resumable(outputs: Sequence[Output]) -> Iterator[None]:
-    """Close the journals of runs that fail, and add to the error how to resume the last that has windows."""
-    try:
-        yield
-    except BaseException as error:
-        hints = [output.abort() for output in outputs]
-        error.add_note(next(filter(None, reversed(hints)), ""))
-        raise
 
 
 @asynccontextmanager
