@@ -23,7 +23,7 @@ from scoremode.runs.run import OnProgress, Run, StartJournal, measure
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
 from scoremode.wire.arrays import decode_top_logprobs, encode_top_logprobs
 from scoremode.wire.protocol import Lane, ServerInfo, TopLogprobArrays
-from scoremode.wire.references import DivergentPosition, KldStatistics, Reference, WindowOrigins
+from scoremode.wire.references import DivergentPosition, KldStatistics, Reference, ReferenceLayers, WindowOrigins
 
 _log = logging.getLogger(__name__)
 
@@ -39,12 +39,24 @@ class _Line(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class KldPlan:
-    """The models and the reference that a run compares, as its journal has them."""
+class ComparedModel:
+    """A served model, and the reference that it is compared with."""
 
     server: ServerInfo
     model: str
     reference: Reference
+
+    @property
+    def layers(self) -> ReferenceLayers:
+        """The layers of a reference that was recorded with some."""
+        assert self.reference.layers is not None
+        return self.reference.layers
+
+
+@dataclass(frozen=True, slots=True)
+class KldPlan(ComparedModel):
+    """The models and the reference that a run compares, as its journal has them."""
+
     top_logprobs: int = 0
     lane: Lane = "prefill"
     """The served model's lane; the reference was recorded in prefill."""
@@ -121,13 +133,10 @@ class DivergentToken:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KldMeasurement:
-    """A served model compared with a reference, over all its windows."""
+class KldMeasurement(ComparedModel):
+    """A served model compared with a reference, over all its windows. The reference is as read after the last window,
+    with its noise floor."""
 
-    server: ServerInfo
-    model: str
-    reference: Reference
-    """As read after the last window, with its noise floor."""
     concurrency: int | None
     """Windows in flight at once, at all servers together; None where the server decided."""
     as_noise_floor: bool

@@ -20,29 +20,19 @@ from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, RunError
 from scoremode.metrics import finite_or_none
 from scoremode.results import ResumedKld
-from scoremode.runs.divergence import compared_window, reference_header, same_references, unreplaced
+from scoremode.runs.divergence import ComparedModel, compared_window, reference_header, same_references, unreplaced
 from scoremode.runs.plan import server_header
 from scoremode.runs.pool import Pool
 from scoremode.runs.report import record_beginning
 from scoremode.runs.run import OnProgress, StartJournal, measure
-from scoremode.wire.protocol import ServerInfo
-from scoremode.wire.references import BlockKind, Reference, ReferenceLayers
+from scoremode.wire.references import BlockKind
 
 PartKind = BlockKind | Literal["embeddings", "head"]
 
 
 @dataclass(frozen=True, slots=True)
-class LayersPlan:
+class LayersPlan(ComparedModel):
     """The divergences to be measured, as their journal has them."""
-
-    server: ServerInfo
-    model: str
-    reference: Reference
-
-    @property
-    def layers(self) -> ReferenceLayers:
-        assert self.reference.layers is not None
-        return self.reference.layers
 
     @property
     def num_places(self) -> int:
@@ -112,22 +102,14 @@ class PartCost(Cost):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayersMeasurement:
+class LayersMeasurement(ComparedModel):
     """The cost of each part of a served model, next to a reference."""
 
-    server: ServerInfo
-    model: str
-    reference: Reference
     window_sizes: NDArray[np.int64]
     """Positions of each window."""
     kld_sums: NDArray[np.float64]
     """[windows, boundaries + 1]: of each window the sum of its divergences, of the whole model first."""
     seconds: float
-
-    @property
-    def layers(self) -> ReferenceLayers:
-        assert self.reference.layers is not None
-        return self.reference.layers
 
     @property
     def whole(self) -> Cost:
@@ -137,9 +119,11 @@ class LayersMeasurement:
     def parts(self) -> list[PartCost]:
         """The embeddings, every block, and the final norm with the LM head."""
         floor = self.layers.floor or [0.0]
-        names: list[tuple[str, PartKind, list[str]]] = [("embeddings", "embeddings", [])]
-        names += [(block.name, block.kind, block.modules) for block in self.layers.blocks]
-        names.append(("head", "head", []))
+        names: list[tuple[str, PartKind, list[str]]] = [
+            ("embeddings", "embeddings", []),
+            *((block.name, block.kind, block.modules) for block in self.layers.blocks),
+            ("head", "head", []),
+        ]
         # Of the whole model and after the head there is nothing to resume from.
         floors = [max(pair) for pair in zip([0.0, *floor], [*floor, 0.0], strict=True)]
         sums = [*(self.kld_sums[:, :-1] - self.kld_sums[:, 1:]).T, self.kld_sums[:, -1]]
@@ -173,18 +157,14 @@ class LayersMeasurement:
         return Cost(float(mean), stderr)
 
     def record(self, urls: Sequence[str]) -> dict[str, object]:
-        parts = self.parts
-
-        def as_json(part: PartCost) -> dict[str, object]:
-            return {**asdict(part), "is_above_floor": part.is_above_floor}
-
+        parts = [{**asdict(part), "is_above_floor": part.is_above_floor} for part in self.parts]
         return {
             **record_beginning("layers", urls, self.model, self.server),
             "reference": finite_or_none(self.reference.model_dump()) | {"model": model_name(self.reference.model)},
             "whole": asdict(self.whole),
-            "embeddings": as_json(parts[0]),
-            "blocks": [as_json(block) for block in parts[1:-1]],
-            "head": as_json(parts[-1]),
+            "embeddings": parts[0],
+            "blocks": parts[1:-1],
+            "head": parts[-1],
             "floor": self.layers.floor,
             "seconds": self.seconds,
         }
