@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from scoremode.results import GeneratedAnswer
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.journal import Journal
 from scoremode.runs.output import JOURNAL_SUFFIX
-from scoremode.runs.plan import server_header
+from scoremode.runs.plan import TEXTS_AT_ONCE, server_header
 from scoremode.runs.pool import Pool
 from scoremode.runs.recording import Recording, record_reference
 from scoremode.runs.run import OnProgress, measure
@@ -24,9 +25,6 @@ from scoremode.wire.protocol import ServerInfo
 from scoremode.wire.references import Answer, Answers, AnswerSettings, Reference, ReferenceAnswers
 
 _log = logging.getLogger(__name__)
-
-_PROMPTS_AT_ONCE = 16
-"""Tokenized by the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +65,16 @@ class AnswersPlan:
 
     def from_line(self, line: dict[str, object]) -> GeneratedAnswer:
         answer = GeneratedAnswer.model_validate(line)
-        if answer.index >= self.num_windows or len(answer.token_ids) > self.settings.max_new_tokens:
+        if len(answer.token_ids) > self.settings.max_new_tokens:
             raise ValueError("not an answer of this run")
         return answer
 
     def answers(self, generated: Sequence[GeneratedAnswer]) -> Answers:
         """The answers to all prompts, as they are recorded."""
-        pairs = zip(self.prompts, generated, strict=True)
-        data = [Answer(prompt_token_ids=prompt, token_ids=each.token_ids, text=each.text) for prompt, each in pairs]
+        data = [
+            Answer(prompt_token_ids=prompt, token_ids=each.token_ids, text=each.text)
+            for prompt, each in zip(self.prompts, generated, strict=True)
+        ]
         return Answers(**self.settings.model_dump(), data=data)
 
 
@@ -111,20 +111,20 @@ async def record_answers(
             # Left by a command that ended before it could.
             path.unlink(missing_ok=True)
             return Recording(prompts, earlier, earlier.num_recorded, 0.0)
-        _check_journal(path, name)
+        if not path.exists():
+            raise OutputError(
+                f"the reference {name!r} is not complete, and its answers are not in {path}: run the command in the "
+                "folder that has this file, or delete the reference"
+            )
     token_ids = await _tokenized(client, prompts)
     _check_lengths(prompts, token_ids, settings.max_new_tokens, pool.info.max_model_len)
     plan = AnswersPlan(pool.info, client.model or pool.info.model, prompts, token_ids, settings)
-    journal = Journal(path, plan)
-    _log.info("answers are kept in %s until the reference is complete; it has %d", path, journal.num_done)
-    try:
+    with closing(Journal(path, plan)) as journal:
+        _log.info("answers are kept in %s until the reference is complete; it has %d", path, journal.num_done)
         run = await measure(plan, pool, lambda _: journal, on_progress)
         answered = replace(prompts, answers=plan.answers(run.in_order()))
         recording = await record_reference(client, answered, name)
-    except BaseException:
-        journal.close()
-        raise
-    journal.remove()
+        journal.remove()
     return recording
 
 
@@ -146,18 +146,9 @@ async def _recorded(
     return reference
 
 
-def _check_journal(path: Path, name: str) -> None:
-    """Raise OutputError if the answers that a reference was begun with are missing."""
-    if not path.exists():
-        raise OutputError(
-            f"the reference {name!r} is not complete, and its answers are not in {path}: run the command in the folder "
-            "that has this file, or delete the reference"
-        )
-
-
 async def _tokenized(client: AsyncScoreClient, prompts: Corpus) -> list[list[int]]:
     """The token ids of each prompt: a conversation's by the chat template, a text's as completions have them."""
-    slots = asyncio.Semaphore(_PROMPTS_AT_ONCE)
+    slots = asyncio.Semaphore(TEXTS_AT_ONCE)
 
     async def tokens_of(row: int) -> list[int]:
         async with slots:

@@ -97,7 +97,7 @@ class KldPlan(ComparedModel):
         top, reference_top = [*map(decode_top_logprobs, fields.tops), None, None][:2]
         positions = decode_positions(fields.positions)
         window = KldWindowValues(fields.index, positions, top, reference_top, fields.mean_batch)
-        if fields.index >= self.num_windows or fields.num_scored != window.num_scored:
+        if fields.num_scored != window.num_scored:
             raise ValueError("not a window of this run")
         return window
 

@@ -54,7 +54,7 @@ class Measurement(Protocol[Result]):
         """A finished window as JSON, exact to the last bit."""
 
     def from_line(self, line: dict[str, object]) -> Result:
-        """The window that a line has; a ValueError or ResponseError if it has none of this run."""
+        """The window that a line has; a ValueError or ResponseError if it is not of this run, whatever its index."""
 
 
 class AppendedFile:
@@ -135,8 +135,8 @@ class Journal(AppendedFile, Generic[Result]):
             line = json.loads(text)
             seconds = _SECONDS.validate_python(line.pop("seconds", None))
             window = self.plan.from_line(line)
-            if window.index in self.windows:
-                raise ValueError("a window twice")
+            if window.index in self.windows or window.index >= self.plan.num_windows:
+                raise ValueError("a window twice, or none of this run")
         except (ValueError, TypeError, AttributeError, RecursionError, ResponseError) as error:
             raise OutputError(f"{self.path} is damaged at line {number}; delete it to start afresh") from error
         self.windows[window.index] = window

@@ -35,7 +35,7 @@ from scoremode.wire.references import WindowOrigins
 _log = logging.getLogger(__name__)
 
 _COMPUTED_BY = "server.computed_by."
-_TEXTS_AT_ONCE = 16
+TEXTS_AT_ONCE = 16
 """Tokenized by the server."""
 CONVERSATIONS_AT_ONCE = 64
 """Rendered by one request."""
@@ -195,7 +195,7 @@ async def make_plan(
 
 async def tokenize_texts(client: AsyncScoreClient, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
     """Token ids of each text, by the tokenizer of a server."""
-    slots = asyncio.Semaphore(_TEXTS_AT_ONCE)
+    slots = asyncio.Semaphore(TEXTS_AT_ONCE)
 
     async def tokens_of(text: str) -> list[int]:
         async with slots:
