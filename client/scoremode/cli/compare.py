@@ -108,8 +108,7 @@ def _compare_layers(options: argparse.Namespace) -> int:
     """Compare runs of `ppl-client layers`: bars side by side, and a table."""
     from scoremode.comparison.layers import layers_as_text, load_layers, write_layers_report
 
-    others = [*_OF_RUNS, "tasks", "llama_cpp", "qbench", "markdown", "csv"]
-    for name in others:
+    for name in (*_OF_RUNS, "tasks", "llama_cpp", "qbench", "markdown", "csv"):
         if name != "html" and getattr(options, name):
             raise RunError(f"--{name.replace('_', '-')} does not work with runs of ppl-client layers")
     runs = load_layers(options.runs, options.labels)

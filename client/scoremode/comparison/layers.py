@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from scoremode._texts import model_name, printable
 from scoremode.comparison.compare import check_labels
-from scoremode.comparison.report import policy_hash, template_of
+from scoremode.comparison.report import TEMPLATES, policy_hash, template_of
 from scoremode.comparison.run_file import labels_of
 from scoremode.errors import RunError, file_errors
 from scoremode.runs.layers import Cost, PartCost, PartKind
@@ -19,7 +19,6 @@ from scoremode.runs.report import weights_in_words
 from scoremode.wire.protocol import ServerInfo
 from scoremode.wire.references import Reference
 
-_TEMPLATES = Path(__file__).with_name("templates")
 WIDTH, HEIGHT, MARGIN = 640.0, 260.0, 56.0
 """Of a panel in pixels, and of what is left of the bars."""
 _COLORS: dict[PartKind, int] = {"mlp": 1, "moe": 1, "embeddings": 2, "head": 2, "layer": 3}
@@ -42,9 +41,6 @@ class LayersRun:
     def parts(self) -> list[PartCost]:
         """In the order of the model."""
         return [self.embeddings, *self.blocks, self.head]
-
-
-_RUN = TypeAdapter(LayersRun)
 
 
 def is_layers_file(path: Path) -> bool:
@@ -75,7 +71,7 @@ def _load(path: Path) -> LayersRun:
         fields = json.loads(content)
         if not isinstance(fields, dict) or fields.get("kind") != "layers":
             raise RunError(f"{path} is not a run of ppl-client layers, which are compared with each other alone")
-        return _RUN.validate_python(fields)
+        return LayersRun(**fields)
     except ValidationError as error:
         first = error.errors()[0]
         raise RunError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -105,7 +101,7 @@ def layers_as_text(runs: Mapping[str, LayersRun]) -> str:
 def write_layers_report(runs: Mapping[str, LayersRun], path: Path) -> None:
     """Write the bars of each run by depth, side by side and to one scale."""
     reference = next(iter(runs.values())).reference
-    style = (_TEMPLATES / "report.css").read_text("utf-8") + (_TEMPLATES / "layers.css").read_text("utf-8")
+    style = (TEMPLATES / "report.css").read_text("utf-8") + (TEMPLATES / "layers.css").read_text("utf-8")
     highest = max(part.cost + (part.stderr or 0) for run in runs.values() for part in run.parts)
     lowest = min(0.0, *(part.cost - (part.stderr or 0) for run in runs.values() for part in run.parts))
     html = template_of("layers.html.j2").render(

@@ -25,7 +25,7 @@ from scoremode.comparison.summary import computed_differently, in_words, summary
 from scoremode.comparison.tables import Column, best_at_each_size, group_notes, group_tables
 from scoremode.runs.report import weights_in_words
 
-_TEMPLATES = Path(__file__).with_name("templates")
+TEMPLATES = Path(__file__).with_name("templates")
 MAX_BYTES = 30_000_000
 """Of the file: what a browser opens in a moment, and a mail may carry."""
 _MAX_NAMED = 8
@@ -44,10 +44,11 @@ def write_report(
         max_bytes: The file's largest size: it keeps the text of as many of the most divergent passages as fit.
             Tables, plots and means of all passages are always there.
     """
-    context = _context(comparison)
-    context["accuracies"] = [] if tasks is None else report_sections(tasks)
-    context["accuracy_notes"] = [] if tasks is None else accuracy_notes(tasks)
-    context["base_of_tasks"] = "" if tasks is None else tasks.base
+    context = _context(comparison) | {
+        "accuracies": [] if tasks is None else report_sections(tasks),
+        "accuracy_notes": [] if tasks is None else accuracy_notes(tasks),
+        "base_of_tasks": "" if tasks is None else tasks.base,
+    }
     template = template_of("report.html.j2")
     without_text = template.render(**context, data="", text_note="")
     data = text_data(comparison.files, max_bytes - len(without_text.encode()) - 1000)
@@ -62,7 +63,7 @@ def write_report(
 
 def _context(comparison: RunComparison) -> dict[str, Any]:
     names = ("report.css", "report.js", "report_actions.js")
-    style, *scripts = ((_TEMPLATES / name).read_text("utf-8") for name in names)
+    style, *scripts = ((TEMPLATES / name).read_text("utf-8") for name in names)
     script = "".join(scripts)
     columns, rows = run_table(comparison)
     runs = comparison.files
@@ -130,7 +131,7 @@ def _largest_kld(comparison: RunComparison) -> int | None:
 
 def template_of(name: str) -> Template:
     """A template of an HTML file: text is escaped, and a name that is not given is an error."""
-    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
     return environment.get_template(name)
 
 

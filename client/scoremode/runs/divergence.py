@@ -66,8 +66,9 @@ class KldPlan(ComparedModel):
         return self.reference.num_windows
 
     async def measure(self, client: AsyncScoreClient, index: int) -> KldWindowValues:
-        settings: dict[str, Any] = {"top_logprobs": self.top_logprobs, "lane": self.lane}
-        return await compared_window(client, self.server, self.reference, index, **settings)
+        return await compared_window(
+            client, self.server, self.reference, index, top_logprobs=self.top_logprobs, lane=self.lane
+        )
 
     def nats(self, window: KldWindowValues) -> float:
         return float(window.positions.kld.sum(dtype="f8"))
