@@ -3,6 +3,7 @@ where the figures are from."""
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -181,7 +182,7 @@ def _is_in_other_lane(one: RunFile, other: RunFile) -> bool:
     return one.lane != other.lane and one.server.fingerprint == other.server.fingerprint is not None
 
 
-def _results(comparison: RunComparison, figures: RunFigures) -> list[EvalResult]:
+def _results(comparison: RunComparison, figures: RunFigures) -> Iterator[EvalResult]:
     """List the figures of a run. What else decides them is in the config and split of the dataset, by which the hub
     tells results apart."""
     run, corpus = figures.run, comparison.corpus
@@ -189,21 +190,17 @@ def _results(comparison: RunComparison, figures: RunFigures) -> list[EvalResult]
     config, split = (None, None) if corpus is None else (corpus.config, corpus.split)
     stride = f"stride {run.stride}" if run.method in STRIDED_METHODS else None
     windows = (config, run.method, f"context length {run.context_length}", stride)
-    results = []
     for metric, (type_, hub_name) in _HUB_METRICS.items():
         figure = getattr(figures, metric)
         value = figure.value if isinstance(figure, Figure) else figure
         if value is not None and math.isfinite(value):
-            results.append(
-                EvalResult(
-                    task_type="text-generation",
-                    dataset_type="text" if corpus is None else HUB_ALIASES.get(name, (name,))[0],
-                    dataset_name=name,
-                    dataset_config=", ".join(filter(None, windows)),
-                    dataset_split=", ".join(filter(None, (split, f"{run.num_windows} windows", f"{run.lane} lane"))),
-                    metric_type=type_,
-                    metric_name=hub_name,
-                    metric_value=float(f"{METRICS[metric].scale * value:.6g}"),
-                )
+            yield EvalResult(
+                task_type="text-generation",
+                dataset_type="text" if corpus is None else HUB_ALIASES.get(name, (name,))[0],
+                dataset_name=name,
+                dataset_config=", ".join(filter(None, windows)),
+                dataset_split=", ".join(filter(None, (split, f"{run.num_windows} windows", f"{run.lane} lane"))),
+                metric_type=type_,
+                metric_name=hub_name,
+                metric_value=float(f"{METRICS[metric].scale * value:.6g}"),
             )
-    return results

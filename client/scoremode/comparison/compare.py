@@ -50,7 +50,7 @@ def compare(
     """
     check_comparable(runs)
     runs, warnings = _with_base_first(runs, base)
-    groups = groups_of(runs)
+    groups = [*groups_of(runs)]
     values = {(run.label, name): series for run in runs for name, series in _series(run).items()}
     noise_floors = _noise_floors(runs)
     klds = [run.kld for run in runs if run.kld is not None]

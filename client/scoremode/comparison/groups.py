@@ -1,6 +1,6 @@
 """Groups of tokens that tables compare: classes of a conversation's tokens, domains, and positions in the context."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -47,21 +47,25 @@ def name_of_domains(runs: Sequence[RunFile]) -> str:
     return next((run.corpus.by for run in runs if run.corpus is not None and run.corpus.by), "domain")
 
 
-def groups_of(runs: Sequence[RunFile]) -> list[Group]:
+def groups_of(runs: Sequence[RunFile]) -> Iterator[Group]:
     """Groups by class, by domain and by context, each only where there are several; by context only where that is
     longer than the default context length."""
-    groups: list[Group] = []
     sizes, classes = runs[0].window_sizes, first_known(runs, "classes")
     if classes is not None:
-        groups += _several("class", dict(enumerate(TOKEN_CLASSES)), classes)
+        yield from _several("class", dict(enumerate(TOKEN_CLASSES)), classes)
     if (window_domains := domains(runs)) is not None:
-        groups += _domain_groups(name_of_domains(runs), window_domains[0], np.repeat(window_domains[1], sizes))
+        names, of_windows = window_domains
+        indices = np.repeat(of_windows, sizes)
+        counts = np.bincount(indices, minlength=len(names))
+        rare = np.argsort(-counts, kind="stable")[MOST_DOMAINS:]
+        others = f"{(counts[rare] > 0).sum()} others"
+        indices = np.where(np.isin(indices, rare), -1, indices)
+        yield from _several(name_of_domains(runs), {**dict(enumerate(names)), -1: others}, indices)
     before = tokens_before(runs)
     if before is not None and before.max() >= DEFAULT_CONTEXT_LENGTH:
-        names = [f"{low:,} to {high - 1:,}" for low, high in pairwise(_CONTEXT_EDGES)]
-        names.append(f"{_CONTEXT_EDGES[-1]:,} and more")
-        groups += _several("tokens before", dict(enumerate(names, 1)), np.digitize(before, _CONTEXT_EDGES))
-    return groups
+        ranges = [f"{low:,} to {high - 1:,}" for low, high in pairwise(_CONTEXT_EDGES)]
+        ranges.append(f"{_CONTEXT_EDGES[-1]:,} and more")
+        yield from _several("tokens before", dict(enumerate(ranges, 1)), np.digitize(before, _CONTEXT_EDGES))
 
 
 def tokens_before(runs: Sequence[RunFile]) -> NDArray[np.int64] | None:
@@ -72,13 +76,6 @@ def tokens_before(runs: Sequence[RunFile]) -> NDArray[np.int64] | None:
     starts = np.cumsum(sizes) - sizes
     before: NDArray[np.int64] = np.arange(sizes.sum()) + np.repeat(contexts - starts, sizes)
     return before
-
-
-def _domain_groups(by: str, names: Sequence[str], indices: NDArray[np.int32]) -> list[Group]:
-    counts = np.bincount(indices, minlength=len(names))
-    rare = np.argsort(-counts, kind="stable")[MOST_DOMAINS:]
-    others = f"{(counts[rare] > 0).sum()} others"
-    return _several(by, {**dict(enumerate(names)), -1: others}, np.where(np.isin(indices, rare), -1, indices))
 
 
 def _several(by: str, names: Mapping[int, str], indices: NDArray[Any]) -> list[Group]:

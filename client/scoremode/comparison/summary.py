@@ -108,7 +108,7 @@ def effects(comparison: RunComparison, figures: RunFigures) -> list[str]:
     return parts
 
 
-def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Verdict]) -> list[str]:
+def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Verdict]) -> Iterator[str]:
     """Say which runs are shown to be worse than others, and for which pairs nothing is shown. A verdict is on the first
     of two."""
     both_ways = {**verdicts, **{(second, first): OPPOSITE[verdict] for (first, second), verdict in verdicts.items()}}
@@ -116,15 +116,14 @@ def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Ver
         f"{first} and {second}" for (second, first), verdict in verdicts.items() if verdict == "no difference shown"
     ]
     if len(undecided) == len(labels) * (len(labels) - 1) / 2 > 0:
-        return [f"No difference by {what} is shown between any two runs."]
+        yield f"No difference by {what} is shown between any two runs."
+        return
     betters = {label: [other for other in labels if both_ways.get((label, other)) == "worse"] for label in labels}
-    sentences = []
     for better in {tuple(each): each for each in betters.values() if each}.values():
         worse = [label for label in labels if betters[label] == better]
-        sentences.append(f"{_listed(worse)} {_are(worse)} worse than {_listed(better)} by {what}.")
+        yield f"{_listed(worse)} {_are(worse)} worse than {_listed(better)} by {what}."
     if undecided:
-        sentences.append(f"No difference by {what} is shown between {', nor between '.join(undecided)}.")
-    return sentences
+        yield f"No difference by {what} is shown between {', nor between '.join(undecided)}."
 
 
 def _lanes(comparison: RunComparison) -> Iterator[str]:
@@ -144,7 +143,7 @@ def _lanes(comparison: RunComparison) -> Iterator[str]:
         yield f"{other.label} and {prefill.label} by {by}: {verdict}."
 
 
-def _noise_floor(runs: Sequence[RunFigures]) -> list[str]:
+def _noise_floor(runs: Sequence[RunFigures]) -> Iterator[str]:
     """Nothing of the reference's own run, which the floor is made of."""
     multiples = [
         (figures.run.label, figures.kld_over_noise_floor)
@@ -153,15 +152,13 @@ def _noise_floor(runs: Sequence[RunFigures]) -> list[str]:
     ]
     below = [label for label, multiple in multiples if multiple <= 1]
     above = [f"{label} is {times_the_floor(multiple)}" for label, multiple in multiples if multiple > 1]
-    sentences = []
     if below:
-        sentences.append(
+        yield (
             f"{_listed(below)} {_are(below)} at or below the noise floor: "
             "the reference's own model diverges as much from itself in other batches."
         )
     if above:
-        sentences.append(f"{_listed(above)} the noise floor by mean KL divergence.")
-    return sentences
+        yield f"{_listed(above)} the noise floor by mean KL divergence."
 
 
 def agreements(runs: Sequence[RunFigures]) -> Iterator[str]:
