@@ -1,11 +1,9 @@
 """`ScoreClient`, generated from `client.py` by `python scripts/write_sync_client.py`. Do not edit it."""
 
-import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self, Unpack
-from urllib.parse import quote
 
 import httpx
 
@@ -35,7 +33,6 @@ from scoremode.wire.references import (
     ServedLayers,
 )
 from scoremode.wire.requests import (
-    API_KEY_VARIABLE,
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT,
     MAX_POSITIONS,
@@ -46,6 +43,7 @@ from scoremode.wire.requests import (
     DetokenizedText,
     OnWindow,
     connection_settings,
+    info_path,
     lane_request,
     parse_answer,
     parse_token_texts,
@@ -93,8 +91,7 @@ class ScoreClient:
         self.model = model
         self.retries = Retries(self.address, max_retries, retry_for)
         """May be changed while requests are under way."""
-        key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
-        self._http = httpx.Client(**connection_settings(key, timeout), transport=transport)
+        self._http = httpx.Client(**connection_settings(api_key, timeout), transport=transport)
 
     def __enter__(self) -> Self:
         return self
@@ -125,8 +122,7 @@ class ScoreClient:
 
     def info(self) -> ServerInfo:
         """Ask what the server runs: model, context length, special tokens, versions."""
-        query = "" if self.model is None else f"?model={quote(self.model, safe='')}"
-        return self.send(call("GET", f"/v1/score{query}", ServerInfo.model_validate))
+        return self.send(call("GET", info_path(self.model), ServerInfo.model_validate))
 
     def score(
         self,

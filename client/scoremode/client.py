@@ -5,11 +5,9 @@ sent again in `wire.retries`.
 """
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self, Unpack
-from urllib.parse import quote
 
 import httpx
 
@@ -39,7 +37,6 @@ from scoremode.wire.references import (
     ServedLayers,
 )
 from scoremode.wire.requests import (
-    API_KEY_VARIABLE,
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT,
     MAX_POSITIONS,
@@ -50,6 +47,7 @@ from scoremode.wire.requests import (
     DetokenizedText,
     OnWindow,
     connection_settings,
+    info_path,
     lane_request,
     parse_answer,
     parse_token_texts,
@@ -99,8 +97,7 @@ class AsyncScoreClient:
         self.model = model
         self.retries = Retries(self.address, max_retries, retry_for)
         """May be changed while requests are under way."""
-        key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
-        self._http = httpx.AsyncClient(**connection_settings(key, timeout), transport=transport)
+        self._http = httpx.AsyncClient(**connection_settings(api_key, timeout), transport=transport)
 
     async def __aenter__(self) -> Self:
         return self
@@ -131,8 +128,7 @@ class AsyncScoreClient:
 
     async def info(self) -> ServerInfo:
         """Ask what the server runs: model, context length, special tokens, versions."""
-        query = "" if self.model is None else f"?model={quote(self.model, safe='')}"
-        return await self.send(call("GET", f"/v1/score{query}", ServerInfo.model_validate))
+        return await self.send(call("GET", info_path(self.model), ServerInfo.model_validate))
 
     async def score(
         self,

@@ -1,5 +1,6 @@
 """Parts of requests and answers that both clients have in common: addresses, fields, limits and readers."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
@@ -86,11 +87,12 @@ def server_root(base_url: str) -> str:
 
 
 def connection_settings(api_key: str | None, timeout: float) -> dict[str, Any]:
-    """Settings of an httpx client."""
+    """Settings of an httpx client, whose API key is the environment's if it is None."""
+    key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
     # An answer of a few bytes could unpack to any length.
     headers = {"User-Agent": f"scoremode/{__version__}", "Accept-Encoding": "identity"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
     return {
         "headers": headers,
         # Requests queue for a connection as long as it takes: how many there are at once is the caller's choice.
@@ -169,6 +171,10 @@ def _leaves(nested: Any) -> list[str | list[int]]:
 def lane_request(lane: Lane, context: int | None) -> dict[str, Any]:
     """The lane's fields of a request; none for prefill, which older servers know too."""
     return {} if lane == "prefill" and context is None else {"lane": lane, "context": context}
+
+
+def info_path(model: str | None) -> str:
+    return "/v1/score" if model is None else f"/v1/score?model={quote(model, safe='')}"
 
 
 def reference_path(name: str) -> str:
