@@ -48,22 +48,18 @@ def tasks_as_csv(tasks: TaskComparison) -> Iterator[CsvRow]:
                 yield {**shared, "figure": name, "value": value}
 
 
-def report_sections(tasks: TaskComparison) -> list[dict[str, object]]:
+def report_sections(tasks: TaskComparison) -> Iterator[dict[str, object]]:
     """The report's sections, one per model; the flipped questions are sorted by how firmly the models hold their
     answers, near ties last. Verdicts are classes of the style sheet, one per row."""
-    sections: list[dict[str, object]] = []
     for model in tasks.models:
         flipped = sorted(model.flipped, key=lambda each: -min(_margin(each.base), _margin(each.other)))
-        sections.append(
-            {
-                "label": model.label,
-                "columns": _columns(tasks, model),
-                "verdicts": [row.figures.verdict.split()[0] for row in model.all_rows],
-                "flipped": [_flipped(tasks.base, model.label, each) for each in flipped[:_MAX_FLIPPED]],
-                "num_left_out": max(0, len(flipped) - _MAX_FLIPPED),
-            }
-        )
-    return sections
+        yield {
+            "label": model.label,
+            "columns": _columns(tasks, model),
+            "verdicts": [row.figures.verdict.split()[0] for row in model.all_rows],
+            "flipped": [_flipped(tasks.base, model.label, each) for each in flipped[:_MAX_FLIPPED]],
+            "num_left_out": max(0, len(flipped) - _MAX_FLIPPED),
+        }
 
 
 def accuracy_notes(tasks: TaskComparison) -> list[str]:

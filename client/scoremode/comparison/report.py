@@ -45,7 +45,7 @@ def write_report(
             Tables, plots and means of all passages are always there.
     """
     context = _context(comparison) | {
-        "accuracies": [] if tasks is None else report_sections(tasks),
+        "accuracies": [] if tasks is None else [*report_sections(tasks)],
         "accuracy_notes": [] if tasks is None else accuracy_notes(tasks),
         "base_of_tasks": "" if tasks is None else tasks.base,
     }
@@ -83,7 +83,7 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "rows": rows,
         "best": best_at_each_size(comparison),
         "card": card(comparison),
-        "effects": effect_cells(comparison),
+        "effects": [*effect_cells(comparison)],
         "warnings": warnings,
         "base": comparison.base.label,
         "matrices": pair_matrices(comparison),

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,14 +69,12 @@ def _column(comparison: RunComparison, metric: Metric) -> list[Cell]:
     return [cell_of(metric, value, digits, metric.unit) for value in values]
 
 
-def effect_cells(comparison: RunComparison) -> list[tuple[str, list[Cell]]]:
+def effect_cells(comparison: RunComparison) -> Iterator[tuple[str, list[Cell]]]:
     """The label of each run but the base, and its `effects`, the first with the verdict's mark."""
-    rows = []
     for figures in comparison.runs[1:]:
         label = figures.run.label
         first, *rest = effects(comparison, figures)
-        rows.append((label, [Cell(first, mark=_mark(comparison.base_pairs[label].verdict)), *map(Cell, rest)]))
-    return rows
+        yield label, [Cell(first, mark=_mark(comparison.base_pairs[label].verdict)), *map(Cell, rest)]
 
 
 def parted_answers(run: RunFile) -> list[Column]:

@@ -166,7 +166,7 @@ def test_a_generated_answer_next_to_an_option_is_shown_as_a_text(tmp_path):
         for name, right, changes in (("base", 1, {}), ("q", 0, other))
     ]
     tasks = compare_tasks({folder.name: load_tasks(folder, ["acc"]) for folder in folders})
-    assert report_sections(tasks)[0]["flipped"][0][1] == [("answer", " 0", "42"), ("answer", " 1", "43")]
+    assert next(report_sections(tasks))["flipped"][0][1] == [("answer", " 0", "42"), ("answer", " 1", "43")]
 
 
 def test_a_report_shows_the_questions_that_flipped(folders, tmp_path, capsys):
