@@ -55,9 +55,6 @@ class _QbenchModel(BaseModel):
     bpw_layer: float | None = None
 
 
-_QBENCH = TypeAdapter(list[_QbenchModel])
-
-
 def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
     """Read what `llama-perplexity`, with `--kl-divergence` or without, printed on stdout and stderr.
     RunError if it cannot be read, or has no final figures."""
@@ -101,7 +98,7 @@ def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:
     with file_errors(RunError, f"read {path}"):
         text = path.read_text(encoding_of(path), errors="replace")
     try:
-        models = _QBENCH.validate_json(text)
+        models = TypeAdapter(list[_QbenchModel]).validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         reason = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))

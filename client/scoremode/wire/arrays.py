@@ -81,7 +81,7 @@ def encode_array(array: NDArray[Any], dtype: str) -> str:
     return base64.b64encode(array.astype(dtype).tobytes()).decode()
 
 
-def decode_array(name: str, encoded: object, dtype: str, shape: Sequence[int] | None = None) -> NDArray[Any]:
+def decode_array(name: str, encoded: object, dtype: str, shape: Sequence[int] = (-1,)) -> NDArray[Any]:
     """An array of an answer; `name` is its field."""
     if not isinstance(encoded, str):
         raise ResponseError(f"the server's {name} are not in base64")
@@ -89,8 +89,6 @@ def decode_array(name: str, encoded: object, dtype: str, shape: Sequence[int] | 
         values = np.frombuffer(base64.b64decode(encoded, validate=True), dtype)
     except (binascii.Error, ValueError) as error:
         raise ResponseError(f"the server's {name} are not {np.dtype(dtype).name} in base64: {error}") from error
-    if shape is None:
-        return values
     try:
         return values.reshape(shape)
     except (TypeError, ValueError, OverflowError) as error:
