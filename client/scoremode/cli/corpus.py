@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 from pathlib import Path
-from typing import Any
 
 from scoremode._texts import two_columns
 from scoremode.cli.options import COUNT, QUIET, SEVERAL_SERVERS, Command, Group, Option, check_servers
@@ -14,10 +13,19 @@ from scoremode.corpus.documents import REQUESTS_IN_FLIGHT
 
 
 async def run(options: argparse.Namespace) -> None:
-    names = ("text_column", "column_prefix", "per_token", "context_length", "concurrency", "resume")
-    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
     async with connected(options, corpus_bar(quiet=options.quiet)) as (clients, on_progress):
-        done = await score_corpus(clients, options.inputs, options.output, **settings, on_progress=on_progress)
+        done = await score_corpus(
+            clients,
+            options.inputs,
+            options.output,
+            text_column=options.text_column,
+            column_prefix=options.column_prefix,
+            per_token=options.per_token,
+            context_length=options.context_length,
+            concurrency=options.concurrency,
+            resume=options.resume,
+            on_progress=on_progress,
+        )
     print(as_text(done))
 
 

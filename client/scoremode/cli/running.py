@@ -96,9 +96,20 @@ def write_and_print(
 
 
 def corpus_of(options: argparse.Namespace) -> Corpus:
-    names = "text text_file split num_samples preset max_windows messages by chat_template_kwargs"
-    settings: dict[str, Any] = {name: getattr(options, name) for name in names.split()}
-    return load_corpus(options.dataset, config=options.dataset_config, column=options.text_column, **settings)
+    return load_corpus(
+        options.dataset,
+        text=options.text,
+        text_file=options.text_file,
+        config=options.dataset_config,
+        split=options.split,
+        column=options.text_column,
+        num_samples=options.num_samples,
+        preset=options.preset,
+        max_windows=options.max_windows,
+        messages=options.messages,
+        by=options.by,
+        chat_template_kwargs=options.chat_template_kwargs,
+    )
 
 
 async def calibration_of(options: argparse.Namespace, client: AsyncScoreClient) -> Calibration | None:

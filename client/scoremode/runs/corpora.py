@@ -167,8 +167,7 @@ def load_corpus(
     else:
         assert dataset is not None
         columns = [messages or column, *([by] if by else [])]
-        optional = OPTIONAL_COLUMNS if messages else ()
-        corpus, rows = _load_dataset(dataset, config, split, columns, optional, num_samples)
+        corpus, rows = _load_dataset(dataset, config, split, columns, OPTIONAL_COLUMNS if messages else (), num_samples)
     # Only datasets have rows of several columns.
     labels = tuple(_label(values[by]) for _, values in rows) if by else ()
     corpus = replace(corpus, num_rows=len(rows), by=by, labels=labels)
@@ -179,8 +178,7 @@ def load_corpus(
         raise CorpusError(f"no text in {corpus.source}")
     if num_samples is not None and dataset is not None:
         corpus = replace(corpus, source=f"{corpus.source}, first {len(texts)} rows")
-    is_raw = preset in ("llama.cpp", "lm-eval")
-    joined = presets.as_lines(texts) if is_raw else "\n\n".join(texts)
+    joined = presets.as_lines(texts) if preset in ("llama.cpp", "lm-eval") else "\n\n".join(texts)
     corpus = replace(corpus, text=joined, preset=preset, max_windows=max_windows)
     if by is not None:
         return replace(corpus, documents=tuple(texts))

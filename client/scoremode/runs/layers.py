@@ -45,8 +45,9 @@ class LayersPlan(ComparedModel):
 
     async def measure(self, client: AsyncScoreClient, index: int) -> ResumedKld:
         window, place = divmod(index, self.num_places)
-        boundary = place - 1 if place else None
-        values = await compared_window(client, self.server, self.reference, window, from_boundary=boundary)
+        values = await compared_window(
+            client, self.server, self.reference, window, from_boundary=place - 1 if place else None
+        )
         kld = values.positions.kld
         if not np.isfinite(kld).all():
             raise ResponseError(f"the divergence of window {window} is infinite, and has no parts")

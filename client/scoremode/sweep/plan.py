@@ -85,7 +85,6 @@ class TextOptions(_Part):
         path = None if self.dataset is None else local_path(self.dataset, folder)
         dataset = self.dataset if path is None else str(path.absolute())
         file = None if self.text_file is None else folder / self.text_file
-        names = {"text", "split", "num_samples", "messages", "chat_template_kwargs", "by"}
         return load_corpus(
             dataset,
             text_file=file,
@@ -93,7 +92,7 @@ class TextOptions(_Part):
             column=self.text_column,
             preset=preset,
             max_windows=max_windows,
-            **self.model_dump(include=names),
+            **self.model_dump(include={"text", "split", "num_samples", "messages", "chat_template_kwargs", "by"}),
         )
 
 
