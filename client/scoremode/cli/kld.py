@@ -31,11 +31,10 @@ from scoremode.cli.progress import progress_bar
 from scoremode.cli.running import (
     Measured,
     calibration_of,
+    compared_rows,
     connected,
     measure_lanes,
     run_settings,
-    server_rows,
-    window_rows,
     write_and_print,
 )
 from scoremode.errors import MissingPackageError, extra
@@ -44,7 +43,6 @@ from scoremode.results import NUM_TOP
 from scoremode.runs.calibration import Overlap, measure_overlap
 from scoremode.runs.divergence import DivergentToken, KldMeasurement, measure_kld, measure_noise_floor
 from scoremode.runs.output import Output
-from scoremode.runs.report import reference_in_words, weights_in_words
 from scoremode.wire.references import ConfidenceBucket
 
 _QUANTILES = {
@@ -159,13 +157,9 @@ def as_text(measurement: KldMeasurement, overlap: Overlap | None = None, num_div
 
 
 def _heading(measurement: KldMeasurement) -> str:
-    server, reference = measurement.server, measurement.reference
     return two_columns(
         [
-            ("model (Q)", f"{measurement.model}: {weights_in_words(server)}"),
-            *server_rows(server, measurement.lane, measurement.mean_batch),
-            ("base", f"{reference.name}: {reference.model}, {reference_in_words(reference)}"),
-            *window_rows(reference, reference.corpus, reference.num_scored, reference.num_tokens),
+            *compared_rows(measurement, measurement.lane, measurement.mean_batch),
             ("time", f"{measurement.seconds:,.1f} s, {measurement.positions_per_second:,.0f} tokens/s"),
         ]
     )

@@ -20,11 +20,10 @@ from scoremode.cli.options import (
     require,
 )
 from scoremode.cli.progress import progress_bar
-from scoremode.cli.running import connected, measure_each, server_rows, window_rows, write_and_print
+from scoremode.cli.running import compared_rows, connected, measure_each, write_and_print
 from scoremode.runs.layers import Cost, LayersMeasurement, PartCost, measure_layers
 from scoremode.runs.output import Output
 from scoremode.runs.recipe import Recipe, make_recipe, tensor_bytes
-from scoremode.runs.report import reference_in_words, weights_in_words
 
 
 def check(options: argparse.Namespace) -> None:
@@ -73,15 +72,12 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Layers
 
 def as_text(measurement: LayersMeasurement) -> str:
     """The models, the cost of every part with the share of those up to it, and sums by kind."""
-    server, reference, whole = measurement.server, measurement.reference, measurement.whole
-    heading = two_columns([
-        ("model (Q)", f"{measurement.model}: {weights_in_words(server)}"),
-        *server_rows(server, "prefill", None),
-        ("base", f"{reference.name}: {reference.model}, {reference_in_words(reference)}"),
-        *window_rows(reference, reference.corpus, reference.num_scored, reference.num_tokens),
+    whole = measurement.whole
+    heading = [
+        *compared_rows(measurement, "prefill", None),
         ("time", f"{measurement.seconds:,.1f} s"),
         ("whole model", f"{whole.in_words} nats per token"),
-    ])  # fmt: skip
+    ]
     parts = sorted(measurement.parts, key=lambda part: -part.cost)
     width = max(len(part.name) for part in parts)
     lines = [
@@ -95,7 +91,7 @@ def as_text(measurement: LayersMeasurement) -> str:
             f"{printable(part.name):{width}}  {part.kind:16}  {part.in_words:>22}  {_share(part.cost, whole)}  "
             f"{_share(so_far, whole)}{mark}"
         )
-    return "\n\n".join([heading, "\n".join(lines), "\n".join(_kinds(measurement))])
+    return "\n\n".join([two_columns(heading), "\n".join(lines), "\n".join(_kinds(measurement))])
 
 
 def _kinds(measurement: LayersMeasurement) -> list[str]:

@@ -14,12 +14,14 @@ from scoremode._tasks import Result
 from scoremode.client import AsyncScoreClient
 from scoremode.runs.calibration import Calibration, FinishedRun, Overlap
 from scoremode.runs.corpora import Corpus, load_corpus, read_rows
+from scoremode.runs.divergence import ComparedModel
 from scoremode.runs.lanes import lane_difference
 from scoremode.runs.layers import LayersMeasurement
 from scoremode.runs.output import Output
 from scoremode.runs.plan import Plan, tokenize_texts
 from scoremode.runs.pool import patient_client
 from scoremode.runs.presets import comparable_with
+from scoremode.runs.report import reference_in_words, weights_in_words
 from scoremode.runs.run import OnProgress
 from scoremode.windows import WindowSettings
 from scoremode.wire.protocol import Lane, ServerInfo
@@ -146,6 +148,17 @@ def server_rows(server: ServerInfo, lane: Lane, batch: float | None) -> Rows:
     if lane != "prefill":
         rows.append(("lane", lane if batch is None else f"{lane}, {batch:.1f} sequences in a step on average"))
     return rows
+
+
+def compared_rows(measured: ComparedModel, lane: Lane, batch: float | None) -> Rows:
+    """Rows on a model, the reference that it was compared with, and its text."""
+    server, reference = measured.server, measured.reference
+    return [
+        ("model (Q)", f"{measured.model}: {weights_in_words(server)}"),
+        *server_rows(server, lane, batch),
+        ("base", f"{reference.name}: {reference.model}, {reference_in_words(reference)}"),
+        *window_rows(reference, reference.corpus, reference.num_scored, reference.num_tokens),
+    ]
 
 
 def window_rows(windows: Plan | Reference, corpus: CorpusInfo | None, num_scored: int, num_tokens: int) -> Rows:
