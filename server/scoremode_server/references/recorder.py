@@ -21,6 +21,7 @@ from scoremode_server.references.files.directory import StoredReference, StoredT
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, Result, TextPlan, text_fingerprint
 from scoremode_server.references.files.tensors import BrokenFileError
 from scoremode_server.references.service import References
+from scoremode_server.references.worker.orders import MAX_UNWRITTEN_BYTES
 from scoremode_server.rows import json_logprobs
 from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.scorer import ScoreSettings
@@ -29,9 +30,6 @@ from scoremode_server.vllm_compat.engine_client import call_workers
 
 # vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode.references")
-
-MAX_UNWRITTEN_BYTES = 2 * 1024**3
-"""Of windows with layers that are computed and not on disk yet, unless one alone has more."""
 
 SECONDS_TO_WRITE = 120
 """The time in which a computed window must be on disk, and after all windows the LM head."""

@@ -155,8 +155,8 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 class LeasedHead:
     """The LM head of the reference that an engine compares with, on the device. It is not replaced while workers keep
-    windows of the reference. Memory for this rank's part of a head of
-    `num_bytes` bytes is allocated at once, and more when a larger head needs it."""
+    windows of the reference. Memory for this rank's part of a head of `num_bytes` bytes is allocated at once, and more
+    when a larger head needs it."""
 
     def __init__(
         self,

@@ -8,6 +8,10 @@ import msgspec
 SINK = "references"
 """The name of the sinks of windows."""
 
+MAX_UNWRITTEN_BYTES = 2 * 1024**3
+"""Of windows of a reference that are computed and not on disk yet, unless one alone has more. API servers send no more
+where windows have layers; others come only where the disk does not answer, and fail."""
+
 IN_USE = "another reference is in use"
 """The outcome for an LM head where another API server has windows of another reference."""
 

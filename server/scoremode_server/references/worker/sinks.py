@@ -25,6 +25,7 @@ from scoremode_server.references.worker.heads import HeadLayer, LeasedHead, Refe
 from scoremode_server.references.worker.layers import DecoderLayers, Stream
 from scoremode_server.references.worker.orders import (
     IN_USE,
+    MAX_UNWRITTEN_BYTES,
     SINK,
     ForgetWindow,
     Order,
@@ -40,10 +41,6 @@ from scoremode_server.worker.row_spec import RowSpec
 
 COMPARISON_BUDGETS = 4
 """On a GPU a comparison may use so many times the budget: 2,048 rows take 6 % less time than 512 (1B, H200)."""
-
-MAX_UNWRITTEN_BYTES = 2 * 1024**3
-"""Of windows of a reference that are computed and not on disk yet. API servers send fewer; more come only where the
-disk does not answer, and fail."""
 
 MAX_WRITTEN = 4096
 """Files whose state is kept until an API server asks for it. None asks for those of a request that has ended."""
@@ -263,8 +260,9 @@ class WorkerWindows:
         for order in msgspec.convert(orders, list[Order]):
             match order:
                 case ReadWindow(mark, head):
-                    self._reads[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark))
-                    if not self.leased.hold(mark, HeadFormat(**head)):
+                    if self.leased.hold(mark, HeadFormat(**head)):
+                        self._reads[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark))
+                    else:
                         refusals[mark.head] = IN_USE
                 case ForgetWindow(ticket):
                     self.leased.release(ticket)
