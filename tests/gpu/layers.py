@@ -25,7 +25,7 @@ from scoremode.wire.references import ReferenceLayers
 from scoremode_server.engine.passes import RowsRequest
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference, StoredText
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, TextPlan
-from scoremode_server.references.worker.orders import SINK, ForgetWindow, ReadWindow, WindowMark
+from scoremode_server.references.worker.orders import SINK, ForgetWindow, HoldReference, ReadWindow, WindowMark
 from scoremode_server.references.worker.packing import ComparedRows
 from scoremode_server.rows import read_columns
 from scoremode_server.scoring.model_identity import ModelIdentity
@@ -102,7 +102,7 @@ class LayeredEngine:
         ]
         head = reference.manifest.head
         assert head is not None
-        orders = [ReadWindow(mark, head.model_dump()) for mark in marks]
+        orders = [HoldReference(marks[0], "me", head.model_dump()), *map(ReadWindow, marks)]
         self._wait(marks[0].head, *[mark.ticket for mark in marks], orders=orders)
         texts = [[(token + shift) % head.vocab_size for token in reference.text.window(index)[0]] for index, _ in jobs]
         columns = self._generate([*marks, *[None] * len(plain)], [*texts, *plain])

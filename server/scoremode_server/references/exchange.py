@@ -7,6 +7,7 @@ refusal the held reference gets no new windows either, so that another can be he
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
@@ -29,7 +30,15 @@ from scoremode_server.errors import (
     stopping_error,
 )
 from scoremode_server.references.files.manifest import HeadFormat
-from scoremode_server.references.worker.orders import IN_USE, ForgetWindow, Order, ReadWindow, WindowMark
+from scoremode_server.references.worker.orders import (
+    IN_USE,
+    ForgetWindow,
+    HoldReference,
+    Order,
+    ReadWindow,
+    ReleaseReference,
+    WindowMark,
+)
 from scoremode_server.vllm_compat.engine_client import call_engines
 
 SECONDS_TO_READ = 120
@@ -71,7 +80,7 @@ class _Engine:
     is_placed: bool = False
     """Whether its LM head is on the device, and stays there."""
     num_windows: int = 0
-    """Windows of this API server that are read, or are to be read next."""
+    """Windows of this API server that hold the reference."""
     num_tokens: int = 0
     """Tokens of those that workers read or keep."""
     next_to_read: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -111,6 +120,7 @@ class WorkerFiles:
 
     def __init__(self, client: EngineClient, admission: Admission) -> None:
         self._client, self._admission = client, admission
+        self._holder = secrets.token_hex(8)
         self._outcomes: dict[asyncio.Future[Exception | None], tuple[str, int | None]] = {}
         """What tasks wait for: a ticket, or the key of a head, and the rank of the engine, None for any."""
         self._wake = asyncio.Event()
@@ -141,9 +151,10 @@ class WorkerFiles:
         engine.num_windows += 1
         try:
             await engine.reserve(num_tokens, STEPS_READ_AHEAD * self._admission.size.tokens)
-            engine.orders.append(ReadWindow(mark, head.model_dump()))
+            engine.orders.append(ReadWindow(mark))
             try:
                 if not engine.is_placed:
+                    engine.orders.append(HoldReference(mark, self._holder, head.model_dump()))
                     await self._wait_until_read(mark.head, "the LM head", engine, mark)
                     engine.is_placed = True
                 await self._wait_until_read(mark.ticket, f"window {mark.index}", engine, mark)
@@ -152,12 +163,12 @@ class WorkerFiles:
                 engine.orders.append(ForgetWindow(mark.ticket))
                 engine.num_tokens -= num_tokens
                 engine.has_left.set()
-                if not engine.num_tokens:
-                    # Workers may get another reference with this call.
-                    engine.is_placed = False
-                    self._wake.set()
         finally:
             engine.num_windows -= 1
+            if not engine.num_windows:
+                engine.is_placed = False
+                engine.orders.append(ReleaseReference(mark.head, self._holder))
+                self._wake.set()
 
     def _choose(self, mark: WindowMark, rank: int | None) -> _Engine:
         if rank is not None and not 0 <= rank < len(self._engines):

@@ -154,9 +154,9 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 class LeasedHead:
-    """The LM head of the reference that an engine compares with, on the device. It is not replaced while workers keep
-    windows of the reference. Memory for this rank's part of a head of `num_bytes` bytes is allocated at once, and more
-    when a larger head needs it."""
+    """The LM head of the reference that an engine compares with, on the device. API servers hold the reference while
+    they have windows of it, and it is not replaced until none does. Memory for this rank's part of a head of
+    `num_bytes` bytes is allocated at once, and more when a larger head needs it."""
 
     def __init__(
         self,
@@ -174,25 +174,26 @@ class LeasedHead:
         self._key = ""
         self._layer: HeadLayer | None = None
         self._loaded: Future[None] = Future()
-        self._tickets: set[str] = set()
+        self._holders: set[str] = set()
         self.num_refused = 0
         """How often a reference was refused because another one was held."""
 
-    def hold(self, mark: WindowMark, head: HeadFormat) -> bool:
-        """Hold the reference of a window, and begin to load its head unless it is there. Returns False if another
-        reference is held."""
-        if mark.head != self._key and self._tickets:
+    def hold(self, mark: WindowMark, holder: str, head: HeadFormat) -> bool:
+        """Hold the reference of a window for an API server, and begin to load its head unless it is there. Returns
+        False if another reference is held."""
+        if mark.head != self._key and self._holders:
             self.num_refused += 1
             return False
         if mark.head != self._key or (self._loaded.done() and self._loaded.exception()):
             self._key, self._layer = mark.head, self._make_layer(head)
             self._loaded = self._threads.submit(mark.reference, partial(self._load, self._layer, mark))
-        self._tickets.add(mark.ticket)
+        self._holders.add(holder)
         return True
 
-    def release(self, ticket: str) -> None:
-        """Hold the reference of a window no longer. Its head stays until another reference is held."""
-        self._tickets.discard(ticket)
+    def release(self, key: str, holder: str) -> None:
+        """Hold a reference no longer. Its head stays until another reference is held."""
+        if key == self._key:
+            self._holders.discard(holder)
 
     def progress(self, key: str) -> Future[None] | None:
         """The loading of a head; None if another one is held."""

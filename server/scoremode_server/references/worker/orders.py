@@ -13,7 +13,7 @@ MAX_UNWRITTEN_BYTES = 2 * 1024**3
 where windows have layers; others come only where the disk does not answer, and fail."""
 
 IN_USE = "another reference is in use"
-"""The outcome for an LM head where another API server has windows of another reference."""
+"""The outcome of `HoldReference` where another API server holds another reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +40,31 @@ class WindowMark:
 
 
 class ReadWindow(msgspec.Struct, tag=True):
-    """Read a window's hidden states to the host, keep them, and compare with its reference, whose LM head has the
-    format `head` (`HeadFormat`), until the window is forgotten."""
+    """Read a window's hidden states to the host, and keep them."""
 
     mark: WindowMark
-    head: dict[str, Any]
 
 
 class ForgetWindow(msgspec.Struct, tag=True):
-    """Keep a window's hidden states no longer. Engines may compare with another reference once no window of this one is
-    left."""
+    """Keep a window's hidden states no longer."""
 
     ticket: str
 
 
-Order = ReadWindow | ForgetWindow
+class HoldReference(msgspec.Struct, tag=True):
+    """Compare with a window's reference, whose LM head has the format `head` (`HeadFormat`), until `holder` releases
+    it."""
+
+    mark: WindowMark
+    holder: str
+    head: dict[str, Any]
+
+
+class ReleaseReference(msgspec.Struct, tag=True):
+    """Let engines compare with other references than that of the LM head `key`, as far as `holder` is concerned."""
+
+    key: str
+    holder: str
+
+
+Order = ReadWindow | ForgetWindow | HoldReference | ReleaseReference

@@ -28,8 +28,10 @@ from scoremode_server.references.worker.orders import (
     MAX_UNWRITTEN_BYTES,
     SINK,
     ForgetWindow,
+    HoldReference,
     Order,
     ReadWindow,
+    ReleaseReference,
     WindowMark,
 )
 from scoremode_server.references.worker.packing import ComparedRows
@@ -259,15 +261,16 @@ class WorkerWindows:
         refusals: dict[str, str] = {}
         for order in msgspec.convert(orders, list[Order]):
             match order:
-                case ReadWindow(mark, head):
-                    if self.leased.hold(mark, HeadFormat(**head)):
-                        self._reads[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark))
-                    else:
-                        refusals[mark.head] = IN_USE
+                case ReadWindow(mark):
+                    self._reads[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark))
                 case ForgetWindow(ticket):
-                    self.leased.release(ticket)
                     if ticket in self._reads:
                         self._reads.pop(ticket).cancel()
+                case HoldReference(mark, holder, head):
+                    if not self.leased.hold(mark, holder, HeadFormat(**head)):
+                        refusals[mark.head] = IN_USE
+                case ReleaseReference(key, holder):
+                    self.leased.release(key, holder)
         outcomes = {ticket: self._outcome(ticket) for ticket in tickets} | refusals
         return {"outcomes": outcomes, "num_refused": self.leased.num_refused}
 

@@ -250,4 +250,4 @@ async def test_nothing_is_kept_of_what_was_read(root: Path, forget: Callable[[Pa
         await files._task
     assert not engine.windows._reads
     assert not engine.windows._threads._waiting
-    assert not engine.windows.leased._tickets
+    assert not engine.windows.leased._holders

@@ -127,9 +127,9 @@ def room_for(root: Path, num_bytes: int, config: VllmConfig) -> LeasedHead:
 def load(room: LeasedHead, reference: StoredReference, *, local: bool = False) -> ReferenceHead:
     """What an API server orders, and then a step finds."""
     key, identity, head = reference.name, reference.manifest.identity, reference.manifest.head
-    assert room.hold(WindowMark("compare", key, identity, 0, 1, "ticket", head=key), head)
+    assert room.hold(WindowMark("compare", key, identity, 0, 1, head=key), "test", head)
     room.progress(key).result()
-    room.release("ticket")
+    room.release(key, "test")
     return room.find(key, local=local)
 
 

@@ -58,19 +58,22 @@ def leased(threads: Threads) -> LeasedHead:
     return LeasedHead(1, torch.device("cpu"), Layer, SimpleNamespace(open_same=lambda name, identity: name), threads)
 
 
-def hold(leased: LeasedHead, key: str, ticket: str = "one") -> bool:
-    return leased.hold(WindowMark("compare", key, key, 0, 1, ticket, head=key), None)  # type: ignore[arg-type]
+def hold(leased: LeasedHead, key: str, holder: str = "one") -> bool:
+    return leased.hold(WindowMark("compare", key, key, 0, 1, head=key), holder, None)  # type: ignore[arg-type]
 
 
-def test_a_reference_is_held_until_its_last_window_has_left(leased: LeasedHead, threads: Threads):
+def test_a_reference_is_held_until_no_api_server_needs_it(leased: LeasedHead, threads: Threads):
     assert hold(leased, "a")
     assert leased.find("a", local=False) is None
     threads.calls["a"]()
     assert hold(leased, "a", "two")
-    leased.release("one")
+    leased.release("a", "one")
     assert not hold(leased, "b")
     assert (leased.num_refused, leased.find("a", local=False)) == (1, "a")
-    leased.release("two")
+    # That of another reference changes nothing.
+    leased.release("b", "two")
+    assert not hold(leased, "b")
+    leased.release("a", "two")
     # Until another one is held, it stays and need not be read again.
     threads.calls.clear()
     assert hold(leased, "a")
@@ -79,7 +82,7 @@ def test_a_reference_is_held_until_its_last_window_has_left(leased: LeasedHead, 
 
 def test_a_head_that_was_read_too_late_does_not_replace_the_next(leased: LeasedHead, threads: Threads):
     hold(leased, "a")
-    leased.release("one")
+    leased.release("a", "one")
     assert hold(leased, "b")
     threads.calls["b"]()
     threads.calls["a"]()

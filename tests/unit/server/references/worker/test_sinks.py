@@ -27,7 +27,6 @@ from scoremode_server.vllm_compat import install
 from scoremode_server.worker.lm_head import LMHead
 from scoremode_server.worker.row_scorer import RowSink
 from scoremode_server.worker.row_spec import RowSpec
-from tests.unit.server.references import reference_setup
 from tests.unit.server.references.reference_setup import HIDDEN, create, full_disk, let_all_be_written, random_shard
 from tests.unit.server.worker.linear_scorer import ALONE, LinearWorker, make_scorer
 
@@ -47,13 +46,7 @@ SPLITS = [(first, second) for first in range(NUM_FED) for second in range(first,
 
 
 HEAD = ReferenceHead(lambda hidden_states: hidden_states @ REFERENCE_WEIGHT, 4)
-ROOM = SimpleNamespace(
-    num_refused=0,
-    hold=lambda mark, head: True,
-    release=lambda ticket: None,
-    progress=lambda key: None,
-    find=lambda key, local: HEAD,
-)
+ROOM = SimpleNamespace(num_refused=0, progress=lambda key: None, find=lambda key, local: HEAD)
 """A head that is there at once."""
 
 
@@ -74,14 +67,10 @@ def order(windows: WorkerWindows, *orders: Order, tickets: tuple[str, ...] = ())
     return windows.exchange(msgspec.to_builtins(orders), list(tickets))["outcomes"]
 
 
-def read_order(mark: WindowMark) -> ReadWindow:
-    return ReadWindow(mark, reference_setup.HEAD.model_dump())
-
-
 def read(windows: WorkerWindows, *specs: RowSpec) -> None:
     """As the API server has it, which sends a window once it was read, or could not be."""
     marks = [msgspec.convert(wanted.sink_data, WindowMark) for wanted in specs]
-    order(windows, *map(read_order, marks))
+    order(windows, *map(ReadWindow, marks))
     while any(windows._outcome(mark.ticket) is None for mark in marks):
         time.sleep(0.001)
 
@@ -331,7 +320,7 @@ def test_a_call_does_not_wait_for_a_file(windows: WorkerWindows):
     reference = create(windows.root.root)
     os.mkfifo(reference.shard(0))
     reference.write_shard(1, *random_shard(5))
-    assert order(windows, *(read_order(mark("compare", index)) for index in (0, 1)), tickets=("0",)) == {"0": None}
+    assert order(windows, *(ReadWindow(mark("compare", index)) for index in (0, 1)), tickets=("0",)) == {"0": None}
     while told(windows, "1") == [None]:
         pass
     assert told(windows, "0", "1") == [None, ""]
@@ -343,7 +332,7 @@ def test_a_call_does_not_wait_for_a_file(windows: WorkerWindows):
 
 def test_a_file_of_another_size_is_not_read(windows: WorkerWindows):
     create(windows.root.root).write_shard(1, *random_shard(4))
-    order(windows, read_order(mark("compare", 1)))
+    order(windows, ReadWindow(mark("compare", 1)))
     while told(windows, "1") == [None]:
         pass
     assert "000001.safetensors has hidden states (4, 8)" in str(told(windows, "1"))
