@@ -38,7 +38,7 @@ class _Line(BaseModel):
     mean_batch: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ComparedModel:
     """A served model, and the reference that it is compared with."""
 

@@ -174,6 +174,7 @@ def lane_request(lane: Lane, context: int | None) -> dict[str, Any]:
 
 
 def info_path(model: str | None) -> str:
+    """The route that describes a served model; the server's own if it is None."""
     return "/v1/score" if model is None else f"/v1/score?model={quote(model, safe='')}"
 
 

@@ -329,6 +329,7 @@ def _most_likely(names: list[bytes], logprobs: "np.flatiter[Any]", places: Itera
 
 
 def _hash(text: str) -> int:
+    """A hash of 31 bits."""
     return hash(text) & 0x7FFFFFFF
 
 

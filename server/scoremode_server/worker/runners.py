@@ -86,10 +86,8 @@ def patch_v1(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
     GPUModelRunner._dummy_run = dummy_run
     GPUModelRunner._scoremode_sinks = sinks
     if current_platform.is_cpu():
-        # There vLLM profiles nothing that is freed again, and rows as many as a step's would take minutes.
         Sampler.compute_logprobs = staticmethod(exact_logprobs)
-    else:
-        _add_to_profile(GPUModelRunner, budget_bytes, sinks, reserve)
+    _add_to_profile(GPUModelRunner, budget_bytes, sinks, reserve)
 
 
 def exact_logprobs(logits: torch.Tensor) -> torch.Tensor:
@@ -282,6 +280,9 @@ def _add_to_profile(
     vLLM makes that run while it profiles, on the last pipeline rank and for models that generate, and holds the hidden
     states of a full batch. The V1 runner repeats it after capturing CUDA graphs: its allocator already has the memory.
     """
+    if current_platform.is_cpu():
+        # There vLLM profiles nothing that is freed again, and rows as many as a step's would take minutes.
+        return
     dummy_sampler_run = runner_class._dummy_sampler_run
 
     @torch.inference_mode()
@@ -295,7 +296,8 @@ def _add_to_profile(
 
     def profile_run_next_to_waiting(self: Any, *args: Any, **options: Any) -> None:
         waiting = torch.empty(_waiting_bytes(budget_bytes, self.device), dtype=torch.uint8, device=self.device)
-        if get_pp_group().is_last_rank and self.model_config.runner_type == "generate":
+        generates = self.model_config.runner_type == "generate" and not self.vllm_config.is_mm_encoder_only
+        if get_pp_group().is_last_rank and generates:
             for maker in sinks.values():
                 maker.allocate(self.vllm_config, self.device)
         profile_run(self, *args, **options)

@@ -46,9 +46,11 @@ class Stream:
 
     def replace(self, rows: slice, stream: torch.Tensor) -> None:
         """Replace rows. The sum of a 0 is exact."""
-        kept = self.hidden_states if self.residual is None else self.residual
-        self.hidden_states[rows] = 0
-        kept[rows] = stream
+        if self.residual is None:
+            self.hidden_states[rows] = stream
+        else:
+            self.residual[rows] = stream
+            self.hidden_states[rows] = 0
 
     @property
     def flaw(self) -> str:
@@ -80,7 +82,7 @@ class DecoderLayers:
     described: ReferenceLayers | str = "no forward pass was seen"
     """The layers, or why they cannot be cut."""
     cuts: list[Callable[[UseStream], RemovableHandle]] = field(default_factory=list)
-    """Of each boundary: hooks a use of the stream there."""
+    """A function for each boundary, which has the stream there used."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -164,7 +164,8 @@ class RecordedWindow(RowSink):
 
     def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
         """Copy the residual stream."""
-        self.streams[boundary].append(_to_host(stream.copy(rows)))
+        copied = stream.copy(rows)
+        self.streams[boundary].append(_to_host(copied) if copied.is_cuda else copied)
 
     def store(self, columns: Columns, hidden_states: torch.Tensor) -> None:
         super().store(columns, hidden_states)

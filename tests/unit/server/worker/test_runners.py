@@ -326,19 +326,22 @@ def test_a_sampler_leaves_its_logits_with_the_batch(
     assert hasattr(batch, "_scoremode_logits") == is_kept
 
 
-@pytest.mark.parametrize("has_head", [True, False])
-def test_all_that_vllm_profiles_runs_next_to_what_is_kept(monkeypatch: pytest.MonkeyPatch, has_head: bool):
+@pytest.mark.parametrize(("has_head", "is_encoder"), [(True, False), (False, False), (True, True)])
+def test_all_that_vllm_profiles_runs_next_to_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch, has_head: bool, is_encoder: bool
+):
     allocated, empty = [], torch.empty
     set_back_at_end(monkeypatch)
     monkeypatch.setattr(GPUModelRunnerV2, "profile_run", lambda self: allocated.append("profiled"))
     monkeypatch.setattr(runners, "_waiting_bytes", lambda budget_bytes, device: budget_bytes // 4)
     monkeypatch.setattr(torch, "empty", lambda *size, **options: allocated.append(size) or empty(*size, **options))
     monkeypatch.setattr(runners, "get_pp_group", lambda: SimpleNamespace(is_last_rank=has_head))
-    maker = SimpleNamespace(allocate=lambda config, device: allocated.append(config))
+    monkeypatch.setattr(runners, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    maker = SimpleNamespace(allocate=lambda config, device: allocated.append(device))
     runners.patch_v2(256, cast(dict[str, SinkMaker], {"kept": maker}))
-    model = SimpleNamespace(runner_type="generate")
-    GPUModelRunnerV2.profile_run(SimpleNamespace(device=CPU, model_config=model, vllm_config="a head"))
-    assert allocated == [(64,), *["a head"][:has_head], "profiled"]
+    model, config = SimpleNamespace(runner_type="generate"), SimpleNamespace(is_mm_encoder_only=is_encoder)
+    GPUModelRunnerV2.profile_run(SimpleNamespace(device=CPU, model_config=model, vllm_config=config))
+    assert allocated == [(64,), *([CPU] if has_head and not is_encoder else []), "profiled"]
 
 
 def test_a_preempted_request_starts_again_unless_its_prompt_was_over(engine: Engine):
