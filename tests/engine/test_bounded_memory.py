@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from scoremode_server import score
@@ -68,12 +69,13 @@ def test_bad_input_names_its_field(llm: LLM, prompts, top_logprobs, param):
     assert error.value.param == param
 
 
-def test_profiling_computes_one_chunk(llm):
+def test_what_a_gpu_reserves_is_one_chunk(llm):
+    score(llm, [5, 6])
     llm.collective_rpc(record_rows)
-    llm.collective_rpc(lambda worker: worker.model_runner.profile_run())
-    # The rows that are sampled, those again with the chunks, a trial, and chunks without and with 20 top tokens each.
+    llm.collective_rpc(reserve)
+    # A trial, and chunks without and with 20 top tokens each.
     chunks = [(SMALL_BUDGET - BLOCK) // row_bytes_fused(LogitsShape(1024, 4), num_top, 1) for num_top in (0, 20)]
-    assert llm.collective_rpc(lambda worker: worker.recorded_rows)[0] == [4, 4, 2, *chunks]
+    assert llm.collective_rpc(lambda worker: worker.recorded_rows)[0] == [2, *chunks]
 
 
 def test_a_large_vocabulary_stays_within_the_budget(tmp_path, monkeypatch):
@@ -130,6 +132,12 @@ def record_rows(worker: Any) -> None:
 
     # A method, as the model's own is.
     model.compute_logits = MethodType(recording, model)
+
+
+def reserve(worker: Any) -> None:
+    """As in a GPU's dummy run."""
+    runner = worker.model_runner
+    runner._scoremode_scorer.reserve(runner, torch.zeros(1, runner.model_config.get_hidden_size()))
 
 
 def unbound(worker: Any) -> None:
