@@ -77,3 +77,17 @@ def test_a_sequence_that_is_larger_than_the_budget_leaves_its_first_blocks():
 def test_another_process_has_other_hashes():
     ours, others = (RowStore(4, ROOM).hashes(np.arange(9, dtype=np.int32), "m") for _ in range(2))
     assert not set(ours) & set(others)
+
+
+def test_a_hash_is_of_all_tokens_to_its_blocks_end_and_of_the_identity():
+    store = RowStore(SIZE, ROOM)
+
+    def hashes(*token_ids: int, identity: str = "m") -> list[bytes]:
+        return store.hashes(np.array(token_ids, np.int32), identity)
+
+    # The first token is of no block.
+    assert [len(hashes(*range(num_tokens))) for num_tokens in range(6)] == [0, 0, 0, 1, 1, 2]
+    first, second = hashes(1, 2, 3, 4, 5)
+    assert hashes(1, 2, 3, 4) == [first]
+    others = [*hashes(0, 2, 3, 4, 5), *hashes(1, 2, 0, 4, 5), *hashes(1, 2, 3, 4, 5, identity="n")]
+    assert len({first, second, *others}) == 8
