@@ -140,9 +140,8 @@ class DecoderLayers:
             for boundary in boundaries:
                 crossing[boundary].append((cross, part))
         with ExitStack() as hooks:
-            for boundary, cut in enumerate(self.cuts):
-                if boundary in crossing:
-                    hooks.enter_context(cut(partial(_cross, boundary, crossing[boundary])))
+            for boundary, crossed_by in crossing.items():
+                hooks.enter_context(self.cuts[boundary](partial(_cross, boundary, crossed_by)))
             yield
 
 
