@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 Parameters = ParamSpec("Parameters")
 
 
@@ -18,6 +19,19 @@ async def results_of(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[
         first = failures.exceptions[0]
         raise first from first.__cause__
     return [task.result() for task in tasks]
+
+
+async def results_for_each(
+    items: Iterable[Item], function: Callable[[Item], Coroutine[Any, Any, Result]], *, at_once: int
+) -> list[Result]:
+    """`results_of` a function's coroutines for some items, of which so many run at once."""
+    slots = asyncio.Semaphore(at_once)
+
+    async def result_for(item: Item) -> Result:
+        async with slots:
+            return await function(item)
+
+    return await results_of(map(result_for, items))
 
 
 async def in_thread(

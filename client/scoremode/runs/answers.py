@@ -1,7 +1,6 @@
 """A served model's own answers to prompts, recorded as a reference: what `ppl-client record --prompts` runs, as a
 library."""
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -10,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scoremode._tasks import results_of
+from scoremode._tasks import results_for_each
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import BadRequestError, CorpusError, OutputError
 from scoremode.results import GeneratedAnswer
@@ -148,21 +147,19 @@ async def _recorded(
 
 async def _tokenized(client: AsyncScoreClient, prompts: Corpus) -> list[list[int]]:
     """The token ids of each prompt: a conversation's by the chat template, a text's as completions have them."""
-    slots = asyncio.Semaphore(TEXTS_AT_ONCE)
 
     async def tokens_of(row: int) -> list[int]:
-        async with slots:
-            try:
-                if prompts.documents:
-                    return await client.tokenize(prompts.documents[row])
-                conversation = prompts.conversations[row]
-                return await client.tokenize_messages(
-                    conversation.messages, conversation.tools, prompts.chat_template_kwargs
-                )
-            except BadRequestError as error:
-                raise CorpusError(f"row {row + 1} of {prompts.name} cannot be a prompt: {error}") from error
+        try:
+            if prompts.documents:
+                return await client.tokenize(prompts.documents[row])
+            conversation = prompts.conversations[row]
+            return await client.tokenize_messages(
+                conversation.messages, conversation.tools, prompts.chat_template_kwargs
+            )
+        except BadRequestError as error:
+            raise CorpusError(f"row {row + 1} of {prompts.name} cannot be a prompt: {error}") from error
 
-    return await results_of(map(tokens_of, range(prompts.num_rows)))
+    return await results_for_each(range(prompts.num_rows), tokens_of, at_once=TEXTS_AT_ONCE)
 
 
 def _check_lengths(prompts: Corpus, token_ids: Sequence[Sequence[int]], max_new_tokens: int, context: int) -> None:

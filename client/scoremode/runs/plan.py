@@ -1,6 +1,5 @@
 """The windows of an evaluation, cut before the first one is scored, and the values of a window."""
 
-import asyncio
 import hashlib
 import logging
 import math
@@ -12,7 +11,7 @@ from typing import Any, cast
 from pydantic import ConfigDict, NonNegativeInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from scoremode._tasks import results_of
+from scoremode._tasks import results_for_each
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError
 from scoremode.metrics import count_words
@@ -195,13 +194,7 @@ async def make_plan(
 
 async def tokenize_texts(client: AsyncScoreClient, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
     """Token ids of each text, by the tokenizer of a server."""
-    slots = asyncio.Semaphore(TEXTS_AT_ONCE)
-
-    async def tokens_of(text: str) -> list[int]:
-        async with slots:
-            return await client.tokenize(text, add_special_tokens)
-
-    return await results_of(map(tokens_of, texts))
+    return await results_for_each(texts, lambda text: client.tokenize(text, add_special_tokens), at_once=TEXTS_AT_ONCE)
 
 
 async def _with_text(plan: Plan, client: AsyncScoreClient) -> Plan:
