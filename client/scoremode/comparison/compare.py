@@ -17,13 +17,12 @@ from scoremode.errors import RunError
 from scoremode.kld import Floats, quantile, standard_error
 from scoremode.metrics import bits_per_byte, exp
 from scoremode.windows import EXHAUSTIVE_METHODS
-from scoremode.wire.protocol import ServerInfo
-from scoremode.wire.references import Reference
+from scoremode.wire.protocol import ServedModel
 
 LEAST_LN_RATIO = 5e-5
 """Smallest abs(ln(PPL ratio)) that counts: batches of other shapes alone change a model's perplexity by this much."""
 
-_OF_THE_MODEL = (ServerInfo.model_fields.keys() & Reference.model_fields.keys()) - {"object"}
+_OF_THE_MODEL = (*ServedModel.model_fields, "vocab_size", "fingerprint")
 """Fields of a reference that describe the server that recorded it."""
 
 

@@ -12,8 +12,7 @@ from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
 from scoremode.kld import times_the_floor
 from scoremode.runs.lanes import lane_difference
-from scoremode.wire.protocol import ComputedBy, ServerInfo
-from scoremode.wire.references import Reference
+from scoremode.wire.protocol import ComputedBy, ServedModel
 
 
 def summary(comparison: RunComparison) -> list[str]:
@@ -225,7 +224,7 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
 
     Kernels are those of a quantization and its schemes: they are compared among equal ones.
     """
-    sources: list[tuple[str, ServerInfo | Reference, str | None]] = [
+    sources: list[tuple[str, ServedModel, str | None]] = [
         (run.label, run.server, run.lane) for run in runs if not run.is_reference
     ]
     sources += [(f"reference {each.name}", each, None) for run in runs if (each := run.reference) is not None]
@@ -248,7 +247,7 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
     return warnings
 
 
-def _scheme(model: ServerInfo | Reference) -> str:
+def _scheme(model: ServedModel) -> str:
     """The quantization and, of compressed-tensors, the classes of the schemes in which layers are quantized."""
     kernels = (model.computed_by and model.computed_by.kernels) or ()
     return " ".join([model.quantization or "", *sorted({*_SCHEME.findall(" ".join(kernels))})])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scoremode._texts import model_name
 from scoremode._version import __version__
 from scoremode.runs.conversations import token_classes
-from scoremode.wire.protocol import ServerInfo
+from scoremode.wire.protocol import ServedModel, ServerInfo
 from scoremode.wire.references import Reference, WindowOrigins
 
 RECORD_VERSION = 1
@@ -21,7 +21,7 @@ Arrays = dict[str, NDArray[Any]]
 """Values of a run by their names."""
 
 
-def weights_in_words(model: ServerInfo | Reference) -> str:
+def weights_in_words(model: ServedModel) -> str:
     words = f"{model.quantization or 'not quantized'}, {model.dtype}"
     # Of quantized weights it says little that a checkpoint's other tensors have another dtype.
     if model.quantization is not None or model.stored_dtype in (None, model.dtype):

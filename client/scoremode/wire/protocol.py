@@ -319,31 +319,18 @@ class ComputedBy(BaseModel):
         return any(SATURATES in kernel for kernel in self.kernels or ())
 
 
-class ServerInfo(BaseModel):
-    """Response of `GET /v1/score`: what a client needs to cut windows and to repeat a run."""
+class ServedModel(BaseModel):
+    """A model as a server serves it, or served it when a reference was recorded."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    object: Literal["score.info"] = "score.info"
-    scoremode_version: str
-    vllm_version: str
     model: str
-    max_model_len: PositiveInt
-    vocab_size: PositiveInt
-    max_top_logprobs: int
-    bos_token_id: int | None
-    eos_token_id: int | None
-    adds_bos: bool
-    """Whether the tokenizer puts BOS before a text by itself."""
-    dtype: str
-    quantization: str | None
-    max_num_seqs: PositiveInt | None = None
-    """Sequences that the engine runs at once (`--max-num-seqs`); None from a server older than this field."""
-    fingerprint: str | None = None
-    """Of the contents of config and weights, dtype and quantization, of an adapter too if `model` names one; begins
-    with `v2-`, or `v2-dummy-` with dummy weights; None from an older server."""
     revision: str | None = None
     """The commit of a model from the hub; None of a folder, and from an older server."""
+    dtype: str
+    quantization: str | None
+    scoremode_version: str
+    vllm_version: str
     computed_by: ComputedBy | None = None
     """Model runner, kernels, GPUs and parallelism; None from an older server."""
     stored_dtype: str | None = None
@@ -353,6 +340,24 @@ class ServerInfo(BaseModel):
     """Of the weight files that the server loads; None where it cannot know, or is older."""
     num_parameters: NonNegativeInt | None = None
     """Weights of the model before any quantization; None where the server cannot know, or is older."""
+
+
+class ServerInfo(ServedModel):
+    """Response of `GET /v1/score`: what a client needs to cut windows and to repeat a run."""
+
+    object: Literal["score.info"] = "score.info"
+    max_model_len: PositiveInt
+    vocab_size: PositiveInt
+    max_top_logprobs: int
+    bos_token_id: int | None
+    eos_token_id: int | None
+    adds_bos: bool
+    """Whether the tokenizer puts BOS before a text by itself."""
+    max_num_seqs: PositiveInt | None = None
+    """Sequences that the engine runs at once (`--max-num-seqs`); None from a server older than this field."""
+    fingerprint: str | None = None
+    """Of the contents of config and weights, dtype and quantization, of an adapter too if `model` names one; begins
+    with `v2-`, or `v2-dummy-` with dummy weights; None from an older server."""
 
     @property
     def saturates(self) -> bool:
@@ -425,16 +430,28 @@ class PerplexityWindow(BaseModel):
     ranks: Many[Rank] | None = None
 
 
-class PerplexityResponse(BaseModel):
+class TextInWindows(BaseModel):
+    """How much text was measured, and how it was cut into windows."""
+
+    method: Method
+    context_length: PositiveInt
+    stride: PositiveInt
+    num_tokens: PositiveInt
+    num_windows: PositiveInt
+    num_scored: PositiveInt
+    """Targets of all windows."""
+    num_bytes: int | None
+    """UTF-8 bytes of the text; None where token ids were given."""
+    num_words: int | None
+
+
+class PerplexityResponse(TextInWindows):
     """Response of `POST /v1/perplexity`. NLLs in nats; docs/methods.md defines every figure."""
 
     id: str
     object: Literal["perplexity"] = "perplexity"
     created: int
     model: str
-    method: Method
-    context_length: int
-    stride: int
     perplexity: Figure
     perplexity_stderr: float | None
     nll_sum: float
@@ -442,11 +459,6 @@ class PerplexityResponse(BaseModel):
     nll_stderr: float | None
     bits_per_byte: float | None
     word_perplexity: float | None
-    num_tokens: int
-    num_scored: int
-    num_windows: int
-    num_bytes: int | None
-    num_words: int | None
     usage: Usage
     lane: Lane = "prefill"
     mean_batch: float | None = None

@@ -5,10 +5,8 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, StringConstraints
 from typing_extensions import TypedDict
 
-from scoremode.windows import Method
 from scoremode.wire.protocol import (
     MAX_TOP_LOGPROBS,
-    ComputedBy,
     Figure,
     Int32,
     Lane,
@@ -16,7 +14,9 @@ from scoremode.wire.protocol import (
     Many,
     Nats,
     PerplexityRequest,
+    ServedModel,
     ServerInfo,
+    TextInWindows,
     TopLogprob,
     TopLogprobArrays,
     Usage,
@@ -184,7 +184,7 @@ class ServedLayers(ReferenceLayers):
     """On the disk of the server's references."""
 
 
-class Reference(BaseModel):
+class Reference(ServedModel, TextInWindows):
     """A reference: a model's distributions over the tokens of a text, kept as hidden states."""
 
     object: Literal["reference"] = "reference"
@@ -192,37 +192,15 @@ class Reference(BaseModel):
     created: Annotated[int, Field(ge=0, lt=2**36)]
     complete: bool
     """Whether every window is recorded."""
-    model: str
-    revision: str | None
-    dtype: str
-    quantization: str | None
-    scoremode_version: str
-    vllm_version: str
     vocab_size: PositiveInt
     fingerprint: str
     """Of the contents of the model's config and weights, dtype and quantization."""
-    computed_by: ComputedBy | None = None
-    """What recorded it; None of a reference that an older server began."""
-    stored_dtype: str | None = None
-    """As in `ServerInfo`; this and the next two are None of a reference that an older server began."""
-    weight_bytes: NonNegativeInt | None = None
-    num_parameters: NonNegativeInt | None = None
     text_fingerprint: str
     """Of the token ids, the method and the windows."""
     corpus: CorpusInfo | None = None
     """Where the text is from; None where the client that recorded it did not say."""
-    method: Method
-    context_length: PositiveInt
-    stride: PositiveInt
-    num_tokens: PositiveInt
-    num_windows: PositiveInt
     num_recorded: NonNegativeInt
     """Windows that are on disk."""
-    num_scored: PositiveInt
-    """Targets of all windows."""
-    num_bytes: int | None
-    """UTF-8 bytes of the text; None where token ids were given."""
-    num_words: int | None
     disk_bytes: int
     perplexity: Figure | None
     """Of all windows, as `/v1/perplexity` has it; None until they are recorded."""
@@ -230,7 +208,7 @@ class Reference(BaseModel):
     nll_mean: float | None
     """Nats per token."""
     noise_floor: NoiseFloor | None = None
-    lane_noise_floors: dict[Lane, NoiseFloor] = {}
+    lane_noise_floors: dict[Lane, NoiseFloor] = Field({})
     """Of the other lanes: the reference's model in one of them, compared with what it recorded."""
     layers: ReferenceLayers | None = None
     """Of the model, if the residual stream at the boundaries of its layers is recorded."""

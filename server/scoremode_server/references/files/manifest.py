@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
 from scoremode.windows import Method
-from scoremode.wire.protocol import Figure, Lane
+from scoremode.wire.protocol import Figure, Lane, TextInWindows
 from scoremode.wire.references import CorpusInfo, NoiseFloor, ReferenceAnswers, ReferenceLayers
 from scoremode_server.scoring.model_identity import ModelIdentity
 
@@ -37,21 +37,13 @@ class HeadFormat(BaseModel):
     soft_cap: float | None
 
 
-class TextPlan(BaseModel):
+class TextPlan(TextInWindows):
     model_config = ConfigDict(frozen=True)
 
     fingerprint: str
-    method: Method
-    context_length: int
-    stride: int
-    num_tokens: int
-    num_windows: int
-    num_scored: int
-    num_bytes: int | None
-    num_words: int | None
-    labels: list[str] = []
+    labels: list[str] = Field([])
     """That the text's `origins` count from 0, as they do roles."""
-    roles: list[str] = []
+    roles: list[str] = Field([])
 
 
 class Result(BaseModel):
