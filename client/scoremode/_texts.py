@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from scoremode.errors import CorpusError
 
 # Control characters, line ends and marks of direction among them; what is invisible; lone surrogates; what XML lacks.
@@ -41,6 +43,13 @@ def model_name(model: str) -> str:
     """How published files name a model: as it is served or called on the hub, or by the last part of a path."""
     is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
     return Path(model).name if is_path else model
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first thing that pydantic refused, after its place, such as `settings.stride: Input should be greater than
+    0`."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
 
 
 def two_columns(rows: Sequence[tuple[str, str]]) -> str:

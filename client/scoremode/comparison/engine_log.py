@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from scoremode._texts import encoding_of, printable
+from scoremode._texts import encoding_of, first_fault, printable
 from scoremode.comparison.compare import check_labels
 from scoremode.comparison.figures import EngineLog, Figure, RunComparison, RunFigures
 from scoremode.errors import RunError, file_errors
@@ -100,9 +100,7 @@ def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:
     try:
         models = TypeAdapter(list[_QbenchModel]).validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
-        raise RunError(f"{path} is not what qbench writes as its results: {reason}") from error
+        raise RunError(f"{path} is not what qbench writes as its results: {first_fault(error)}") from error
     references = [model.ppl for model in models if model.group == "reference"]
     if not references or references[0] is None:
         raise RunError(f"{path} has no model of qbench's group `reference` with a ppl")

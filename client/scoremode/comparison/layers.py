@@ -1,34 +1,39 @@
 """Runs of `ppl-client layers` next to each other: a table, and bars by depth in one HTML file that loads nothing."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from markupsafe import Markup
-from pydantic import ConfigDict, ValidationError
+from matplotlib.figure import Figure
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from scoremode._texts import model_name, printable
+from scoremode._texts import first_fault, model_name, printable
 from scoremode.comparison.compare import check_labels
+from scoremode.comparison.plot_style import LIGHT, add_tip, as_element, new_axes
 from scoremode.comparison.report import TEMPLATES, policy_hash, template_of
 from scoremode.comparison.run_file import labels_of
+from scoremode.comparison.tables import Column, aligned, paragraphs
 from scoremode.errors import RunError, file_errors
 from scoremode.runs.layers import Cost, PartCost, PartKind
 from scoremode.runs.report import weights_in_words
 from scoremode.wire.protocol import ServerInfo
 from scoremode.wire.references import Reference
 
-WIDTH, HEIGHT, MARGIN = 640.0, 260.0, 56.0
-"""Of a panel in pixels, and of what is left of the bars."""
-_COLORS: dict[PartKind, int] = {"mlp": 1, "moe": 1, "embeddings": 2, "head": 2, "layer": 3}
-"""Places of colors; mixers have the first."""
+_COLORS: dict[PartKind, str] = {
+    **dict.fromkeys(("mlp", "moe"), LIGHT.run(1)),
+    **dict.fromkeys(("embeddings", "head"), LIGHT.quiet),
+    "layer": LIGHT.run(2),
+}
+_MIXER_COLOR = LIGHT.run(0)
 
 
 @checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore"))
 class LayersRun:
     """A run as its file has it."""
 
+    kind: Literal["layers"]
     model: str
     server: ServerInfo
     reference: Reference
@@ -43,13 +48,19 @@ class LayersRun:
         return [self.embeddings, *self.blocks, self.head]
 
 
+_RUN = TypeAdapter(LayersRun)
+
+
+class _AnyRun(BaseModel):
+    kind: str
+
+
 def is_layers_file(path: Path) -> bool:
     """Whether a file is a run of `ppl-client layers`. One that cannot be read is not: who reads it says why."""
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return _AnyRun.model_validate_json(path.read_bytes()).kind == "layers"
+    except (OSError, ValidationError):
         return False
-    return isinstance(content, dict) and content.get("kind") == "layers"
 
 
 def load_layers(paths: Sequence[Path], labels: Sequence[str] | None = None) -> dict[str, LayersRun]:
@@ -66,17 +77,12 @@ def load_layers(paths: Sequence[Path], labels: Sequence[str] | None = None) -> d
 
 def _load(path: Path) -> LayersRun:
     with file_errors(RunError, f"read {path}"):
-        content = path.read_text("utf-8")
+        content = path.read_bytes()
     try:
-        fields = json.loads(content)
-        if not isinstance(fields, dict) or fields.get("kind") != "layers":
-            raise RunError(f"{path} is not a run of ppl-client layers, which are compared with each other alone")
-        return LayersRun(**fields)
+        return _RUN.validate_json(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise RunError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except (ValueError, RecursionError):
-        raise RunError(f"{path} is not JSON, or is cut short") from None
+        reason = f"{path} is not a run of ppl-client layers, which are compared with each other alone"
+        raise RunError(f"{reason}: {first_fault(error)}") from None
 
 
 def _identity(run: LayersRun) -> tuple[Any, ...]:
@@ -86,68 +92,50 @@ def _identity(run: LayersRun) -> tuple[Any, ...]:
 def layers_as_text(runs: Mapping[str, LayersRun]) -> str:
     """The cost of each part in each run, in the order of the model."""
     first = next(iter(runs.values()))
-    columns = [["part", "whole model", *(printable(part.name) for part in first.parts)]]
+    columns = [Column("part", ["whole model", *(printable(part.name) for part in first.parts)], right=False)]
     for label, run in runs.items():
-        cells = [f"{part.in_words}{'  ' if part.is_above_floor else ' *'}" for part in run.parts]
-        columns.append([label, f"{run.whole.in_words}  ", *cells])
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        f"{name:{widths[0]}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
-        for name, *cells in zip(*columns, strict=True)
-    ]
-    return "\n".join([*(line.rstrip() for line in lines), "", "nats per token; * not above the floor", ""])
+        costs = [f"{part.in_words}{'' if part.is_above_floor else ' *'}" for part in run.parts]
+        columns.append(Column(label, [run.whole.in_words, *costs], right=False))
+    return paragraphs(aligned(columns), ["nats per token; * not above the floor"])
 
 
 def write_layers_report(runs: Mapping[str, LayersRun], path: Path) -> None:
     """Write the bars of each run by depth, side by side and to one scale."""
     reference = next(iter(runs.values())).reference
     style = (TEMPLATES / "report.css").read_text("utf-8") + (TEMPLATES / "layers.css").read_text("utf-8")
-    highest = max(part.cost + (part.stderr or 0) for run in runs.values() for part in run.parts)
-    lowest = min(0.0, *(part.cost - (part.stderr or 0) for run in runs.values() for part in run.parts))
+    drawings = {label: _bars(run) for label, run in runs.items()}
+    lows, highs = zip(*(each.axes[0].get_ylim() for each in drawings.values()), strict=True)
+    for each in drawings.values():
+        each.axes[0].set_ylim(min(lows), max(highs))
     html = template_of("layers.html.j2").render(
         title=", ".join(runs),
         style=Markup(style),
         style_hash=policy_hash(style),
         reference=reference,
         original=weights_in_words(reference),
-        panels=[_panel(label, run, lowest, max(highest, lowest + 1e-12)) for label, run in runs.items()],
+        panels=[
+            (label, run, weights_in_words(run.server), Markup(as_element(drawings[label], f"panel-{place}", label)))
+            for place, (label, run) in enumerate(runs.items())
+        ],
         table=layers_as_text(runs),
-        size=(WIDTH + MARGIN, HEIGHT + MARGIN),
-        margin=MARGIN,
     )
     path.write_text(html, encoding="utf-8")
 
 
-def _panel(label: str, run: LayersRun, lowest: float, highest: float) -> Mapping[str, Any]:
-    """The picture of a run: places in pixels."""
-
-    def y(cost: float) -> float:
-        return round(HEIGHT * (highest - cost) / (highest - lowest), 2)
-
-    step = WIDTH / len(run.parts)
-    bars = []
-    for index, part in enumerate(run.parts):
-        top, bottom = sorted((y(part.cost), y(0.0)))
-        ends = None if part.stderr is None else (y(part.cost - part.stderr), y(part.cost + part.stderr))
-        bars.append(
-            {
-                "x": round(MARGIN + index * step, 2),
-                "width": round(0.8 * step, 2),
-                "y": top,
-                "height": max(0.5, round(bottom - top, 2)),
-                "middle": round(MARGIN + (index + 0.4) * step, 2),
-                "ends": ends,
-                "color": _COLORS.get(part.kind, 0),
-                "is_faint": not part.is_above_floor,
-                "tip": f"{printable(part.name)} ({part.kind}): {part.in_words} nats"
-                + ("" if part.is_above_floor else ", not above the floor"),
-            }
+def _bars(run: LayersRun) -> Figure:
+    """The cost of each part of a run, with its error."""
+    drawing, axes = new_axes(LIGHT)
+    for depth, part in enumerate(run.parts):
+        bar = axes.bar(
+            depth,
+            part.cost,
+            yerr=part.stderr,
+            color=_COLORS.get(part.kind, _MIXER_COLOR),
+            error_kw={"ecolor": LIGHT.ink, "linewidth": 1},
+            alpha=1 if part.is_above_floor else 0.35,
         )
-    return {
-        "label": label,
-        "weights": weights_in_words(run.server),
-        "whole": run.whole.in_words,
-        "bars": bars,
-        "ticks": [(y(cost), f"{cost:.2g}") for cost in (0.0, highest / 2, highest)],
-        "zero": y(0.0),
-    }
+        more = "" if part.is_above_floor else ", not above the floor"
+        add_tip(bar, f"{printable(part.name)} ({part.kind}): {part.in_words} nats{more}")
+    axes.axhline(0, color=LIGHT.ink, linewidth=1)
+    axes.set(xlabel="depth", ylabel="nats per token", xticks=[])
+    return drawing

@@ -14,7 +14,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter,
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from scoremode._texts import model_name, printable
+from scoremode._texts import first_fault, model_name, printable
 from scoremode.errors import RunError, file_errors
 from scoremode.kld import POSITION_DTYPES, Floats
 from scoremode.results import TOP_DTYPES, TopTokens
@@ -282,8 +282,7 @@ def _read_record(path: Path, text: bytes) -> _Record:
     try:
         return _RECORD.validate_python({name: value for name, value in layers.items() if value is not None})
     except ValidationError as error:
-        first = error.errors()[0]
-        raise RunError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise RunError(f"{path}: {first_fault(error)}") from error
 
 
 def _shown(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import httpx
 from pydantic import ValidationError
 
-from scoremode._texts import printable
+from scoremode._texts import first_fault, printable
 from scoremode.errors import (
     APIStatusError,
     AuthenticationError,
@@ -63,10 +63,7 @@ def event_error(error: object) -> APIStatusError:
 
 def protocol_error(error: ValidationError) -> ResponseError:
     """The exception for an answer of the wrong shape, in one line: the first thing that is wrong with it."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    reason = f"{place or error.title}: {first['msg']}"
-    return ResponseError(f"the server's answer is not what the protocol says: {printable(reason)}")
+    return ResponseError(f"the server's answer is not what the protocol says: {printable(first_fault(error))}")
 
 
 def _exception(status_code: int, failure: _Failure, hint: str = "") -> APIStatusError:
