@@ -1,4 +1,4 @@
-"""How all plots look: colors for light and for dark pages, axes without a frame, labels that keep clear of each other.
+"""How all plots look: colors for light and for dark pages, axes without a frame, tips under the pointer.
 
 Figures are made without pyplot, so that nothing of matplotlib's global state is touched.
 """
@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
 from textwrap import fill
 from typing import Any
 from xml.etree import ElementTree
@@ -19,9 +18,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter, NullFormatter
-from matplotlib.transforms import Bbox
 
 from scoremode.kld import Floats
 
@@ -123,50 +120,6 @@ def legend(figure: Figure, axes: Axes, theme: Theme) -> None:
     figure.legend(
         handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=theme.ink, fontsize=10
     )
-
-
-def put_label(axes: Axes, theme: Theme, taken: list[Bbox], point: tuple[float, float], text: str, color: str) -> None:
-    """Put a text next to a point in data coordinates, or a little farther with a line to it, where it covers least.
-
-    `taken` is what it should not cover, in pixels: its own box is added.
-    """
-    renderer = axes.figure.canvas.get_renderer()  # type: ignore[attr-defined]
-    tried: list[tuple[float, Annotation, Bbox]] = []
-    sides = ((1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1), (0, 1), (0, -1))
-    for distance, (right, up) in product((9, 20, 34, 50), sides):
-        annotation = axes.annotate(
-            text,
-            point,
-            xytext=(right * distance, up * distance),
-            textcoords="offset points",
-            ha=("right", "center", "left")[right + 1],
-            va=("top", "center", "bottom")[up + 1],
-            color=color,
-            fontsize=10,
-            arrowprops={"arrowstyle": "-", "color": theme.quiet, "linewidth": 0.7} if distance > 20 else None,
-        )
-        box = annotation.get_window_extent(renderer).padded(2)
-        outside = box.width * box.height - _overlap(box, axes.bbox)
-        tried.append((sum(_overlap(box, other) for other in taken) + float(outside), annotation, box))
-        if not tried[-1][0]:
-            break
-    best = min(tried, key=lambda each: each[0])
-    for each in tried:
-        if each is not best:
-            each[1].remove()
-    taken.append(best[2])
-
-
-def _overlap(one: Bbox, other: Bbox) -> float:
-    shared = Bbox.intersection(one, other)
-    return 0.0 if shared is None else float(shared.width * shared.height)
-
-
-def line_box(axes: Axes, start: tuple[float, float], end: tuple[float, float], half_width: float = 2) -> Bbox:
-    """The box in pixels of a vertical or horizontal line between two points in data coordinates."""
-    (left, bottom), (right, top) = axes.transData.transform([start, end])
-    x, y = sorted((left, right)), sorted((bottom, top))
-    return Bbox([[x[0] - half_width, y[0] - half_width], [x[1] + half_width, y[1] + half_width]])
 
 
 def as_png(figure: Figure) -> bytes:

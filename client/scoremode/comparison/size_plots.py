@@ -1,24 +1,14 @@
 """Perplexity and mean KL divergence against what a model takes: which of the runs is worth its size."""
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
+import numpy as np
+from adjustText import adjust_text
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import LogLocator, NullLocator
-from matplotlib.transforms import Bbox
 
-from scoremode.comparison.plot_style import (
-    HEIGHT,
-    Theme,
-    add_tip,
-    legend,
-    line_box,
-    marker,
-    new_axes,
-    plain_log_axis,
-    put_label,
-)
+from scoremode.comparison.plot_style import HEIGHT, Theme, add_tip, legend, marker, new_axes, plain_log_axis
 from scoremode.comparison.sizes import MIN_FRONT, Point, pareto_front
 
 _LOG_RATIO = 8.0
@@ -43,18 +33,14 @@ def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float
         axes.set_ylim(bottom=0)
     # From edge to edge, so that a front of one run is a line too.
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
-    line = _draw_front(axes, all_points, theme) if len(all_points) >= MIN_FRONT else []
+    if len(all_points) >= MIN_FRONT:
+        _draw_front(axes, all_points, theme)
     legend(drawing, axes, theme)
-    # Labels keep clear of points in pixels, so the layout has to be final.
-    drawing.draw_without_rendering()
-    taken = list(_taken(axes, all_points, line, floor))
-    for point in all_points:
-        put_label(axes, theme, taken, (point.size, point.value), point.label, theme.run(point.index))
+    _label_points(drawing, axes, all_points, theme)
     return drawing
 
 
-def _draw_front(axes: Axes, all_points: Sequence[Point], theme: Theme) -> list[tuple[float, float]]:
-    """Returns the corners of the line."""
+def _draw_front(axes: Axes, all_points: Sequence[Point], theme: Theme) -> None:
     front = pareto_front(all_points)
     line = [
         (front[0].size, axes.get_ylim()[1]),
@@ -70,23 +56,30 @@ def _draw_front(axes: Axes, all_points: Sequence[Point], theme: Theme) -> list[t
         zorder=1,
         label="Pareto front",
     )
-    return line
 
 
-def _taken(
-    axes: Axes, all_points: Sequence[Point], front: Sequence[tuple[float, float]], floor: float | None
-) -> Iterator[Bbox]:
-    """Where labels would cover something, in pixels: points with their intervals, the front, the noise floor."""
-    for point in all_points:
-        at = point.size
-        yield line_box(axes, (at, point.low), (at, point.high), half_width=6)
-    for one, other in pairwise(front):
-        corner = (other[0], one[1])
-        yield line_box(axes, one, corner)
-        yield line_box(axes, corner, other)
-    if floor:
-        left, right = axes.get_xlim()
-        yield line_box(axes, (left, floor), (right, floor))
+def _label_points(drawing: Drawing, axes: Axes, all_points: Sequence[Point], theme: Theme) -> None:
+    """Put labels where they cover neither each other nor points, intervals and lines, the farther ones with a line."""
+    labels = [
+        axes.text(point.size, point.value, point.label, color=theme.run(point.index), fontsize=10)
+        for point in all_points
+    ]
+    # Labels keep clear of what is drawn in pixels, so the layout has to be final.
+    drawing.draw_without_rendering()
+    paths = [line.get_transform().transform_path(line.get_path()) for line in axes.lines]
+    paths += [bar.get_transform().transform_path(path) for bar in axes.collections for path in bar.get_paths()]
+    pixels = np.concatenate([path.interpolated(20).vertices for path in paths])
+    adjust_text(
+        labels,
+        *axes.transData.inverted().transform(pixels).T,
+        target_x=[point.size for point in all_points],
+        target_y=[point.value for point in all_points],
+        ax=axes,
+        # By default it takes as long as a second, and may end elsewhere another time.
+        iter_lim=500,
+        force_static=(1.5, 1.5),
+        arrowprops={"arrowstyle": "-", "color": theme.quiet, "linewidth": 0.7},
+    )
 
 
 def _draw_by_run(all_points: Sequence[Point], value: str, floor: float | None, theme: Theme) -> Drawing:
