@@ -3,16 +3,16 @@ where the figures are from."""
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from scoremode._texts import printable
-from scoremode.comparison.figures import METRICS, Figure, RunComparison, RunFigures
+from scoremode.comparison.figures import METRICS, NOT_KNOWN, Figure, RunComparison, RunFigures, plain, with_errors
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import computed_differently
-from scoremode.comparison.tables import Column, escaped, markdown_rows, measured_by
+from scoremode.comparison.tables import Column, escaped, markdown_rows, measured_by, short_labels
 from scoremode.errors import RunError
 from scoremode.runs.corpora import HUB_ALIASES
 from scoremode.runs.presets import comparable_with
@@ -33,8 +33,6 @@ _NAME_LENGTH = 24
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _START, _END = "<!-- scoremode -->", "<!-- /scoremode -->"
 """Marks of what `write_card` replaces."""
-_MANY_DIGITS, _MOST_DIGITS = 4, 6
-"""Decimals: above the first, an error is shown to one digit instead of two; above the second, with an exponent."""
 
 
 def card(comparison: RunComparison) -> str:
@@ -79,66 +77,36 @@ def _body(comparison: RunComparison) -> str:
 def _columns(comparison: RunComparison) -> list[Column]:
     """The columns of the table, without those of speed and of answers where no run knows its own."""
     rows, pairs = comparison.runs, comparison.base_pairs
-    speeds = [_plain("tokens_per_second", row.run.tokens_per_second, 0) for row in rows]
+    labels = short_labels([row.run.label for row in rows], _NAME_LENGTH)
     columns = [
-        Column("quant", [_name(row.run.label) for row in rows], right=False),
-        Column("GiB", [_plain("gib", row.run.gib) for row in rows]),
-        Column("bits per weight", [_plain("bits_per_weight", row.run.bits_per_weight) for row in rows]),
-        Column("PPL ±", [_with_error("perplexity", row.perplexity) for row in rows]),
-        Column("ΔPPL % ±", [_with_error("ppl_change", row.ppl_change, "+") for row in rows]),
-        Column("mean KLD ±", ["0" if row.has_no_divergence else _with_error("kld", row.kld) for row in rows]),
-        *(
-            Column(heading, ["0" if row.has_no_divergence else _number(getattr(row, name), None) for row in rows])
-            for name, heading in _QUANTILES.items()
-        ),
-        Column("RMS Δp %", [_plain("delta_p_rms", row.delta_p_rms) for row in rows]),
-        Column("same top %", [_plain("same_top_p", row.same_top_p) for row in rows]),
-        Column(_SAME_FOR, [_plain("agreement_median", row.agreement_median, 0) for row in rows]),
-        Column("tokens/s", speeds),
+        Column("quant", labels, right=False),
+        Column("GiB", _cells(rows, "gib", 2)),
+        Column("bits per weight", _cells(rows, "bits_per_weight", 2)),
+        Column("PPL ±", _cells(rows, "perplexity")),
+        Column("ΔPPL % ±", _cells(rows, "ppl_change", sign="+")),
+        Column("mean KLD ±", _cells(rows, "kld")),
+        *(Column(heading, _cells(rows, name)) for name, heading in _QUANTILES.items()),
+        Column("RMS Δp %", _cells(rows, "delta_p_rms", 2)),
+        Column("same top %", _cells(rows, "same_top_p", 2)),
+        Column(_SAME_FOR, _cells(rows, "agreement_median", 0)),
+        Column("tokens/s", _cells(rows, "tokens_per_second", 0)),
         Column("verdict", ["", *(pairs[row.run.label].verdict for row in rows[1:])], right=False),
     ]
     return [column for column in columns if any(column.cells) or column.header not in (_SAME_FOR, "tokens/s")]
 
 
-def _name(label: str) -> str:
-    """The label, or of a long one the beginning and the end, where quantizations differ."""
-    name = label = " ".join(label.split())
-    for length in range(min(_NAME_LENGTH, len(label)), 1, -1):
-        if len(escaped(name)) <= _NAME_LENGTH:
-            break
-        num_last = length * 3 // 5
-        name = f"{label[: length - 1 - num_last]}…{label[-num_last:]}"
-    return name
-
-
-def _plain(name: str, value: Figure | float | None, digits: int = 2) -> str:
-    number = value.value if isinstance(value, Figure) else value
-    if number is not None and math.isinf(number):
-        return "∞"
-    return "" if number is None else f"{METRICS[name].scale * number:,.{digits}f}"
-
-
-def _with_error(name: str, figure: Figure | None, sign: str = "") -> str:
-    if figure is None:
-        return ""
-    scale = METRICS[name].scale
-    return _number(scale * figure.value, None if figure.stderr is None else scale * figure.stderr, sign)
-
-
-def _number(value: float | None, stderr: float | None, sign: str = "") -> str:
-    """A number whose error has two digits, or one where that would be long; without an error it has three."""
-    if value is None or math.isnan(value):
-        return ""
-    if math.isinf(value):
-        return "∞"
-    if stderr is None or not math.isfinite(stderr) or not stderr:
-        return f"{value:{sign},.2f}" if abs(value) >= 10 else f"{value:{sign}#.3g}"
-    digits = max(0, 1 - math.floor(math.log10(stderr)))
-    if digits > _MANY_DIGITS:
-        digits -= 1
-    if digits > _MOST_DIGITS:
-        return f"{value:{sign}.1e} ± {stderr:.0e}"
-    return f"{value:{sign},.{digits}f} ± {stderr:,.{digits}f}"
+def _cells(rows: Sequence[RunFigures], name: str, digits: int | None = None, sign: str = "") -> list[str]:
+    """A figure of each run: to so many digits after the point, or with its error and the digits that this leaves. It is
+    empty where it is not known."""
+    metric = METRICS[name]
+    texts = []
+    for row in rows:
+        value = getattr(row.run if metric.of_run else row, name)
+        is_figure = isinstance(value, Figure)
+        cell = with_errors(value, digits, scale=metric.scale, sign=sign) if is_figure else plain(value, digits)
+        error = cell.errors[:1] if is_figure and digits is None and value.stderr is not None else ()
+        texts.append("" if cell.text == NOT_KNOWN else " ".join((cell.text, *error)))
+    return texts
 
 
 def _provenance(comparison: RunComparison) -> str:

@@ -18,7 +18,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from scoremode.kld import Floats
 
@@ -88,21 +88,13 @@ def new_axes(theme: Theme, height: float = HEIGHT) -> tuple[Figure, Axes]:
 
 
 def plain_log_axis(axes: Axes, which: str) -> None:
-    """Make an axis logarithmic, with decimals as ticks (0.01) unless they are below 1e-4."""
+    """Make an axis logarithmic, with numbers as ticks (0.01), and where it has few decades two more in each."""
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = sorted(axis.get_view_interval())
-    axis.set_major_formatter(FuncFormatter(_tick))
-    axis.set_minor_formatter(FuncFormatter(_minor_tick) if high / max(low, 1e-300) < 30 else NullFormatter())
-
-
-def _tick(value: float, _position: int | None = None) -> str:
-    return f"{value:g}" if value >= 1e-4 else f"{value:.0e}".replace("e-0", "e-")
-
-
-def _minor_tick(value: float, _position: int | None = None) -> str:
-    """Only 2 and 5 of each decade have numbers: more would cover each other."""
-    return _tick(value) if f"{value:e}"[0] in "25" else ""
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axis.set_minor_formatter("{x:g}" if high / max(low, 1e-300) < 30 else NullFormatter())
 
 
 def legend_label(name: str) -> str:

@@ -1,6 +1,5 @@
 """The plots of a comparison: which there are, what each says below it, and the files that `--plots` writes."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from scoremode.comparison.figures import NEGLIGIBLE_KLD, Figure, RunComparison
 from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.sizes import Point, is_simulated
-from scoremode.comparison.tables import measured_by
+from scoremode.comparison.tables import measured_by, short_labels
 from scoremode.kld import MOST_FLOORS
 
 MAX_LABEL = 40
@@ -46,7 +45,7 @@ class Plot:
 
 def plots(comparison: RunComparison) -> list[Plot]:
     """Those whose data are there, the most telling first. Long names are shortened, in captions too."""
-    labels = short_labels([run.label for run in comparison.files])
+    labels = short_labels([run.label for run in comparison.files], MAX_LABEL)
     runs = [
         replace(figures, run=replace(figures.run, label=label))
         for figures, label in zip(comparison.runs, labels, strict=True)
@@ -90,17 +89,6 @@ def write_plots(comparison: RunComparison, folder: str | Path) -> list[Path]:
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     return [folder / name for name in contents]
-
-
-def short_labels(labels: Sequence[str]) -> list[str]:
-    """The beginning and the end of long labels, numbered where several would be one."""
-    half = MAX_LABEL // 2
-    short = [label if len(label) <= MAX_LABEL else f"{label[: half - 1]}…{label[-half:]}" for label in labels]
-    counts = Counter(short)
-    return [
-        name if name == label or counts[name] == 1 else f"{name} ({number})"
-        for number, (name, label) in enumerate(zip(short, labels, strict=True), 1)
-    ]
 
 
 def _perplexity(comparison: RunComparison) -> Plot | None:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -270,6 +271,18 @@ def group_notes(comparison: RunComparison) -> list[str]:
     if not comparison.has_intervals or all(figures.perplexity.low is not None for _, figures in comparison.groups):
         return []
     return [f"Without an interval: groups with tokens in fewer than {MIN_UNITS} of the documents or windows drawn."]
+
+
+def short_labels(labels: Sequence[str], length: int) -> list[str]:
+    """Labels of at most so many characters: of long ones the beginning and the end, numbered where several would be
+    one."""
+    half = length // 2
+    short = [label if len(label) <= length else f"{label[: half - 1]}…{label[-half:]}" for label in labels]
+    counts = Counter(short)
+    return [
+        name if name == label or counts[name] == 1 else f"{name} ({number})"
+        for number, (name, label) in enumerate(zip(short, labels, strict=True), 1)
+    ]
 
 
 def aligned(columns: Iterable[Column]) -> list[str]:

@@ -10,10 +10,10 @@ from PIL import Image
 
 from scoremode.comparison import Figure, as_text, compare, load_runs, size_plots
 from scoremode.comparison.plot_style import DARK, LIGHT, as_svg
-from scoremode.comparison.plots import plots, short_labels, write_plots
+from scoremode.comparison.plots import plots, write_plots
 from scoremode.comparison.run_file import with_bits
 from scoremode.comparison.sizes import Point
-from scoremode.comparison.tables import best_at_each_size
+from scoremode.comparison.tables import best_at_each_size, short_labels
 from scoremode.comparison.token_plots import confidence_means, running_difference, survival
 from scoremode.errors import RunError
 
@@ -200,7 +200,7 @@ def test_names_are_shortened_and_drawn_as_they_are(comparison):
     names = [text.get_text().strip() for text in figure.legends[0].get_texts()]
     assert [name[:5] for name in names] == ["_a$b_"] * 5
     assert (len(set(names)), max(map(len, names))) == (5, 40)
-    assert short_labels([f"{'b' * 30}{middle}{'b' * 30}" for middle in "xy"])[1].endswith(" (2)")
+    assert short_labels([f"{'b' * 30}{middle}{'b' * 30}" for middle in "xy"], 40)[1].endswith(" (2)")
 
 
 def test_formats_have_colors_and_runs_have_markers(comparison):
