@@ -62,15 +62,9 @@ def plots(comparison: RunComparison) -> list[Plot]:
     )
     distinct = list(dict.fromkeys(run.format for run in comparison.files))
     formats = [distinct.index(run.format) for run in comparison.files]
-    return [replace(plot, formats=formats, note=_note(comparison)) for plot in drawable if plot is not None]
-
-
-def _note(comparison: RunComparison) -> str:
-    run = comparison.base
-    corpus = ", ".join(comparison.corpus_names) or run.text_in_words
-    days = sorted({run.finished[:10] for run in comparison.files if run.finished})
-    method = f"{run.method}, context length {run.context_length:,}"
-    return "; ".join(filter(None, (run.model, corpus, method, f"{run.num_scored:,} tokens", *days[-1:])))
+    return [
+        replace(plot, formats=formats, note=measurement_in_words(comparison)) for plot in drawable if plot is not None
+    ]
 
 
 def write_plots(comparison: RunComparison, folder: str | Path) -> list[Path]:
@@ -258,11 +252,13 @@ def common_caption(comparison: RunComparison) -> str:
 
 
 def measurement_in_words(comparison: RunComparison) -> str:
-    """Corpus, method, tokens, dtypes, versions, devices and days; a reference does not say where its text is from."""
+    """The base's model, corpus, method, tokens, dtypes, versions, devices and days; a reference does not say where its
+    text is from."""
     run = comparison.base
     corpus = ", ".join(comparison.corpus_names) or run.text_in_words
     dtypes = ", ".join(dict.fromkeys(run.server.dtype for run in comparison.files))
     return (
-        f"Corpus: {corpus}. Method: {run.method}, context {run.context_length:,}, stride {run.stride:,}. "
+        f"Base: {run.model}. Corpus: {corpus}. Method: {run.method}, context length {run.context_length:,}, stride "
+        f"{run.stride:,}. "
         f"{run.num_scored:,} tokens scored in {run.num_windows:,} windows. {dtypes}; {measured_by(comparison)}."
     )

@@ -78,6 +78,7 @@ def _label_points(drawing: Drawing, axes: Axes, all_points: Sequence[Point], the
         # By default it takes as long as a second, and may end elsewhere another time.
         iter_lim=500,
         force_static=(1.5, 1.5),
+        max_move=(30, 30),
         arrowprops={"arrowstyle": "-", "color": theme.quiet, "linewidth": 0.7},
     )
 
