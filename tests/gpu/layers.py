@@ -101,7 +101,6 @@ class LayeredEngine:
             self._mark("compare", reference, index, () if boundary is None else (boundary,)) for index, boundary in jobs
         ]
         head = reference.manifest.head
-        assert head is not None
         orders = [HoldReference(marks[0], "me", head.model_dump()), *map(ReadWindow, marks)]
         self._wait(marks[0].head, *[mark.ticket for mark in marks], orders=orders)
         texts = [[(token + shift) % head.vocab_size for token in reference.text.window(index)[0]] for index, _ in jobs]

@@ -184,12 +184,26 @@ class ServedLayers(ReferenceLayers):
     """On the disk of the server's references."""
 
 
-class Reference(ServedModel, TextInWindows):
+class KeptWithReference(BaseModel):
+    """What a server stores with a reference besides its model and text, and tells of it."""
+
+    created: Annotated[int, Field(ge=0, lt=2**36)]
+    corpus: CorpusInfo | None = None
+    """Where the text is from; None where the client that recorded it did not say."""
+    noise_floor: NoiseFloor | None = None
+    lane_noise_floors: dict[Lane, NoiseFloor] = {}
+    """Of the other lanes: the reference's model in one of them, compared with what it recorded."""
+    layers: ReferenceLayers | None = None
+    """Of the model, if the residual stream at the boundaries of its layers is recorded."""
+    answers: ReferenceAnswers | None = None
+    """How its text was generated, if that is the model's own answers to prompts."""
+
+
+class Reference(KeptWithReference, ServedModel, TextInWindows):
     """A reference: a model's distributions over the tokens of a text, kept as hidden states."""
 
     object: Literal["reference"] = "reference"
     name: str
-    created: Annotated[int, Field(ge=0, lt=2**36)]
     complete: bool
     """Whether every window is recorded."""
     vocab_size: PositiveInt
@@ -197,8 +211,6 @@ class Reference(ServedModel, TextInWindows):
     """Of the contents of the model's config and weights, dtype and quantization."""
     text_fingerprint: str
     """Of the token ids, the method and the windows."""
-    corpus: CorpusInfo | None = None
-    """Where the text is from; None where the client that recorded it did not say."""
     num_recorded: NonNegativeInt
     """Windows that are on disk."""
     disk_bytes: int
@@ -207,13 +219,6 @@ class Reference(ServedModel, TextInWindows):
     perplexity_stderr: float | None
     nll_mean: float | None
     """Nats per token."""
-    noise_floor: NoiseFloor | None = None
-    lane_noise_floors: dict[Lane, NoiseFloor] = Field({})
-    """Of the other lanes: the reference's model in one of them, compared with what it recorded."""
-    layers: ReferenceLayers | None = None
-    """Of the model, if the residual stream at the boundaries of its layers is recorded."""
-    answers: ReferenceAnswers | None = None
-    """How its text was generated, if that is the model's own answers to prompts."""
 
     def is_of(self, server: ServerInfo) -> bool:
         """Whether the server has the model that was recorded: it diverges from this by rounding alone."""

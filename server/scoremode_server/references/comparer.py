@@ -53,7 +53,6 @@ def llama_cpp_header(reference: StoredReference) -> bytes:
 def base_file_of(reference: StoredReference) -> BaseFile:
     """The sizes of llama.cpp's base file for a reference that was recorded with method `llama.cpp`."""
     head, plan = reference.manifest.head, reference.manifest.text
-    assert head is not None
     return BaseFile(plan.context_length, plan.num_windows, plan.num_scored, head.vocab_size)
 
 
@@ -132,7 +131,7 @@ class Comparer:
         """A reference that the served model can be compared with, with its text."""
         reference = await self.references.open(name)
         head, model, limits = reference.manifest.head, reference.manifest.model, self.core.limits
-        if head is None or reference.manifest.result is None:
+        if reference.manifest.result is None:
             reason = "is not complete: record it again to resume"
         elif head.vocab_size != limits.vocab_size:
             reason = f"has a vocabulary of {head.vocab_size} tokens, and the served model one of {limits.vocab_size}"
@@ -209,7 +208,6 @@ class Comparer:
         """Have the engine compute a window. BusyError if the engine compares with another reference, unless a
         window of the same request was computed already: then this waits until it does not."""
         head, queue, options = reference.manifest.head, window.settings.queue, window.settings.options
-        assert head is not None
         # With a residual stream, workers keep two tensors of the window.
         num_tokens = len(window.token_ids) * (2 if window.mark.boundaries else 1)
         while True:

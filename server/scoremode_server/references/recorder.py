@@ -68,12 +68,12 @@ class Recorder:
         text, plan = await asyncio.to_thread(_plan, texts, labels)
         if layers is not None:
             await self._check_space(name, text, layers)
-        head, model = await self._served_head(), self.references.model
+        model = self.references.model
         new = Manifest(
             identity=uuid.uuid4().hex,
             created=int(time.time()),
             model=model,
-            head=head,
+            head=await self._served_head(),
             text=plan,
             corpus=corpus,
             layers=layers,
@@ -110,9 +110,7 @@ class Recorder:
         before, now = of_disk.model.computed_by, model.computed_by
         if None not in (before, now) and before != now:
             logger.warning("Reference %s was begun on other GPUs or kernels: %s; here: %s", name, before, now)
-        return await self.references.save(
-            reference, lambda manifest: {"head": manifest.head or head, "corpus": manifest.corpus or corpus}
-        )
+        return await self.references.save(reference, lambda manifest: {"corpus": manifest.corpus or corpus})
 
     async def _check_space(self, name: str, text: StoredText, layers: ReferenceLayers) -> None:
         """Make sure that the layers of a text's windows that are not recorded yet fit on the disk. StorageError if they

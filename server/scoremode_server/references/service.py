@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from cachetools import LRUCache
 
-from scoremode.wire.references import Reference
+from scoremode.wire.references import KeptWithReference, Reference
 from scoremode_server.errors import ConflictError, NotServedError, StorageError, UnavailableError
 from scoremode_server.references.files.directory import (
     NoReferenceError,
@@ -133,18 +133,13 @@ def _describe(reference: StoredReference) -> Reference:
     result = manifest.result
     return Reference(
         name=reference.name,
-        created=manifest.created,
         complete=result is not None,
-        **model.model_dump(exclude={"tokenizer_fingerprint"}),
-        vocab_size=0 if manifest.head is None else manifest.head.vocab_size,
+        vocab_size=manifest.head.vocab_size,
         text_fingerprint=text.fingerprint,
-        **text.model_dump(exclude={"fingerprint"}),
-        corpus=manifest.corpus,
         num_recorded=len(reference.recorded_windows()),
         disk_bytes=reference.disk_bytes(),
+        **model.model_dump(exclude={"tokenizer_fingerprint"}),
+        **text.model_dump(exclude={"fingerprint"}),
         **(dict(result) if result else dict.fromkeys(Result.model_fields)),
-        noise_floor=manifest.noise_floor,
-        lane_noise_floors=manifest.lane_noise_floors,
-        layers=manifest.layers,
-        answers=manifest.answers,
+        **{name: getattr(manifest, name) for name in KeptWithReference.model_fields},
     )

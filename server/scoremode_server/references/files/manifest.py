@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from scoremode.windows import Method
 from scoremode.wire.protocol import Figure, Lane, TextInWindows
-from scoremode.wire.references import CorpusInfo, NoiseFloor, ReferenceAnswers, ReferenceLayers
+from scoremode.wire.references import KeptWithReference, NoiseFloor
 from scoremode_server.scoring.model_identity import ModelIdentity
 
 FORMAT_VERSION = 2
@@ -54,28 +54,17 @@ class Result(BaseModel):
     nll_mean: float
 
 
-class Manifest(BaseModel):
+class Manifest(KeptWithReference):
     """All fields. `identity` is written into every file of the reference."""
 
     format_version: int = FORMAT_VERSION
     identity: str
-    created: int
     model: ModelIdentity
-    head: HeadFormat | None
-    """None until it is being written; it is on disk if there is a result."""
+    head: HeadFormat
+    """Its weights are on disk if there is a result."""
     text: TextPlan
-    corpus: CorpusInfo | None = None
-    """The source of the text, from the client."""
     result: Result | None = None
     """None until all windows are on disk."""
-    noise_floor: NoiseFloor | None = None
-    lane_noise_floors: dict[Lane, NoiseFloor] = {}
-    """Of the other lanes than prefill."""
-    layers: ReferenceLayers | None = None
-    """Of the model, if the residual stream at their boundaries is recorded. None of a reference that an older server
-    began."""
-    answers: ReferenceAnswers | None = None
-    """How the text was generated, if it is the model's answers to prompts."""
 
     def noise_floor_changes(self, lane: Lane, floor: NoiseFloor) -> dict[str, Any]:
         """The fields that change when a lane's noise floor is stored."""

@@ -288,8 +288,7 @@ class WorkerWindows:
         # Opened anew for each: it may have been deleted or moved, and another may have its name.
         reference = self.root.open_same(mark.reference, mark.identity)
         hidden_states, _ = reference.read_shard(mark.index)
-        head = reference.manifest.head
-        if head is None or hidden_states.shape != (mark.num_scored, head.hidden_size):
+        if hidden_states.shape != (mark.num_scored, reference.manifest.head.hidden_size):
             raise BrokenFileError(f"{reference.shard(mark.index)} has hidden states {tuple(hidden_states.shape)}")
         streams = {boundary: _readable(reference.read_stream(mark.index, boundary)) for boundary in mark.boundaries}
         for boundary, stream in streams.items():

@@ -55,7 +55,7 @@ FLOOR = NoiseFloor(mean=1e-7, p99=2e-6, max=1e-5, num_scored=25, created=1_700_0
 RESULT = Result(perplexity=2.0, perplexity_stderr=0.5, nll_mean=1 / 3)
 
 
-def manifest(identity: str = "one", head: HeadFormat | None = HEAD) -> Manifest:
+def manifest(identity: str = "one", head: HeadFormat = HEAD) -> Manifest:
     return Manifest(identity=identity, created=1_700_000_000, model=MODEL, head=head, text=PLAN)
 
 
