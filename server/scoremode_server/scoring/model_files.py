@@ -63,7 +63,8 @@ def model_identity(config: VllmConfig, tokenizer: Any, computed_by: ComputedBy |
     """The identity of a server's model, whose tokenizer may be None. Reads its files, which takes seconds."""
     model, load = config.model_config, config.load_config
     dtype = str(model.dtype).removeprefix("torch.")
-    folder = _folder(model.model, model.revision, load.download_dir)
+    folder = model_folder(model.model, model.revision, load.download_dir)
+    weights = weight_files(Path(model.model), folder, str(load.load_format))
     vocabulary = [] if tokenizer is None else sorted(tokenizer.get_vocab().items())
     return ModelIdentity(
         model=model.model,
@@ -72,11 +73,11 @@ def model_identity(config: VllmConfig, tokenizer: Any, computed_by: ComputedBy |
         quantization=model.quantization,
         scoremode_version=importlib.metadata.version("scoremode"),
         vllm_version=vllm.__version__,
-        fingerprint=_fingerprint(model, load, dtype, folder),
+        fingerprint=_fingerprint(model, load, dtype, folder, weights),
         tokenizer_fingerprint=_digest(*vocabulary),
         computed_by=computed_by,
-        stored_dtype=_stored_dtype(model, _weight_files(Path(model.model), folder, str(load.load_format))),
-        weight_bytes=weight_bytes(model, load),
+        stored_dtype=_stored_dtype(model, weights),
+        weight_bytes=sum(file.stat().st_size for file in weights) or None,
         num_parameters=num_parameters(model.hf_config, model.trust_remote_code),
     )
 
@@ -90,12 +91,6 @@ async def with_adapter(fingerprint: str, lora: Any) -> str:
     if known is None or known[0] is not lora:
         known = _adapters[lora.lora_name] = lora, await asyncio.to_thread(_adapter_digest, lora.lora_path)
     return f"{fingerprint}+{known[1]}"
-
-
-def weight_bytes(model: ModelConfig, load: LoadConfig) -> int | None:
-    """Bytes of the files that vLLM loads; None if they are not in a folder or a file."""
-    folder = _folder(model.model, model.revision, load.download_dir)
-    return sum(file.stat().st_size for file in _weight_files(Path(model.model), folder, str(load.load_format))) or None
 
 
 def _stored_dtype(model: ModelConfig, files: Sequence[Path]) -> str | None:
@@ -142,9 +137,8 @@ def digest_of(files: Sequence[Path]) -> str:
         return xxh3_128(b"".join(threads.map(_file_digest, files))).hexdigest()
 
 
-def _fingerprint(model: ModelConfig, load: LoadConfig, dtype: str, folder: Path | None) -> str:
+def _fingerprint(model: ModelConfig, load: LoadConfig, dtype: str, folder: Path | None, weights: Sequence[Path]) -> str:
     dummy = load.load_format == "dummy"
-    weights = _weight_files(Path(model.model), folder, str(load.load_format))
     configs = _config_files(Path(model.hf_config_path) if model.hf_config_path else folder)
     overrides: Any = model.hf_overrides
     # A function is known by its name.
@@ -163,12 +157,12 @@ def _fingerprint(model: ModelConfig, load: LoadConfig, dtype: str, folder: Path 
 
 def _adapter_digest(path: str) -> str:
     """A digest of an adapter's files in a folder or in the hub's cache, or of its path if there are none."""
-    folder = _folder(path, None, None)
+    folder = model_folder(path, None, None)
     files = [] if folder is None else [*_config_files(folder), *sorted(folder.glob("adapter_model.*"))]
     return digest_of(files) if files else _digest(path)
 
 
-def _folder(name: str, revision: str | None, cache: str | None) -> Path | None:
+def model_folder(name: str, revision: str | None, cache: str | None) -> Path | None:
     """The folder of a model or an adapter, its own or in the hub's cache, where the folder's name is the commit."""
     path = Path(name).expanduser()
     if path.is_dir():
@@ -180,7 +174,7 @@ def _folder(name: str, revision: str | None, cache: str | None) -> Path | None:
         return None
 
 
-def _weight_files(path: Path, folder: Path | None, load_format: str) -> list[Path]:
+def weight_files(path: Path, folder: Path | None, load_format: str) -> list[Path]:
     """The files that vLLM loads, by name: of a folder, or all parts of a GGUF file."""
     if path.is_file():
         parts = re.fullmatch(r"(.*)-\d{5}(-of-\d{5}\.gguf)", path.name)

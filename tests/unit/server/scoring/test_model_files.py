@@ -23,9 +23,10 @@ from scoremode_server.scoring.model_files import (
     MAX_TENSORS,
     WHOLE_BYTES,
     digest_of,
+    model_folder,
     model_identity,
     num_parameters,
-    weight_bytes,
+    weight_files,
     with_adapter,
 )
 from scoremode_server.scoring.model_identity import ModelIdentity
@@ -205,7 +206,7 @@ def test_a_quantized_copy_has_as_many_weights_and_tied_ones_count_once(tmp_path:
     for path in (llama, copy):
         model = ModelConfig(model=str(path))
         assert num_parameters(model.hf_config, False) == num_elements(llama)
-        assert weight_bytes(model, LoadConfig()) == (path / "model.safetensors").stat().st_size
+        assert size_of(path) == (path / "model.safetensors").stat().st_size
     assert model.hf_config.quantization_config, "the served config stays as it is"
     assert num_elements(llama) < num_elements(copy), "the copy's file has scales next to the weights"
 
@@ -221,8 +222,11 @@ def sized(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def size_of(folder: Path, load_format: str = "auto") -> int | None:
-    return weight_bytes(SimpleNamespace(model=str(folder), revision=None), LoadConfig(load_format=load_format))
+def size_of(
+    model: Path | str, load_format: str = "auto", revision: str | None = None, cache: Path | None = None
+) -> int:
+    folder = model_folder(str(model), revision, cache and str(cache))
+    return sum(file.stat().st_size for file in weight_files(Path(model), folder, load_format))
 
 
 def test_code_of_a_repository_is_not_run_unless_it_is_trusted(tmp_path: Path):
@@ -247,7 +251,7 @@ def test_only_files_that_are_loaded_count(sized: Path):
 
 
 def test_other_formats_have_sizes_too_and_dummy_weights_none(sized: Path):
-    assert size_of(sized, "dummy") is None
+    assert identity(sized, LoadConfig(load_format="dummy")).weight_bytes is None
     for file in sized.glob("*.safetensors"):
         file.rename(file.with_suffix(".bin"))
     (sized / "model.gguf").write_bytes(bytes(12))
@@ -258,10 +262,8 @@ def test_a_name_on_the_hub_has_the_size_of_its_cached_files(sized: Path, tmp_pat
     cache = tmp_path_factory.mktemp("cache")
     repository, revision = cache / "models--an--example", "a" * 40
     shutil.copytree(sized, repository / "snapshots" / revision)
-    load = LoadConfig(download_dir=str(cache))
     names = (("an/example", revision), ("an/example", "b" * 40), ("s3://bucket/model", None))
-    models = [SimpleNamespace(model=model, revision=commit) for model, commit in names]
-    assert [weight_bytes(model, load) for model in models] == [30, None, None]
+    assert [size_of(name, revision=commit, cache=cache) for name, commit in names] == [30, 0, 0]
 
 
 def test_the_stored_dtype_is_that_of_most_weights(tmp_path: Path):
