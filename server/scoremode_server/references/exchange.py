@@ -121,7 +121,7 @@ class WorkerFiles:
     def __init__(self, client: EngineClient, admission: Admission) -> None:
         self._client, self._admission = client, admission
         self._holder = secrets.token_hex(8)
-        self._outcomes: dict[asyncio.Future[Exception | None], tuple[str, int | None]] = {}
+        self._outcomes: dict[asyncio.Future[None], tuple[str, int | None]] = {}
         """What tasks wait for: a ticket, or the key of a head, and the rank of the engine, None for any."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -195,17 +195,15 @@ class WorkerFiles:
 
     async def wait_until_done(self, ticket: str, rank: int | None = None) -> None:
         """Wait until all workers of engine `rank` have done what was ordered; if None, one worker of any engine."""
-        outcome: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outcomes[outcome] = ticket, rank
         self._wake.set()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
         try:
-            failure = await outcome
+            await outcome
         finally:
             del self._outcomes[outcome]
-        if failure is not None:
-            raise failure
 
     async def _run(self) -> None:
         try:
@@ -219,7 +217,7 @@ class WorkerFiles:
             failure = EngineOutputError(f"the engine's workers failed to read or write a reference: {error}")
         for outcome in self._outcomes:
             if not outcome.done():
-                outcome.set_result(failure)
+                outcome.set_exception(failure)
 
     async def _call_workers(self) -> None:
         """Tell the workers what was ordered, and ask how far they are, while there is anything to do."""
@@ -246,7 +244,7 @@ class WorkerFiles:
                 if outcome.done():
                     continue
                 if failure := next(filter(None, states), None):
-                    outcome.set_result(_in_use() if failure == IN_USE else UnreadableFileError(failure))
+                    outcome.set_exception(_in_use() if failure == IN_USE else UnreadableFileError(failure))
                 elif "" in states and (rank is None or None not in states):
                     outcome.set_result(None)
             pause = POLL_SECONDS if answers != known else min(2 * pause, MAX_POLL_SECONDS)
