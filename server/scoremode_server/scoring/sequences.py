@@ -124,15 +124,12 @@ def _in_passes(request: ScoreRequest, sequences: list[RequestedSequence]) -> lis
     share a pass, as candidates of its last row. A row has one token's rank, so with ranks each has a pass of its
     own."""
     passes: list[ScoringPass] = []
-    passes_by_beginning: dict[tuple[int, tuple[int, ...]], int] = {}
+    passes_by_beginning: dict[Any, int] = {}
+    can_share = request.continuations is not None and not request.return_ranks
     for sequence in sequences:
         last = sequence.targets[-1]
-        if request.continuations is None or request.return_ranks:
-            sequence.pass_index = len(passes)
-            passes.append(ScoringPass(sequence, {last: 0}))
-            continue
         # Equal contexts are one list.
-        key = id(sequence.context), tuple(sequence.targets[:-1])
+        key: Any = (id(sequence.context), tuple(sequence.targets[:-1])) if can_share else len(passes)
         index = passes_by_beginning.get(key, len(passes))
         is_new = index < len(passes) and last not in passes[index].columns
         # All rows of a pass have the same candidates.

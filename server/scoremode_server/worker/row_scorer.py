@@ -376,15 +376,12 @@ class RowScorer:
 def slices_of(pieces: Sequence[RowPiece]) -> tuple[list[slice], int]:
     """As few slices of a step's rows as have those of all pieces, and the number of rows."""
     slices: list[slice] = []
-    num_rows, start, stop = 0, -1, -1
     for piece in pieces:
-        if piece.start != stop:
-            start = piece.start
-            slices.append(slice(0))
-        stop = piece.start + piece.num_rows
-        slices[-1] = slice(start, stop)
-        num_rows += piece.num_rows
-    return slices, num_rows
+        start, stop = piece.start, piece.start + piece.num_rows
+        if slices and slices[-1].stop == start:
+            start = slices.pop().start
+        slices.append(slice(start, stop))
+    return slices, sum(piece.num_rows for piece in pieces)
 
 
 def zeros(rows: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
