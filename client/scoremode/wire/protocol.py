@@ -81,6 +81,10 @@ Candidates = Annotated[
         "prompts such lists for each"
     ),
 ]
+Positions = Annotated[
+    NonNegativeInt | Many[NonNegativeInt],
+    one_message("must be a position, which counts from 0, or one for each prompt"),
+]
 Text = Annotated[str | TokenIds, one_message("must be a string or a list of token ids")]
 
 
@@ -188,7 +192,7 @@ class ScoreRequest(MessagesFields, LaneFields):
     """Score these tokens too: one list for all positions, or lists of one length, one per position."""
     temperature: float = Field(1.0, ge=0.01, le=1000)
     """Of the distribution: softmax(logits / T)."""
-    logprobs_from: int | Many[int] = 0
+    logprobs_from: Positions = 0
     """Return only positions from this one on; one for all prompts, or one per prompt."""
     return_ranks: bool = False
     """The rank of every token in the vocabulary, 1 for the most likely."""

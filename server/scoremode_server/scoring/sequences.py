@@ -150,8 +150,6 @@ async def _prompts(prompts: list[str | list[int]], request: ScoreRequest, core: 
     firsts = each if isinstance(each, list) else [each] * len(prompts)
     if len(firsts) != len(prompts):
         raise RequestError(f"logprobs_from has {len(firsts)} positions for {len(prompts)} prompts", "logprobs_from")
-    if min(firsts, default=0) < 0:
-        raise RequestError(f"logprobs_from is {min(firsts)}: positions count from 0", "logprobs_from")
     sequences = []
     for index, (prompt, first) in enumerate(zip(prompts, firsts, strict=True)):
         token_ids = await core.tokenizer.encode(prompt, request.add_special_tokens)
