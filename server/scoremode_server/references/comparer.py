@@ -16,7 +16,6 @@ from scoremode_server.engine.passes import RowsRequest
 from scoremode_server.errors import RETRY_AFTER_SECONDS, BusyError, EngineOutputError, RequestError
 from scoremode_server.references.exchange import STEPS_READ_AHEAD, UnreadableFileError, WorkerFiles
 from scoremode_server.references.files.directory import StoredReference
-from scoremode_server.references.files.tensors import BrokenFileError
 from scoremode_server.references.service import References
 from scoremode_server.references.worker.orders import SINK, WindowMark
 from scoremode_server.references.worker.packing import ComparedRows
@@ -218,7 +217,7 @@ class Comparer:
                 return columns
             except UnreadableFileError as error:
                 await self.references.current(reference)
-                raise self.references.broken(reference.name, BrokenFileError(str(error))) from None
+                raise self.references.broken(reference.name, str(error)) from None
             except BusyError:
                 if queue.entered_at is None:
                     raise

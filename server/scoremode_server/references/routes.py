@@ -161,7 +161,7 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
                 if ranks is not None:
                     if request.return_ranks:
                         so_far.logprobs, so_far.ranks = (-nlls).tolist(), ranks.tolist()
-                    yield so_far.model_dump(exclude=None if request.return_ranks else {"logprobs", "ranks"})
+                    yield so_far.model_dump(exclude_none=True)
         await references.recorder.finish(reference, running.nlls, settings)
         yield (await references.stored.describe(reference.name)).model_dump()
 

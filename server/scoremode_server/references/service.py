@@ -112,9 +112,9 @@ class References:
         """The free space on the disk of the folder."""
         return await self.in_thread("", lambda: shutil.disk_usage(self.directory.root).free)
 
-    def broken(self, name: str, error: BrokenFileError) -> ConflictError:
+    def broken(self, name: str, failure: BrokenFileError | str) -> ConflictError:
         """The error for a damaged file of a reference."""
-        reason = self._without_folder(name, error)
+        reason = self._without_folder(name, failure)
         return ConflictError(f"reference {name!r} cannot be read: {reason}", self.param)
 
     def unwritable(self, name: str, failure: OSError | str) -> StorageError:

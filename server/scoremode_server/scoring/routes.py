@@ -75,7 +75,7 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
             async for answer in answers:
                 num_cached += answer.num_cached_tokens
                 window = running.add(-json_logprobs(answer.rows.logprobs[:, 0]))
-                yield window.model_dump(exclude={"logprobs", "ranks"})
+                yield window.model_dump(exclude_none=True)
         figures = await asyncio.to_thread(_figures, texts, running)
         num_fed = sum(window.num_tokens for window in texts.windows)
         usage = Usage(prompt_tokens=num_fed, cached_tokens=num_cached, total_tokens=num_fed)
