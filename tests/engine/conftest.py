@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm import LLM
 
 from scoremode_server import enable
 from scoremode_server.kernels.working_memory import LogitsShape, block_bytes, row_bytes_fused
+from scoremode_server.settings import LOGPROB_VARIABLE, REFERENCE_VARIABLE, WORKER_EXTENSION
 
 CHUNK = 7
 BLOCK = block_bytes(LogitsShape(1024, 4))
@@ -24,6 +26,8 @@ def environment() -> Iterator[None]:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        # The worker has a process, and one for the scheduler would take ten seconds more to start.
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # Lets `collective_rpc` send functions.
         patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
         # Restored at the end, whatever `enable` makes of it.
@@ -32,20 +36,35 @@ def environment() -> Iterator[None]:
         yield
 
 
+def small_engine(model: Path, **settings: Any) -> LLM:
+    """An engine of a model in float32."""
+    return LLM(str(model), dtype="float32", enforce_eager=True, distributed_executor_backend="mp", **settings)
+
+
 @pytest.fixture(scope="package")
-def llm(random_model: Path, environment: None) -> Iterator[LLM]:
-    """`random_model` in float32, whose steps hold 48 tokens and whose working memory holds 7 rows of logprobs."""
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the engine's references."""
+    return tmp_path_factory.mktemp("references")
+
+
+@pytest.fixture(scope="package")
+def llm(random_model: Path, references: Path, environment: None) -> Iterator[LLM]:
+    """`random_model`, whose steps hold 48 tokens, whose working memory holds 7 rows of logprobs, and whose cache holds
+    the keys and values of two whole sequences."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SCOREMODE_LOGPROB_BYTES", str(SMALL_BUDGET))
-        engine = LLM(
-            str(random_model),
-            dtype="float32",
+        patch.setenv(LOGPROB_VARIABLE, str(SMALL_BUDGET))
+        patch.setenv(REFERENCE_VARIABLE, str(references))
+        engine = small_engine(
+            random_model,
             max_model_len=LENGTH,
             max_num_seqs=4,
             max_num_batched_tokens=STEP_TOKENS,
             max_logprobs=MAX_LOGPROBS,
             enable_prefix_caching=True,
-            enforce_eager=True,
+            worker_extension_cls=WORKER_EXTENSION,
+            # Each of 128 tokens, and one of none. A sequence may begin where there is no room for its end.
+            num_gpu_blocks_override=5,
+            scheduler_reserve_full_isl=False,
         )
     yield engine
     engine.llm_engine.engine_core.shutdown()

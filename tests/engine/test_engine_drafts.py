@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import numpy as np
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import SamplingParams, TokensPrompt
 
 from scoremode_server.engine.passes import RowsRequest
 from scoremode_server.offline import read_score, score_params
 from scoremode_server.rows import read_columns, read_rows
 from scoremode_server.worker.row_spec import RowSpec, ScoringParams
 from tests import oracle
+from tests.engine.conftest import small_engine
 
 BLOCK = 32
 """What CPU attention has at least."""
@@ -23,9 +24,8 @@ def marked(tokens: list[int]) -> SamplingParams:
 
 def test_scores_next_to_n_grams_equal_transformers(random_model: Path):
     """Rows of both ways to score and of two lanes, next to generation."""
-    engine = LLM(
-        str(random_model),
-        dtype="float32",
+    engine = small_engine(
+        random_model,
         max_model_len=256,
         max_num_seqs=8,
         block_size=BLOCK,
@@ -35,7 +35,6 @@ def test_scores_next_to_n_grams_equal_transformers(random_model: Path):
             "prompt_lookup_min": 1,
             "num_speculative_tokens": NUM_DRAFTS,
         },
-        enforce_eager=True,
     )
     common = np.random.default_rng(3).integers(3, 1000, 4 * BLOCK + 2).tolist()
     # Of those that have whole blocks and one token more, all but one are in the prefix cache from the second time on.

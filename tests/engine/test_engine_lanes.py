@@ -8,7 +8,7 @@ import torch
 from vllm import LLM
 
 from tests import oracle
-from tests.engine.conftest import LENGTH, STEP_TOKENS
+from tests.engine.conftest import LENGTH
 from tests.gpu.lanes import by_transformers, lane_logprobs
 
 TOKENS = 90
@@ -37,23 +37,12 @@ def test_decode_is_as_step_by_step_decoding(llm: LLM, random_model: Path, dtype)
             oracle.assert_close(found, expected)
 
 
-def test_a_full_cache_of_keys_begins_sequences_again_in_their_lane(random_model: Path):
-    """With blocks for less than two of the three sequences vLLM must preempt, or let them wait."""
-    engine = LLM(
-        str(random_model),
-        dtype="float32",
-        max_model_len=LENGTH,
-        max_num_seqs=4,
-        max_num_batched_tokens=STEP_TOKENS,
-        num_gpu_blocks_override=4,
-        scheduler_reserve_full_isl=False,
-        enforce_eager=True,
-    )
-    engine.collective_rpc(note_steps)
+def test_a_full_cache_of_keys_begins_sequences_again_in_their_lane(llm: LLM, random_model: Path):
+    """With blocks for two of the three sequences vLLM must preempt the third."""
+    llm.collective_rpc(note_steps)
     texts = np.random.default_rng(29).integers(3, 900, (3, LENGTH)).tolist()
-    found = lane_logprobs(engine, texts, 1)
-    (steps,) = engine.collective_rpc(lambda worker: [step for step in worker.steps if step])
-    engine.llm_engine.engine_core.shutdown()
+    found = lane_logprobs(llm, texts, 1)
+    (steps,) = llm.collective_rpc(lambda worker: [step for step in worker.steps if step])
     assert {size for step in steps for size in step} == {1}
     assert len([size for step in steps for size in step]) > 3 * (LENGTH - 1)
     for one, exact in zip(found, oracle.logprobs(random_model, texts), strict=True):

@@ -1,6 +1,5 @@
 """Resuming from boundaries of decoder layers in an engine, next to transformers in float64."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,41 +8,21 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams, TokensPrompt
 
-from scoremode_server.settings import REFERENCE_VARIABLE, WORKER_EXTENSION
-from tests import models, oracle
-from tests.engine.conftest import LENGTH, STEP_TOKENS
+from tests import oracle
+from tests.engine.conftest import LENGTH
 from tests.engine.test_engine_lanes import note_steps
 from tests.gpu.lanes import lane_logprobs
 from tests.gpu.layers import Job, LayeredEngine
 
-NUM_LAYERS = 3
+NUM_LAYERS = 2
 NUM_BOUNDARIES = 2 * NUM_LAYERS + 1
 TEXTS = [np.random.default_rng(31).integers(3, 1000, length).tolist() for length in (LENGTH, 33)]
 """The first takes several steps."""
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.random_llama(tmp_path_factory.mktemp("models") / "three", num_layers=NUM_LAYERS)
-
-
-@pytest.fixture(scope="module")
-def layered(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LayeredEngine]:
-    root = tmp_path_factory.mktemp("references")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(REFERENCE_VARIABLE, str(root))
-        engine = LLM(
-            str(model),
-            dtype="float32",
-            max_model_len=LENGTH,
-            max_num_seqs=4,
-            max_num_batched_tokens=STEP_TOKENS,
-            enable_prefix_caching=True,
-            enforce_eager=True,
-            worker_extension_cls=WORKER_EXTENSION,
-        )
-    yield LayeredEngine(engine, root)
-    engine.llm_engine.engine_core.shutdown()
+def layered(llm: LLM, references: Path) -> LayeredEngine:
+    return LayeredEngine(llm, references)
 
 
 @pytest.fixture(scope="module")
@@ -72,19 +51,19 @@ def test_the_model_resumed_from_its_own_stream_is_itself(layered: LayeredEngine,
 @pytest.mark.parametrize(
     ("name", "expected_cost"),
     [
-        ("model.layers.1.mlp.down_proj.weight", "block 3"),
-        ("model.layers.2.self_attn.o_proj.weight", "block 4"),
+        ("model.layers.0.mlp.down_proj.weight", "block 1"),
+        ("model.layers.1.self_attn.o_proj.weight", "block 2"),
         ("model.embed_tokens.weight", "embeddings"),
         ("lm_head.weight", "head"),
     ],
 )
 def test_one_disturbed_part_has_the_whole_cost(
-    layered: LayeredEngine, model: Path, reference, name, expected_cost, tmp_path
+    layered: LayeredEngine, random_model: Path, reference, name, expected_cost, tmp_path
 ):
     """And each D(k) is that of transformers. Windows that resume from all boundaries, and such as do not, share
     steps."""
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-    other = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    base = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float64).eval()
+    other = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float64).eval()
     weight = other.get_parameter(name)
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(37)) * 0.2 * weight.data.std()
     changed = weight.data.float() + noise
@@ -136,7 +115,7 @@ def test_scores_and_answers_of_a_resumed_text_are_those_from_before(layered: Lay
     assert same_answer == answer
 
 
-def test_a_resumed_window_shares_steps_with_plain_scores(layered: LayeredEngine, model: Path, reference):
+def test_a_resumed_window_shares_steps_with_plain_scores(layered: LayeredEngine, random_model: Path, reference):
     """The rows of the plain one are its own; the resumed one, fed other tokens, is the recorded text all the same."""
     layered.call(note_steps)
     *resumed, logprobs = layered.kld(reference, [(0, 3), (0, None), (0, 3)], shift=1, plain=TEXTS[:1])
@@ -145,4 +124,4 @@ def test_a_resumed_window_shares_steps_with_plain_scores(layered: LayeredEngine,
     assert any(len(step) > 1 for step in steps[-6:])
     assert (resumed[0].max(), resumed[2].max()) == (0, 0)
     assert resumed[1].mean() > 0.1
-    oracle.assert_close(logprobs, oracle.logprobs(model, TEXTS[:1])[0])
+    oracle.assert_close(logprobs, oracle.logprobs(random_model, TEXTS[:1])[0])

@@ -1,14 +1,19 @@
-"""Rows in a worker: which a request gets, in one step or several, alone or grouped with others."""
+"""Rows in a worker: which a request gets, in one step or several, alone or grouped with others, and what memory they
+take."""
 
+import ctypes
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from scoremode_server.worker.row_scorer import StepPart
+from scoremode_server.kernels.working_memory import LogitsShape
+from scoremode_server.worker.row_scorer import RowScorer, StepPart
 from scoremode_server.worker.row_spec import RowSpec
-from tests.unit.server.worker.linear_scorer import LinearWorker, check_rows, make_scorer
+from tests.unit.server.worker.linear_scorer import ALONE, LinearWorker, check_rows, make_scorer
 
 VOCAB, HIDDEN = 50, 16
 TOKENS = [3, 14, 15, 9, 26, 5, 35, 8]
@@ -87,6 +92,32 @@ def test_more_top_tokens_than_the_kernels_find(num_top: int):
     assert rows.logprobs.shape == (NUM_FED - 1, 1 + (vocab if num_top < 0 else num_top))
     assert torch.allclose(rows.logprobs[:, :1].double(), expected.gather(1, targets), atol=1e-4)
     assert torch.allclose(rows.logprobs[:, 1:].double(), expected.topk(rows.logprobs.shape[1] - 1).values, atol=1e-4)
+
+
+def resident(field: str) -> int:
+    """Bytes of this process: VmRSS of now, or VmHWM of the peak."""
+    return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def test_a_large_vocabulary_stays_within_the_budget():
+    """With a scorer that is unbounded for contrast: the logits of 128 rows and 262,144 tokens are 128 MiB."""
+    num_rows, vocab, mebibyte = 128, 262_144, 1024**2
+    weight, states = torch.randn(HIDDEN, vocab), torch.randn(num_rows, HIDDEN)
+    token_ids = torch.randint(vocab, (num_rows,)).tolist()
+    found, growth = [], []
+    for budget in (32 * mebibyte, 1 << 60):
+        worker = LinearWorker(RowScorer(budget, LogitsShape(vocab, 4), ALONE), lambda hidden: hidden @ weight)
+        # What only a first request allocates.
+        worker.whole(RowSpec(num_top=5), states[:3], token_ids[:3])
+        # Free pages that are resident would hide growth.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS")
+        found.append(worker.whole(RowSpec(num_top=5), states, token_ids).logprobs)
+        growth.append(resident("VmHWM") - before)
+    # Results, and what top k keeps for each thread, are not working memory.
+    assert growth[0] < 64 * mebibyte < growth[1], growth
+    assert torch.allclose(*found, rtol=0, atol=1e-5)
 
 
 LANES = {
