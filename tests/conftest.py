@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from demo_model import demo_model
-from rounded_model import rounded_model
 from tests.shared_servers import SERVERS, Servers
 from tests.texts import WIKITEXT
 
@@ -115,13 +114,6 @@ def llama_2_model(models, tmp_path_factory) -> Path:
 def int8_random_model(models, random_model: Path, tmp_path_factory) -> Path:
     """`random_model` with its last block as INT8 W8A8, on which an oracle agrees with vLLM token by token."""
     return models.int8_model(random_model, tmp_path_factory.mktemp("models") / "int8")
-
-
-@pytest.fixture(scope="session")
-def rounded_smollm2(models, smollm2, tmp_path_factory) -> Path:
-    """SmolLM2 with weights rounded to 4 bits, as float32, and an LM head that is 0.9 times its embedding."""
-    folder = tmp_path_factory.mktemp("models")
-    return models.with_scaled_head(rounded_model(smollm2, folder / "rounded"), folder / "scaled", 0.9)
 
 
 @pytest.fixture(scope="session")

@@ -53,12 +53,11 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 A_WORKER_BY_ITSELF = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 """As vLLM's CPU platform has it by default, and a server on several GPUs; see `CPU_ENVIRONMENT`."""
 
-_SMALL = ("--max-num-seqs", "8", "--enforce-eager")
 TO_END = Server(
     "faults",
     "random_model",
     (
-        *("--served-model-name", "random", "--max-model-len", "1024", *_SMALL, "--block-size", "32"),
+        *("--served-model-name", "random", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
         # A GiB of KV cache, for each of two, is more than such a small model can fill.
         *("--num-gpu-blocks-override", "2048"),
     ),
@@ -124,12 +123,6 @@ SERVERS = {
         "disturbed_model",
         ("--served-model-name", "disturbed", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
         references="shared",
-    ),
-    "rounded_server": Server(
-        "real",
-        "rounded_smollm2",
-        ("--max-model-len", "1024", *_SMALL, "--block-size", "32", "--num-gpu-blocks-override", "256"),
-        references="smollm2",
     ),
     # Two of one model: tests kill the second, then stop the first.
     "first_server": TO_END,

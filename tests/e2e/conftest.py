@@ -71,3 +71,9 @@ def bos_client(plugin_server: str) -> Iterator[ScoreClient]:
 def int8_client(int8_server: str) -> Iterator[ScoreClient]:
     with ScoreClient(int8_server, timeout=300) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def disturbed_client(disturbed_server: str) -> Iterator[ScoreClient]:
+    with ScoreClient(disturbed_server, timeout=300) as client:
+        yield client

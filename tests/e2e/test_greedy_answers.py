@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from scoremode import ScoreClient
 from scoremode.cli.main import main
 from scoremode.comparison import compare, load_runs
 from tests import oracle
@@ -81,16 +80,15 @@ def measured(server: str, path: Path, *options: str, reference: str = "answers")
 
 
 def test_the_first_difference_is_that_of_the_copys_own_greedy_answer(
-    recorded, server, disturbed_server, random_model, disturbed_model, client, texts, folder, capsys
+    recorded, disturbed_server, random_model, disturbed_model, client, disturbed_client, texts, folder, capsys
 ):
     expected = []
-    with ScoreClient(disturbed_server) as disturbed:
-        for text in texts:
-            prompt = client.tokenize(text)
-            answer, other = generated(random_model, prompt), generated(disturbed_model, prompt)
-            expected.append(num_same(answer, other))
-            # Whatever generation_config.json says.
-            assert disturbed.generate(prompt, NUM_TOKENS)[0] == other
+    for text in texts:
+        prompt = client.tokenize(text)
+        answer, other = generated(random_model, prompt), generated(disturbed_model, prompt)
+        expected.append(num_same(answer, other))
+        # Whatever generation_config.json says.
+        assert disturbed_client.generate(prompt, NUM_TOKENS)[0] == other
     assert len({*expected}) > 5
     record = measured(disturbed_server, folder / "disturbed.json", "--decode-batch", "8")
     assert record["agreement_lengths"] == expected

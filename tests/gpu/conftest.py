@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from local_server import ServerError, server_process
+from rounded_model import rounded_model
 from scoremode import ScoreClient
 from tests.gpu.family import FAMILIES
 
@@ -127,6 +128,13 @@ RUNNERS = {"v2": ("VLLM_USE_V2_MODEL_RUNNER", "1", ()), "v1": ("VLLM_USE_V2_MODE
 FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16", "--max-num-batched-tokens", "1024")
 MEMORY = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(2**31)) if ON_GPU else ()
 """Servers start at the same time, and would take each other's memory for their own."""
+
+
+@pytest.fixture(scope="session")
+def rounded_smollm2(models, smollm2, tmp_path_factory) -> Path:
+    """SmolLM2 with weights rounded to 4 bits, as float32, and an LM head that is 0.9 times its embedding."""
+    folder = tmp_path_factory.mktemp("models")
+    return models.with_scaled_head(rounded_model(smollm2, folder / "rounded"), folder / "scaled", 0.9)
 
 
 @pytest.fixture(scope="session")
