@@ -50,15 +50,25 @@ ray.data.DataContext.get_current().enable_progress_bars = False
 """
 
 
-def test_a_dataset_is_scored_by_the_example(server, client, wikitext, tmp_path):
+[(_, WITH_RAY)] = examples("import ray").values()
+WITHOUT_RAY = f"""{WITH_RAY.partition("actors = ")[0].replace("import ray", "import pyarrow.parquet as pq")}
+pq.write_table(ScoreBatch("http://gpu1:8000")(pq.read_table("pages")), "scored")
+"""
+
+
+# Ray takes a minute to start.
+@pytest.mark.parametrize(
+    "code",
+    [WITHOUT_RAY, pytest.param(RAY_SETTINGS + WITH_RAY.replace("size=2", "size=1"), marks=pytest.mark.slow)],
+    ids=["its class", "Ray"],
+)
+def test_a_dataset_is_scored_by_the_example(server, client, wikitext, tmp_path, code):
     """In a process of its own, as people have it: Ray leaves threads and signal handlers."""
     texts = [*(wikitext[start : start + 200] for start in range(0, 4000, 200)), None, ""]
     (tmp_path / "pages").mkdir()
     pq.write_table(pa.table({"text": texts, "place": range(len(texts))}), tmp_path / "pages" / "rows.parquet")
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": "/tmp"}
-    [(_, code)] = examples("import ray").values()
-    code = code.replace("http://gpu1:8000", server).replace(', "http://gpu2:8000"', "")
-    command = [sys.executable, "-c", RAY_SETTINGS + code.replace("size=2", "size=1")]
+    command = [sys.executable, "-c", code.replace("http://gpu1:8000", server).replace(', "http://gpu2:8000"', "")]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )

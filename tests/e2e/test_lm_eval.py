@@ -67,7 +67,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory, wikitext: str) -> Path:
     return folder
 
 
-def evaluate(tasks: Path, model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def evaluate(tasks: Path, model: Any, arguments: dict[str, Any], **options: Any) -> dict[str, Any]:
     """What lm-eval makes of both tasks."""
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -80,6 +80,7 @@ def evaluate(tasks: Path, model: Any, arguments: dict[str, Any]) -> dict[str, An
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         bootstrap_iters=0,
         random_seed=None,
+        **options,
     )
 
 
@@ -230,14 +231,9 @@ def gated(server: str) -> Iterator[str]:
             over.set()
 
 
-def test_a_killed_run_resumes_from_its_cache(llama_2_server, tasks, reference, tmp_path):
-    def command(url: str) -> list[str]:
-        return [
-            *(sys.executable, "-m", "scoremode.lm_eval", "run", "--model", "scoremode", "--log_samples"),
-            *("--model_args", f"base_url={url},num_concurrent=2", "--tasks", TASK, "--limit", str(NUM_QUESTIONS)),
-            *("--use_cache", str(tmp_path / "cache")),
-            *("--include_path", str(tasks), "--output_path", str(tmp_path / "samples")),
-        ]
+def test_a_killed_run_resumes_from_its_cache(llama_2_server, tasks, reference, tmp_path, monkeypatch):
+    from scoremode.lm_eval.__main__ import NamedCache
+    from scoremode.lm_eval.model import ScoremodeLM
 
     def num_cached() -> int:
         for path in tmp_path.glob("cache_rank0-*.db"):
@@ -245,18 +241,30 @@ def test_a_killed_run_resumes_from_its_cache(llama_2_server, tasks, reference, t
                 return int(cache.execute("SELECT count(*) FROM unnamed").fetchone()[0])
         return 0
 
+    cache = str(tmp_path / "cache")
     # Of two requests, each for half of the questions, one is answered.
-    with gated(llama_2_server) as url, subprocess.Popen(command(url)) as killed:
-        try:
-            end = time.monotonic() + 300
-            while num_cached() < 2 * NUM_QUESTIONS:
-                assert (killed.poll(), time.monotonic() < end) == (None, True)
-                time.sleep(0.1)
-        finally:
-            killed.kill()
-    resumed = subprocess.run(command(llama_2_server), capture_output=True, text=True)
-    assert f"Cached requests: {2 * NUM_QUESTIONS}, Requests remaining: {2 * NUM_QUESTIONS}" in resumed.stderr
-    [path] = (tmp_path / "samples").rglob(f"samples_{TASK}_*.jsonl")
-    samples = sorted(map(json.loads, path.read_text().splitlines()), key=lambda sample: sample["doc_id"])
-    found = [float(logprob) for sample in samples for [(logprob, _)] in sample["resps"]]
-    assert found == pytest.approx([logprob for logprob, _ in answers(reference, TASK)], abs=1e-3)
+    with gated(llama_2_server) as url:
+        command = [
+            *(sys.executable, "-m", "scoremode.lm_eval", "run", "--model", "scoremode", "--use_cache", cache),
+            *("--model_args", f"base_url={url},num_concurrent=2", "--tasks", TASK, "--limit", str(NUM_QUESTIONS)),
+            *("--include_path", str(tasks)),
+        ]
+        with subprocess.Popen(command) as killed:
+            try:
+                end = time.monotonic() + 300
+                while num_cached() < 2 * NUM_QUESTIONS:
+                    assert (killed.poll(), time.monotonic() < end) == (None, True)
+                    time.sleep(0.1)
+            finally:
+                killed.kill()
+    num_scored, score = [], ScoremodeLM._loglikelihood_tokens
+    monkeypatch.setattr("lm_eval.api.model.CachingLM", NamedCache)
+    monkeypatch.setattr(
+        ScoremodeLM,
+        "_loglikelihood_tokens",
+        lambda *given, **each: num_scored.append(len(given[1])) or score(*given, **each),
+    )
+    resumed = evaluate(tasks, ScoremodeLM(llama_2_server), {}, use_cache=cache)
+    assert num_scored == [2 * NUM_QUESTIONS]
+    found, expected = ([logprob for logprob, _ in answers(each, TASK)] for each in (resumed, reference))
+    assert found == pytest.approx(expected, abs=1e-3)
