@@ -3,10 +3,6 @@ next to what the copy answers in transformers, and to exact distributions."""
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -125,31 +121,6 @@ def test_sampled_answers_agree_as_long_as_exact_distributions_do(
     assert 0.1 < expected < 1.9
     assert found.value == pytest.approx(expected, abs=2 * stderr)
     assert stderr < 0.05
-
-
-def test_a_killed_recording_resumes_with_the_answers_that_are_there(server, client, texts, folder):
-    prompts = write_prompts(folder / "killed.jsonl", [{"prompt": text} for text in texts[:12]])
-    words = ["record", "--url", server, "--prompts", str(prompts), "--reference", "killed", "--max-new-tokens", "200"]
-    command = [sys.executable, "-m", "scoremode.cli", *words, "--decode-batch", "1"]
-    journal = folder / "killed.answers.journal"
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        while not journal.exists() or journal.read_bytes().count(b"\n") < 4:
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    kept = journal.read_bytes()
-    # Another answer than any model gives, to tell it from one that was generated again.
-    header, first, *rest = kept.splitlines(keepends=True)
-    marked = json.loads(first) | {"token_ids": [5, 5, 5]}
-    journal.write_bytes(header + json.dumps(marked).encode() + b"\n" + b"".join(rest))
-    for option in ("--max-new-tokens", "--num-samples"):
-        assert record(server, prompts, "killed", *words[-2:], "--decode-batch", "1", option, "9") == 1
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
-    assert not journal.exists()
-    windows = client.reference_windows("killed")
-    assert windows.documents == list(range(12))
-    assert client.kld("killed").data[marked["index"]].positions.token_ids.tolist() == [5, 5, 5]
-    client.delete_reference("killed")
 
 
 def test_conversations_are_answered_as_the_template_has_them(server, client, folder):
