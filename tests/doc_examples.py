@@ -8,11 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.command_line import TIMEOUT_SECONDS
-
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MAX_TOKENS = re.compile(r"--max-tokens \d+")
+TIMEOUT_SECONDS = 900
 SOME_WINDOWS = "--max-tokens 640"
 """Several windows of each of the examples."""
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from scoremode.cli.main import main
 from scoremode.comparison.run_file import load_run
 from tests import oracle
-from tests.command_line import ppl_client
 from tests.e2e.test_completions import assert_same, connect
 
 CHAT = "/v1/chat/completions"
@@ -153,9 +153,10 @@ def test_runs_of_a_dataset_have_these_logprobs_and_say_where_they_are_from(
     rows = [{"chat": chat, "topic": label} for chat, label in zip(CONVERSATIONS, LABELS, strict=True)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
     text = ("--url", smollm2_server, "--dataset", str(tmp_path / "chats.jsonl"), "--messages", "chat", "--by", "topic")
-    ppl_client(*text, "--output", str(tmp_path / "plain.json"))
-    ppl_client("record", *text, "--reference", "dataset")
-    ppl_client("kld", "--url", smollm2_server, "--reference", "dataset", "--output", str(tmp_path / "kld.json"))
+    reference = ("--url", smollm2_server, "--reference", "dataset")
+    assert main([*text, "--output", str(tmp_path / "plain.json")]) == 0
+    assert main(["record", *text, "--reference", "dataset"]) == 0
+    assert main(["kld", *reference, "--output", str(tmp_path / "kld.json")]) == 0
     http.delete("/v1/references/dataset").raise_for_status()
     for name in ("plain", "kld"):
         run = load_run(tmp_path / f"{name}.json")

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from scoremode.cli.main import main
 from tests import oracle
-from tests.command_line import TIMEOUT_SECONDS, ppl_client
-from tests.doc_examples import examples
+from tests.doc_examples import TIMEOUT_SECONDS, examples
 
 
 def test_figures_are_those_of_an_oracle(server, client, random_model, wikitext, tmp_path):
@@ -23,7 +23,7 @@ def test_figures_are_those_of_an_oracle(server, client, random_model, wikitext, 
         stream.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
     # Windows of 256 tokens: some documents have several, and most have one.
     options = ("--url", server, "--output", str(tmp_path / "out"), "--context-length", "256", "--per-token")
-    ppl_client("corpus", "--quiet", str(tmp_path / "rows.jsonl.zst"), *options)
+    assert main(["corpus", "--quiet", str(tmp_path / "rows.jsonl.zst"), *options]) == 0
     rows = pq.read_table(tmp_path / "out" / "rows.parquet").to_pylist()
     assert [row["text"] for row in rows] == texts
     prefix = client.info().prefix_token_id

@@ -14,10 +14,10 @@ import pytest
 from transformers import AutoTokenizer
 
 import lm_eval_tasks
+from scoremode.cli.main import main
 from scoremode.runs.presets import comparable_with
 from scoremode.wire.references import CorpusInfo
 from tests import oracle
-from tests.command_line import ppl_client
 
 LENGTH = 256
 TITLE = re.compile(r"^ = [^=\n]+ = $", re.MULTILINE)
@@ -34,7 +34,8 @@ def lines(wikitext: str) -> list[str]:
 def measured(server: str, folder: Path, *arguments: str) -> dict[str, Any]:
     """The record of a run."""
     output = folder / "run.json"
-    ppl_client("--url", server, *arguments, "--context-length", str(LENGTH), "--output", str(output), "--quiet")
+    options = ("--context-length", str(LENGTH), "--output", str(output), "--quiet")
+    assert main(["--url", server, *arguments, *options]) == 0
     record: dict[str, Any] = json.loads(output.read_text())
     assert f"max_length={LENGTH}" in comparable_with(CorpusInfo.model_validate(record["corpus"]), LENGTH)
     return record

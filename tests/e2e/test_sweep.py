@@ -7,8 +7,8 @@ from safetensors.numpy import load_file
 
 from local_server import CPU_ENVIRONMENT, CPU_FLAGS, has_gpu
 from scoremode import ScoreClient
+from scoremode.cli.main import main
 from tests import oracle
-from tests.command_line import ppl_client
 from tests.shared_servers import TO_END
 from tests.texts import WIKITEXT
 
@@ -27,7 +27,7 @@ def test_two_models_make_two_runs_and_a_report(server, disturbed_model, servers,
         "models": [{"name": "base", "model": str(disturbed_model)}, {"name": "other", "url": server}],
     }
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
-    ppl_client("sweep", str(tmp_path / "plan.yaml"), "--quiet")
+    assert main(["sweep", str(tmp_path / "plan.yaml"), "--quiet"]) == 0
     base, other = (json.loads((runs / f"{name}.json").read_text()) for name in ("base", "other"))
     with ScoreClient(server) as client:
         client.delete_reference(other["reference"]["name"])
