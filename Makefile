@@ -69,7 +69,7 @@ test-avx2: $(INSTALLED) ## Run every test as on a CPU that has AVX2 and nothing 
 ON_GPU := $(PYTEST) -W default
 test-gpu: $(INSTALLED) ## Run what needs an NVIDIA GPU: compiled kernels, both model runners, families of models
 	$(ON_GPU) --numprocesses 8 -m interpreter tests/unit/server
-	$(ON_GPU) -m "not matrix" tests/gpu/test_families.py tests/gpu/test_served.py
+	$(ON_GPU) --capture=no -m "not matrix" tests/gpu/test_families.py tests/gpu/test_served.py
 
 test-gpu-drafts: $(INSTALLED) ## Score on an NVIDIA GPU next to n-grams, a draft model and EAGLE, on both model runners
 	$(ON_GPU) --capture=no tests/gpu/test_drafts.py
@@ -82,7 +82,7 @@ test-gpu-layers: $(INSTALLED) ## Resume families of models on an NVIDIA GPU from
 
 PART ?= v1-eager
 test-gpu-matrix: $(INSTALLED) ## Run families in another way: PART=v1-eager, v1-graphs or v2-eager
-	$(ON_GPU) -m matrix -k "$(PART)" tests/gpu/test_families.py
+	$(ON_GPU) --capture=no -m matrix -k "$(PART)" tests/gpu/test_families.py
 
 openapi: $(INSTALLED) ## Write openapi/openapi.json anew from the app
 	$(BIN)/python scripts/write_openapi.py

@@ -88,31 +88,7 @@ def families(request: pytest.FixtureRequest) -> Iterator[dict[Combination, Futur
         if hasattr(item, "callspec") and "combination" in item.callspec.params
     ]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        results = {each: pool.submit(run_family, each) for each in collected}
-        request.config.stash[RESULTS] = results
-        yield results
-
-
-RESULTS = pytest.StashKey[dict[Combination, Future[dict[str, Any]]]]()
-COLUMNS = ("family", "runner", "mean", "transformers' own", "median", "own", "largest", "bias", "alone, cached: mean")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The table of docs/benchmarks.md."""
-    results = config.stash.get(RESULTS, {})
-    if not results:
-        return
-    terminalreporter.write_line("| " + " | ".join(COLUMNS) + " |")
-    terminalreporter.write_line("|---" * len(COLUMNS) + "|")
-    for combination, future in sorted(results.items()):
-        result = {"refused": future.exception()} if future.exception() else future.result()
-        if "refused" in result:
-            cells = [f"refused: {result['refused']}"]
-        else:
-            own, together, alone = result["own"], result["together"], result["alone"]
-            figures = (together["mean"], own["mean"], together["median"], own["median"], together["max"])
-            cells = [f"{figure:.4f}" for figure in (*figures, together["bias"], alone["mean"])]
-        terminalreporter.write_line(f"| {combination.family} | {combination.mode} | {' | '.join(cells)} |")
+        yield {each: pool.submit(run_family, each) for each in collected}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Families of models on the GPU's own kernels, compared with transformers."""
+"""Families of models on the GPU's own kernels, compared with transformers. Prints the rows of docs/benchmarks.md."""
 
 from concurrent.futures import Future
 from typing import Any
@@ -22,11 +22,15 @@ def test_a_family_is_as_near_float32_as_transformers(
 ):
     result = families[combination].result()
     if "refused" in result:
-        # The table says so. What users run must not be among it.
+        print(f"| {combination.family} | {combination.mode} | refused: {result['refused']} |")
+        # What users run must not be among it.
         assert (combination.runner, combination.graphs) != ("v2", True), result["log"]
         return
-    own = result["own"]
-    for ours in (result["together"], result["alone"]):
+    own, together, alone = result["own"], result["together"], result["alone"]
+    figures = (together["mean"], own["mean"], together["median"], own["median"], together["max"], together["bias"])
+    cells = [f"{figure:.4f}" for figure in (*figures, alone["mean"])]
+    print(f"| {combination.family} | {combination.mode} | {' | '.join(cells)} |")
+    for ours in (together, alone):
         # A changed route through experts moves single tokens by nats, so neither the largest difference is compared.
         assert ours["mean"] <= ROUNDING * own["mean"] + FLOAT32
         assert ours["median"] <= ROUNDING * own["median"] + FLOAT32
