@@ -101,7 +101,7 @@ def disturbed_model(models, random_model: Path, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def byte_fallback_model(models, tmp_path_factory) -> Path:
     """`random_model` with a tokenizer of SentencePiece's kind that puts BOS (token 0) first by itself."""
-    return models.random_llama(tmp_path_factory.mktemp("models") / "fallback", add_bos=True, byte_fallback=True)
+    return models.random_llama(tmp_path_factory.mktemp("models") / "fallback", byte_fallback=True)
 
 
 @pytest.fixture(scope="session")

@@ -37,15 +37,14 @@ def random_llama(
     vocab_size: int = 1024,
     num_layers: int = 2,
     max_position: int = 2048,
-    add_bos: bool = False,
     byte_fallback: bool = False,
 ) -> Path:
     """Writes a float32 Llama with random weights, two query heads and one key-value head.
 
-    `add_bos` makes its tokenizer put BOS first by itself, `byte_fallback` makes it one of SentencePiece's kind. BOS is
-    token 0, EOS token 1.
+    `byte_fallback` gives it a tokenizer of SentencePiece's kind that puts BOS first by itself. BOS is token 0, EOS
+    token 1.
     """
-    _tokenizer(vocab_size, add_bos, byte_fallback).save_pretrained(path)
+    _tokenizer(vocab_size, byte_fallback).save_pretrained(path)
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=128,
@@ -79,7 +78,7 @@ def llama_2_like(path: Path) -> Path:
 
 def random_model_of(config: PretrainedConfig, path: Path) -> Path:
     """Writes a float32 model of any family with random weights, and a tokenizer of 1,024 tokens."""
-    _tokenizer(1024, add_bos=False, byte_fallback=False).save_pretrained(path)
+    _tokenizer(1024, byte_fallback=False).save_pretrained(path)
     return _random_weights(config, path)
 
 
@@ -162,10 +161,10 @@ def _changed(source: Path, path: Path, change: Callable[[dict[str, torch.Tensor]
     return path
 
 
-def _tokenizer(vocab_size: int, add_bos: bool, byte_fallback: bool) -> PreTrainedTokenizerFast:
+def _tokenizer(vocab_size: int, byte_fallback: bool) -> PreTrainedTokenizerFast:
     template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     tokenizer = _sentencepiece_like(vocab_size) if byte_fallback else _byte_level(vocab_size)
-    return _for_transformers(tokenizer, add_bos, template)
+    return _for_transformers(tokenizer, byte_fallback, template)
 
 
 def _for_transformers(tokenizer: Tokenizer, add_bos: bool, template: str) -> PreTrainedTokenizerFast:

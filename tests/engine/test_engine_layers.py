@@ -30,17 +30,6 @@ def reference(layered: LayeredEngine):
     return layered.record("base", TEXTS)
 
 
-def test_blocks_are_named_as_the_checkpoints_modules(layered: LayeredEngine):
-    layers = layered.layers()
-    assert (layers.layer_class, layers.hidden_size) == ("LlamaDecoderLayer", 128)
-    expected = [
-        ([f"model.layers.{index}.{name}"], kind)
-        for index in range(NUM_LAYERS)
-        for name, kind in (("self_attn", "attention"), ("mlp", "mlp"))
-    ]
-    assert [(block.modules, block.kind) for block in layers.blocks] == expected
-
-
 @pytest.mark.parametrize("shift", [0, 1])
 def test_the_model_resumed_from_its_own_stream_is_itself(layered: LayeredEngine, reference, shift):
     """Exactly, also when it is fed other tokens: then all comes from the stream."""

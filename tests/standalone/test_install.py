@@ -23,6 +23,8 @@ def output(*command: str | Path) -> str:
     return subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout.strip()
 
 
+# It installs another vLLM, of gigabytes.
+@pytest.mark.slow
 def test_the_cpu_image_has_a_server_and_a_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_VERSION", "0.32.0")
     binaries = install(tmp_path / "venv", "cpu")

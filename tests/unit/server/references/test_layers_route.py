@@ -10,11 +10,10 @@ from tests.unit.server.references.reference_engine import (
     BODY,
     LAYERS,
     NUM_WINDOWS,
-    TOKENS,
     ReferenceEngine,
     record,
 )
-from tests.unit.server.references.reference_setup import HIDDEN, files, full_disk
+from tests.unit.server.references.reference_setup import HIDDEN, files
 
 BASE = f"{REFERENCES}/base"
 LAYERED = {**BODY, "layers": True}
@@ -160,13 +159,3 @@ async def test_a_disk_without_space_is_refused_before_anything_is_recorded(engin
     monkeypatch.setattr(service.shutil, "disk_usage", lambda root: usage)
     check_error(await client.post(REFERENCES, json=LAYERED), 507, "layers", "its layers need 0.0 GiB")
     assert (await client.get(REFERENCES)).json()["data"] == []
-
-
-async def test_a_full_disk_loses_nothing(engine, client, monkeypatch):
-    """What was written before stays, and the same request resumes."""
-    with monkeypatch.context() as patch:
-        patch.setattr("scoremode_server.references.files.tensors.save_file", full_disk)
-        assert error_of(await client.post(REFERENCES, json=LAYERED))[0] == 507
-    recorded = await record(client, layers=True)
-    assert recorded["layers"]["floor"] == [0.0] * NUM_BOUNDARIES
-    assert recorded["num_scored"] == len(TOKENS) - 1

@@ -106,13 +106,6 @@ def test_without_the_plugin_no_vllm_is_refused(monkeypatch: pytest.MonkeyPatch):
         plugin.general_plugin()
 
 
-def test_enable_twice_adds_the_plugin_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("VLLM_PLUGINS", "lora")
-    enable()
-    enable()
-    assert plugin.os.environ["VLLM_PLUGINS"] == "lora,scoremode"
-
-
 # The manifest
 
 
