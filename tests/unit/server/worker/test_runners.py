@@ -1,6 +1,6 @@
 """The patched model runners on made-up steps: V1's next to vLLM's own method, V2's next to float64."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,6 +25,13 @@ from tests.unit.server.worker.linear_scorer import ALONE, check_rows, make_score
 MEBIBYTE = 1024**2
 STOCK = GPUModelRunner._get_prompt_logprobs_dict
 VOCAB, HIDDEN = 128, 8
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Iterator[None]:
+    """vLLM counts ranks in a compiled function, and compiling takes longer than all tests here."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def computing(scorer: RowScorer) -> Any:
