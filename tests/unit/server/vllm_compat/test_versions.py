@@ -1,8 +1,10 @@
 """Which vLLM Scoremode accepts: the installed one, others by their version, and others by their sources; and that the
 manifest has right hashes of all that is used."""
 
+import ast
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ VERSION = vllm.__version__.partition("+")[0]
 CHUNK_SIZE = "vllm.v1.worker.gpu.sample.prompt_logprob:CHUNK_SIZE"
 METHODS = "vllm.v1.engine.async_llm:AsyncLLM.*"
 ABORT = "    async def abort("
+PARSED = cache(ast.parse)
 
 
 @pytest.fixture
@@ -37,6 +40,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             if (INSTALLED / file).is_file():
                 (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(INSTALLED / file, tmp_path / file)
+    # Tests change one module each.
+    monkeypatch.setattr(versions.ast, "parse", PARSED)
     monkeypatch.setattr(vllm, "__file__", str(tmp_path / "vllm" / "__init__.py"))
     monkeypatch.setattr(vllm, "__version__", "0.33.0.post1")
     return tmp_path
