@@ -291,11 +291,10 @@ class StoredReference:
 class FakeServer:
     """Answers as a Scoremode server does, and keeps the requests."""
 
+    stored_class = StoredReference
     references: dict[str, StoredReference] = field(default_factory=dict)
     noise: float = 0.0
     """How far its model is away from the reference's."""
-    free_bytes: int = 10**9
-    """On its disk."""
     allowed: int = 10**9
     """Windows that it records per request, and scores or compares in all, before it drops the connection."""
     info: dict = field(default_factory=dict)
@@ -336,7 +335,7 @@ class FakeServer:
             case "POST", "/v1/references":
                 return self.record(body)
             case "GET", "/v1/layers":
-                return ok({"object": "layers", **LAYERS, "free_bytes": self.free_bytes})
+                return ok({"object": "layers", **LAYERS, "free_bytes": 10**9})
             case "POST", "/v1/kld":
                 return self.compare(body)
             case "GET", "/v1/references":
@@ -366,7 +365,7 @@ class FakeServer:
         return ok(score_response(sequences, body.get("return_ranks", False), num_context))
 
     def record(self, body: dict) -> httpx.Response:
-        wanted = StoredReference(body)
+        wanted = self.stored_class(body)
         stored = self.references.setdefault(body["name"], wanted)
         if stored.request != wanted.request:
             return error(409, f"the reference {body['name']!r} has other content", param="name")

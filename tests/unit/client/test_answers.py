@@ -36,27 +36,22 @@ class StoredAnswers(StoredReference):
 
 
 class AnsweringServer(FakeServer):
-    """Answers with the three bytes after the last one of the prompt, and drops connections after `most`."""
+    """Answers with the three bytes after the last one of the prompt; also drops connections after `allowed` answers."""
 
-    most = 10**9
+    stored_class = StoredAnswers
     finish_reason = "stop"
 
     def __call__(self, request):
         body = json.loads(request.content) if request.content else {}
         if request.url.path == "/v1/completions":
             self.requests.append((request.method, request.url.path, body))
-            self.most -= 1
+            self.allowed -= 1
             ids = [] if body["prompt"][-1] == ord("-") else [body["prompt"][-1] + step for step in (1, 2, 3)]
             choice = {"token_ids": ids, "text": "text", "finish_reason": self.finish_reason}
-            return ok({"choices": [choice]}) if self.most >= 0 else None
+            return ok({"choices": [choice]}) if self.allowed >= 0 else None
         if request.url.path == "/tokenize" and "messages" in body:
             return ok({"tokens": [1, 2]}) if body["messages"] == [QUESTION] else error(400, "broken")
         return super().__call__(request)
-
-    def record(self, body):
-        stored = self.references.setdefault(body["name"], StoredAnswers(body))
-        stored.recorded = {*range(len(stored.windows))}
-        return super().record(body) if "answers" not in body else ok_stream(stored.json())
 
     @property
     def asked(self) -> list[dict]:
@@ -67,11 +62,6 @@ class AnsweringServer(FakeServer):
 @pytest.fixture
 def server() -> AnsweringServer:
     return AnsweringServer()
-
-
-def ok_stream(content: dict):
-    response = ok(content)
-    return type(response)(200, content=b"data: " + response.content + b"\n\ndata: [DONE]\n\n")
 
 
 def prompts_of(tmp_path, rows=ROWS, **options):
@@ -121,7 +111,7 @@ async def test_a_request_leaves_no_parameter_to_the_models_files(tmp_path, serve
 
 
 async def test_an_interrupted_recording_resumes(tmp_path, server):
-    server.most = 2
+    server.allowed = 2
     with pytest.raises(TransportError):
         await recorded(server, tmp_path)
     journal = tmp_path / "base.answers.journal"
@@ -133,7 +123,7 @@ async def test_an_interrupted_recording_resumes(tmp_path, server):
     ):
         with pytest.raises(OutputError, match="is of another run"):
             await recorded(**{"server": server, "tmp_path": tmp_path, **other})
-    server.most, server.requests = 10, []
+    server.allowed, server.requests = 10, []
     await recorded(server, tmp_path)
     assert [each["prompt"] for each in server.asked] == [[BOS, *b"cde"]]
     assert not journal.exists()
@@ -156,7 +146,6 @@ async def test_an_interrupted_recording_resumes(tmp_path, server):
     ],
 )
 async def test_no_answer_is_generated_if_a_prompt_cannot_have_one(tmp_path, server, rows, message):
-    rows[-1] = {name: value[:58] if name == "prompt" else value for name, value in rows[-1].items()}
     with pytest.raises(CorpusError, match=message):
         await recorded(server, tmp_path, rows=rows)
     assert not server.asked
@@ -197,25 +186,23 @@ async def test_a_prompt_is_a_conversation_without_its_last_answer(tmp_path, row,
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("rows", "options", "message"),
     [
-        ([{"text": "a"}], "messages, conversations, prompt"),
-        ([], "messages, conversations, prompt"),
-        ([{"prompt": "a"}, {"prompt": None}], "row 2 .*column 'prompt' is not text but null"),
-        ([{"messages": [ANSWER]}], "row 1 .*has no message before the assistant's answer"),
-        ([{"messages": [QUESTION]}, {"messages": "?"}], "row 2 .*is not a list of messages"),
+        ([{"text": "a"}], {}, "messages, conversations, prompt"),
+        ([], {}, "messages, conversations, prompt"),
+        ([{"prompt": "a"}, {"prompt": None}], {}, "row 2 .*column 'prompt' is not text but null"),
+        ([{"messages": [ANSWER]}], {}, "row 1 .*has no message before the assistant's answer"),
+        ([{"messages": [QUESTION]}, {"messages": "?"}], {}, "row 2 .*is not a list of messages"),
+        (
+            [{"prompt": "a", "by": "b"}, {"prompt": "a", "by": "b" * 1025}],
+            *({"by": "by"}, "row 2 of .*: column 'by' has a label of more than 1,024 characters"),
+        ),
+        (
+            [{"prompt": "a"}],
+            *({"chat_template_kwargs": {"thinking": True}}, "is for conversations, and column 'prompt' of"),
+        ),
     ],
 )
-def test_files_without_prompts_are_refused(tmp_path, rows, message):
+def test_files_whose_prompts_no_server_takes_are_refused(tmp_path, rows, options, message):
     with pytest.raises(CorpusError, match=message):
-        prompts_of(tmp_path, rows)
-
-
-def test_a_label_that_no_server_takes_is_refused(tmp_path):
-    with pytest.raises(CorpusError, match=r"row 2 of .*: column 'by' has a label of more than 1,024 characters"):
-        prompts_of(tmp_path, [{"prompt": "a", "by": "b"}, {"prompt": "a", "by": "b" * 1025}], by="by")
-
-
-def test_texts_have_no_chat_template(tmp_path):
-    with pytest.raises(CorpusError, match="is for conversations, and column 'prompt' of"):
-        prompts_of(tmp_path, chat_template_kwargs={"thinking": True})
+        prompts_of(tmp_path, rows, **options)
