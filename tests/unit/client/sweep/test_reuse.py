@@ -69,13 +69,28 @@ def test_runs_of_earlier_versions_are_kept(folder):
     assert marks_of(folder, windows={"preset": "gptq", "context_length": 8})["windows"] != windows
 
 
-def test_a_file_that_is_not_a_run_of_a_sweep_is_not_kept(folder):
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        Path.unlink,
+        lambda run: run.write_text('{"sweep": null}'),
+        lambda run: run.write_text("[" * 100_000),
+        lambda run: run.with_suffix(".safetensors").unlink(),
+    ],
+    ids=["missing", "not of a sweep", "damaged", "without arrays"],
+)
+def test_a_file_that_is_not_a_run_of_a_sweep_is_not_kept(folder, spoil):
     marks = marks_of(folder)
-    assert changes(folder / "nothing.json", marks) is None
-    (run := kept_run(folder, marks)).write_text('{"sweep": null}')
+    spoil(run := kept_run(folder, marks))
     assert changes(run, marks) is None
-    (run := kept_run(folder, marks)).with_suffix(".safetensors").unlink()
-    assert changes(run, marks) is None
+
+
+def test_a_damaged_reference_is_not_complete_and_a_damaged_journal_is_not_resumed(folder):
+    run = folder / "int8.json"
+    journal = run.with_name("int8.json.journal")
+    for path in (folder / "manifest.json", run.with_name("int8.json.begun"), journal):
+        path.write_text("[" * 100_000)
+    assert (is_complete(folder), prepare_resume(run, marks_of(folder)), journal.exists()) == (False, False, False)
 
 
 def test_a_running_server_is_known_by_what_decides_its_figures(folder):
@@ -167,13 +182,3 @@ def test_an_error_names_file_entry_and_field(tmp_path: Path, old: str, new: str,
 def test_a_file_that_is_not_yaml_is_named(tmp_path: Path, wrong: str, place: str):
     with pytest.raises(PlanError, match=rf"plan\.yaml is not YAML{place}"):
         read(tmp_path, wrong)
-
-
-def test_files_of_earlier_sweeps_that_are_damaged_are_not_used(folder):
-    marks = marks_of(folder)
-    run = kept_run(folder, marks)
-    journal, deep = run.with_name("int8.json.journal"), "[" * 100_000
-    for path in (run, folder / "manifest.json", run.with_name("int8.json.begun"), journal):
-        path.write_text(deep)
-    assert (changes(run, marks), is_complete(folder), prepare_resume(run, marks)) == (None, False, False)
-    assert not journal.exists()
