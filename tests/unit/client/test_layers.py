@@ -103,37 +103,31 @@ def test_an_interrupted_run_is_resumed(server, tmp_path: Path, capsys):
     assert written["whole"]["cost"] == pytest.approx(sums_of(server)[:, 0].sum() / num_scored, rel=1e-9)
     assert [block["name"] for block in written["blocks"]] == MODULES
     assert written["floor"] == FLOOR
-    costs = [written["embeddings"]["cost"], *(block["cost"] for block in written["blocks"]), written["head"]["cost"]]
-    assert sum(costs) == pytest.approx(written["whole"]["cost"], rel=1e-12)
     table = capsys.readouterr().out
     assert table.index(MODULES[1]) < table.index(MODULES[0]) < table.index(MODULES[2])
     (line,) = [line for line in table.splitlines() if line.startswith(MODULES[2])]
     assert line.endswith("not above the floor")
 
 
-def checkpoint(folder: Path, sizes: dict[str, int], prefix: str = "") -> Path:
+def checkpoint(folder: Path, sizes: dict[str, int]) -> Path:
+    """A folder with tensors of so many bytes, one per module."""
     folder.mkdir()
-    tensors = {f"{prefix}{name}.weight": np.zeros(size, np.int8) for name, size in sizes.items()}
-    save_file(tensors, folder / "model.safetensors")
+    save_file({f"{name}.weight": np.zeros(size, np.int8) for name, size in sizes.items()}, folder / "model.safetensors")
     return folder
 
 
 @pytest.fixture
-def base_weights(tmp_path: Path) -> Path:
-    """The second block, with the largest cost, is a hundred times as large as the others; the prefix is another."""
-    names = {f"{name}.proj": 100 for name in MODULES} | {f"{MODULES[1]}.proj": 10_000}
-    return checkpoint(tmp_path / "base", names, "language_")
+def checkpoints(tmp_path: Path) -> tuple[Path, Path]:
+    """The original and its quantized copy. The second block, with the largest cost, is a hundred times as large as the
+    others; all have another prefix."""
+    sizes = {f"language_{name}.proj": 10_000 if name == MODULES[1] else 100 for name in MODULES}
+    quantized = {name: size // 4 for name, size in sizes.items()}
+    return checkpoint(tmp_path / "base", sizes), checkpoint(tmp_path / "quantized", quantized)
 
 
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    names = {f"{name}.proj": 25 for name in MODULES} | {f"{MODULES[1]}.proj": 2500}
-    return checkpoint(tmp_path / "quantized", names, "language_")
-
-
-async def test_a_recipe_keeps_the_most_nats_per_byte(server, base_weights, weights):
+async def test_a_recipe_keeps_the_most_nats_per_byte(server, checkpoints):
     found = await measure(server)
-    one = make_recipe(found, base_weights, weights, num_blocks=1)
+    one = make_recipe(found, *checkpoints, num_blocks=1)
     # Of those above the floor: the first, second and fourth.
     per_byte = {0: found.blocks[0].cost / 75, 1: found.blocks[1].cost / 7500, 3: found.blocks[3].cost / 75}
     best = max(per_byte, key=lambda index: per_byte[index])
@@ -147,19 +141,15 @@ async def test_a_recipe_keeps_the_most_nats_per_byte(server, base_weights, weigh
     for linear in (MODULES[best], f"{MODULES[best]}.proj"):
         assert re.fullmatch(pattern, linear)
     assert json.loads(one.quantization_config) == {"ignore": [f"re:^{pattern}"]}
-    small = make_recipe(found, base_weights, weights, extra_bytes=200)
+    small = make_recipe(found, *checkpoints, extra_bytes=200)
     assert {each.block.name for each in small.kept} == {MODULES[0], MODULES[3]}
-    assert len(make_recipe(found, base_weights, weights, num_blocks=9).kept) == 3
+    assert len(make_recipe(found, *checkpoints, num_blocks=9).kept) == 3
 
 
-async def test_checkpoints_that_do_not_fit_are_refused(server, base_weights, weights, tmp_path):
-    found = await measure(server)
+async def test_checkpoints_that_do_not_fit_are_refused(server, checkpoints, tmp_path):
+    found, (base_weights, weights) = await measure(server), checkpoints
     with pytest.raises(RunError, match="no block costs more than its floor and is smaller"):
         make_recipe(found, weights, weights, num_blocks=1)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(RunError, match="has no safetensors files"):
-        make_recipe(found, empty, weights, num_blocks=1)
     other = checkpoint(tmp_path / "other", {"model.layers.0.attn": 8})
     with pytest.raises(RunError, match=rf"has 0 modules that could be {MODULES[0]}"):
         make_recipe(found, other, weights, num_blocks=1)
@@ -168,7 +158,8 @@ async def test_checkpoints_that_do_not_fit_are_refused(server, base_weights, wei
         make_recipe(found, base_weights, weights, num_blocks=1)
 
 
-def test_a_recipe_is_printed(server, base_weights, weights, capsys):
+def test_a_recipe_is_printed(server, checkpoints, capsys):
+    base_weights, weights = checkpoints
     folders = ["--base-weights", str(base_weights), "--weights", str(weights)]
     with serve(server) as url:
         command = ["layers", "--url", url, "--reference", "base", "--quiet", "--keep", "1", *folders]
