@@ -263,13 +263,6 @@ def test_both_lanes_are_resumed_where_the_second_ended(output, allowed, capsys):
     assert not [*output.parent.glob("*.journal")]
 
 
-def test_both_outputs_are_refused_before_the_first_lane_is_measured(output, capsys):
-    output.with_name("result-decode.json").write_text("finished")
-    assert run(output, "--lane", "both", server=(server := FakeServer())) == 1
-    assert "result-decode.json is there already" in capsys.readouterr().err
-    assert server.num_scored == 0
-
-
 @pytest.mark.parametrize("more", ["--force", "--resume"])
 def test_a_journal_that_outlived_its_output_is_removed(output, journal_file, unbroken, more, monkeypatch):
     with monkeypatch.context() as patch:
@@ -297,12 +290,7 @@ def test_a_journal_is_kept_if_the_output_cannot_be_written(output, journal_file,
 
 
 @pytest.mark.parametrize("name", ["result.json", "result.safetensors"])
-def test_a_finished_output_is_replaced_by_force_alone(output, unbroken, name, capsys):
-    (finished := output.with_name(name)).write_text("finished")
-    server = FakeServer()
-    for more in ([], ["--resume"]):
-        assert run(output, *more, server=server) == 1
-        assert f"{finished} is there already: --force replaces it" in capsys.readouterr().err
-    assert (server.requests, finished.read_text()) == ([], "finished")
+def test_force_replaces_a_finished_output(output, unbroken, name):
+    output.with_name(name).write_text("finished")
     assert run(output, "--force") == 0
     assert figures(output) == unbroken

@@ -74,9 +74,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         for name, noise in (("near", 0.1), ("far", 1.0)):
             with serve(Server(server.references, noise=noise)) as of_noise:
                 assert run(f"kld SERVER --reference base --output {name}.json", of_noise) == 0
-    (folder / "rows.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n{"body": "three"}\n')
     (folder / "same.txt").write_text("one\n\ntwo")
-    (folder / "old.json").write_text("an earlier result")
+    for name in ("old.json", "half.safetensors", "lanes-decode.json"):
+        (folder / name).write_text("an earlier result")
     (folder / "wrong.yaml").write_text("{output: o, text: {text: a}, models: [{name: base}]}")
     (folder / "taken.safetensors").mkdir()
     (folder / "begun").mkdir()
@@ -136,6 +136,11 @@ def references(made) -> dict[str, Any]:
         ("IDLE TEXT --output /dev/null", 1, "cannot write /dev/null: it is", ""),
         ("IDLE TEXT --output new.safetensors", 1, "the values of single tokens go to a file of that name", ""),
         ("IDLE TEXT --output taken.json", 1, "/taken.safetensors: it is", ""),
+        ("IDLE TEXT --output old.json", 1, "old.json is there already: --force replaces it", ""),
+        ("IDLE TEXT --output old.json --resume", 1, "old.json is there already: --force replaces it", ""),
+        ("IDLE TEXT --output half.json", 1, "half.safetensors is there already: --force replaces it", ""),
+        ("IDLE TEXT --output half.json --resume", 1, "half.safetensors is there already: --force replaces it", ""),
+        ("IDLE TEXT --output lanes.json --lane both", 1, "lanes-decode.json is there already: --force", ""),
         ("SERVER TEXT --model broken --retry-for 0 --output new.json", 1, r"error: the engine died\x1b (HTTP 500)", ""),
         ("SERVER --text a --context-length 8 --method disjoint", 1, "a smaller context_length (--context-length)", ""),
         ("kld SERVER --reference base --floor", 1, "the served model is not the reference's (HTTP 400)", ""),
@@ -241,33 +246,24 @@ def test_the_output_has_the_settings_and_the_values_of_every_token(folder):
     assert [body["return_ranks"] for body in server.score_requests] == [True] * 20 + [False] * 20
 
 
-@pytest.mark.parametrize(
-    ("kind", "command"), [("perplexity", "SERVER TEXT --resume"), ("kld", "kld SERVER --reference base --resume")]
-)
-def test_a_journal_of_an_earlier_version_is_resumed(folder, references, kind, command):
+def test_a_journal_of_an_earlier_version_is_resumed(folder):
     """Seven of 20 windows, written before the first release."""
-    shutil.copy(DATA / f"earlier/{kind}.json.journal", folder / "run.json.journal")
-    server = Server(references, noise=NOISE if kind == "kld" else 0)
-    with serve(server) as url:
-        assert run(f"{command} --output run.json", url) == 0
-    assert (server.num_scored, sorted(server.compared)) == ((0, [*range(7, 20)]) if kind == "kld" else (13, []))
+    shutil.copy(DATA / "earlier/perplexity.json.journal", folder / "run.json.journal")
+    with serve(server := Server()) as url:
+        assert run("SERVER TEXT --output run.json --resume", url) == 0
+    assert server.num_scored == 13
     record = json.loads((folder / "run.json").read_text())
-    if kind == "kld":
-        assert record["statistics"]["kld"]["mean"] == pytest.approx(MEAN_KLD, rel=1e-12)
-    else:
-        assert record["perplexity"] == pytest.approx(PERPLEXITY, rel=1e-12)
+    assert record["perplexity"] == pytest.approx(PERPLEXITY, rel=1e-12)
 
 
-def test_an_unfinished_comparison_is_resumed_by_its_own_command_alone(folder, references, capsys):
-    command = "kld SERVER --reference base --retry-for 0 --output run.json"
-    first, last = Server(references, noise=NOISE, allowed=7), Server(references, noise=NOISE)
-    with serve(first) as url:
-        assert run(f"{command} --concurrency 1", url) == 1
-    with serve(last) as url:
+def test_a_comparison_of_an_earlier_version_is_resumed_by_its_own_command_alone(folder, references, capsys):
+    """Seven of 20 windows, written before the first release."""
+    shutil.copy(DATA / "earlier/kld.json.journal", folder / "run.json.journal")
+    with serve(server := Server(references, noise=NOISE)) as url:
         assert run("SERVER TEXT --output run.json --resume", url) == 1
         assert "kind is 'kld' instead of 'perplexity'" in capsys.readouterr().err
-        assert run(f"{command} --resume", url) == 0
-    assert sorted(first.compared + last.compared) == list(range(20)), "each once"
+        assert run("kld SERVER --reference base --output run.json --resume", url) == 0
+    assert sorted(server.compared) == list(range(7, 20))
     arrays, record = arrays_of(folder / "run.json"), json.loads((folder / "run.json").read_text())
     assert np.shape(arrays["top_tokens.token_ids"][1]) == (140, 2, 5)
     for name, dtype in POSITION_DTYPES.items():
