@@ -78,6 +78,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     for name in ("old.json", "half.safetensors", "lanes-decode.json"):
         (folder / name).write_text("an earlier result")
     (folder / "wrong.yaml").write_text("{output: o, text: {text: a}, models: [{name: base}]}")
+    models = "{name: int8, model: ./begun}, {name: int4, model: ./int4}"
+    (folder / "local.yaml").write_text(f"{{output: o, text: {{text: a}}, command: ['false'], models: [{models}]}}")
     (folder / "taken.safetensors").mkdir()
     (folder / "begun").mkdir()
     for name in ("a", "b", "begun/a"):
@@ -148,6 +150,7 @@ def references(made) -> dict[str, Any]:
         ("compare near.json no.json", 1, "cannot read no.json: No such file or directory", ""),
         ("corpus IDLE no.parquet --output out", 1, "no such file or folder: no.parquet", ""),
         ("sweep wrong.yaml", 1, "wrong.yaml: models[0] (base): give a model to serve", ""),
+        ("sweep local.yaml", 1, "int4: there is no ", ""),
         ("corpus SERVER a.parquet --output begun", 1, "begun/a.parquet exists or was started", ""),
         ("--version", 0, f"ppl-client {__version__}\n", ""),
         ("SERVER TEXT --output new.json", 0, f"{PERPLEXITY:.4f} ±", "new.json new.safetensors"),

@@ -13,19 +13,18 @@ from scoremode.errors import RunError
 
 NLLS = {"int8": made_up_nlls(1, shift=0.01), "int4": made_up_nlls(2, shift=0.2)}
 KLD = {"int8": made_up_kld(1, 0.01), "int4": made_up_kld(2, 0.1)}
-SIZES = {"weight_bytes": 4 * 2**30, "num_parameters": 2 * 2**30}
 
 
 @pytest.fixture
 def quantized(tmp_path):
-    reference = made_up_reference(model="/home/someone/original", **SIZES)
+    reference = made_up_reference(model="/home/someone/original")
     return [kld_run(tmp_path, name, NLLS[name], KLD[name], reference=reference) for name in NLLS]
 
 
 def of_the_original(folder, name="original", **server):
     """A run of the reference's own model, whose values are those that the reference has."""
     nlls = made_up_nlls(0)
-    return kld_run(folder, name, nlls, np.zeros(len(nlls)), server={**OWN, **SIZES, **server})
+    return kld_run(folder, name, nlls, np.zeros(len(nlls)), server={**OWN, **server})
 
 
 def numbers(pairs):
@@ -56,13 +55,6 @@ def test_every_order_of_files_has_the_same_base_and_verdicts(tmp_path, quantized
         assert comparison.base.label == "original"
         verdicts.add(tuple(sorted((label, pair.verdict) for label, pair in comparison.base_pairs.items())))
     assert verdicts == {(("int4", "worse"), ("int8", "worse"))}
-
-
-def test_the_reference_is_a_row_with_its_models_name_and_size(quantized):
-    row, *_ = compare(quantized, num_resamples=100).runs
-    assert (row.run.label, row.run.gib, row.run.bits_per_weight) == ("original", 4, 16)
-    assert (row.perplexity.value, row.kld.value) == (pytest.approx(np.exp(made_up_nlls(0).mean())), 0)
-    assert (row.same_top_p.value, row.ppl_ratio) == (1, None)
 
 
 def test_a_label_chooses_the_base(quantized):

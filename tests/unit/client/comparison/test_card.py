@@ -57,6 +57,8 @@ def made(tmp_path, monkeypatch):
         corpus=corpus.info,
         perplexity=13.0,
         perplexity_stderr=0.2,
+        weight_bytes=4 * 2**30,
+        num_parameters=2 * 2**30,
     )
     return (
         perplexity_run(folder, "base", made_up_nlls(1), corpus=corpus),
@@ -94,7 +96,7 @@ def test_without_a_run_of_the_base_it_is_the_reference(made):
     comparison = compare([int4, int3], num_resamples=100)
     (_, of_base, *rows), line = read(card(comparison))
     perplexity = f"{math.exp(comparison.base.nlls.mean()):.1f} ± {comparison.runs[0].perplexity.stderr:.1f}"
-    assert of_base == ["base", "", "", perplexity, "", *"0000", "0.00", "100.00", "", ""]
+    assert of_base == ["base", "4.00", "16.00", perplexity, "", *"0000", "0.00", "100.00", "", ""]
     changes = [100 * math.expm1((run.nlls - run.reference_nlls).mean()) for run in (int4, int3)]
     assert [float(row[4].split(" ± ")[0]) for row in rows] == pytest.approx(changes, rel=0.02)
     assert line.startswith("Base base (base@01234567); base: not quantized, float32; int4: ")

@@ -221,14 +221,7 @@ TRACEBACK = (
 
 
 def write_plan(folder: Path, *models: dict[str, Any], **changes: Any) -> str:
-    plan = {
-        "output": "runs",
-        "text": {"text": "The quick brown fox. " * 8},
-        "windows": WINDOWS,
-        "models": models,
-        **changes,
-    }
-    (folder / "plan.yaml").write_text(json.dumps(plan))
+    (folder / "plan.yaml").write_text(json.dumps({**PLAN, "models": models, **changes}))
     return str(folder / "plan.yaml")
 
 
@@ -272,15 +265,6 @@ def test_a_sweep_that_is_stopped_leaves_no_server(tmp_path: Path, signal_number:
     assert select.select([pipe], [], [], 60)[0]
     assert os.read(pipe, 9) == b"", "the end: nobody writes any more"
     os.close(pipe)
-
-
-def test_local_models_are_looked_for_before_any_is_served(tmp_path: Path, capsys):
-    (tmp_path / "int8").mkdir()
-    models = [{"name": each, "model": f"./{each}", "command": ["false"]} for each in ("int8", "int4")]
-    assert main(["sweep", write_plan(tmp_path, *models)]) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith(f"int4: there is no {tmp_path}/int4")
-    assert not (tmp_path / "runs").exists()
 
 
 async def test_a_sweep_scores_the_text_of_its_first_model_once(tmp_path: Path, monkeypatch):
