@@ -488,11 +488,6 @@ def clients_of(servers: Iterable[Handler]) -> list[AsyncScoreClient]:
     return [client_of(server, name) for server, name in zip(servers, "abc", strict=False)]
 
 
-def answer(request: httpx.Request) -> httpx.Response | None:
-    """Answers as a `FakeServer` that is new at each request."""
-    return FakeServer()(request)
-
-
 class _HTTPServer(ThreadingHTTPServer):
     # socketserver's queue of 5 overflows where a test connects many times at once: the kernel drops the rest, and
     # they connect again after 1, 3, 7, 15 seconds, and so on.

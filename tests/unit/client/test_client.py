@@ -10,7 +10,6 @@ from fake_server import (
     INFO,
     FakeServer,
     Outcomes,
-    answer,
     changed,
     encoded,
     error,
@@ -39,7 +38,7 @@ def streaming(*items):
     [("AADAfwAAgL8=", [None, -1.0]), (encoded([float("nan"), float("-inf")], "<f4"), [None, -9999.0])],
 )
 def test_base64_is_little_endian_float32(call, values, read):
-    server = changed(answer, "/v1/score", lambda content: content["data"][0].update(logprobs=values))
+    server = changed(FakeServer(), "/v1/score", lambda content: content["data"][0].update(logprobs=values))
     [score] = call(server, "score", [[BOS, 1]])
     assert (score.logprobs, score.nlls) == (read, [-read[1]])
 
@@ -80,7 +79,7 @@ def test_info_and_tokens(call):
     info = call(server := Outcomes(ok(INFO)), "info", client={"model": "an adapter/1"})
     assert (info.model, info.max_model_len, info.chunk_token_id) == ("bytes", 64, BOS)
     assert server.requests[0].url.query == b"model=an%20adapter%2F1"
-    assert call(answer, "tokenize", "Hi", add_special_tokens=False) == [72, 105]
+    assert call(FakeServer(), "tokenize", "Hi", add_special_tokens=False) == [72, 105]
     server = FakeServer()
     assert call(server, "token_texts", [105, 72, 105, BOS], client={"model": "m"}) == {72: "H", 105: "i", BOS: "<s>"}
     assert server.requests == [("POST", "/v1/tokens", {"model": "m", "token_ids": [72, 105, BOS]})]

@@ -18,9 +18,9 @@ ROWS = ["", " = Title = \n", "One line\u2028still the same.", "Ünïcode", "last
 ROWS_SHA256 = hashlib.sha256("\n\n".join(ROWS).encode()).hexdigest()
 
 
-def write_parquet(path: Path, rows: list[str], column: str = "text") -> None:
+def write_parquet(path: Path, rows: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table({column: rows, "label": list(range(len(rows)))}), path)
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows, "label": list(range(len(rows)))}), path)
 
 
 def test_a_folder_is_read_as_the_hub_lays_it_out(tmp_path):
@@ -71,10 +71,20 @@ def test_files_may_be_in_the_encodings_of_windows(tmp_path, encoding, mark):
         assert load_corpus(str(tmp_path / name)).text == "one\n\nzwei ü"
 
 
-@pytest.mark.parametrize("source", [{"dataset": "pydoc"}, {"text": "x"}])
-def test_a_text_without_columns_has_no_labels(source: dict[str, str]):
-    with pytest.raises(CorpusError, match=r"'topic' is a column, and .* has none"):
-        load_corpus(**source, by="topic")
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"dataset": "pydoc", "by": "topic"}, r"'topic' is a column, and .* has none"),
+        ({"text": "x", "by": "topic"}, r"'topic' is a column, and .* has none"),
+        ({"text": "of a terminal: \udcff"}, "not valid Unicode"),
+    ],
+)
+def test_texts_without_columns_or_outside_unicode_are_refused(source: dict[str, str], message: str):
+    with pytest.raises(CorpusError, match=message):
+        load_corpus(**source)
+
+
+NOT_UTF8 = pyarrow.array([b"fine", b"\xff\xfe"]).view(pyarrow.string())
 
 
 @pytest.mark.parametrize(
@@ -88,27 +98,19 @@ def test_a_text_without_columns_has_no_labels(source: dict[str, str]):
         ("a.jsonl", b'{"text": "x"}\n{"texts": "y"}\n', "no column 'text' in row 2 of "),
         ("a.jsonl", LINES.encode("utf-16")[:-1], r"a\.jsonl at row 2: 'utf-16-le' codec"),
         ("text.parquet", b"no parquet", "cannot read .*magic bytes"),
-        ("labels.parquet", None, "no column 'text'.*content, label"),
+        ("labels.parquet", pyarrow.table({"content": ROWS, "label": [1] * 5}), "no column 'text'.*content, label"),
+        ("a.parquet", pyarrow.table({"text": NOT_UTF8, "other": NOT_UTF8}), r"a\.parquet at row 2: 'utf-8' codec"),
         ("a.txt", b"ab\xff", "byte 2 is not UTF-8"),
         ("a.docx", b"x", r"\.parquet, \.jsonl, \.txt"),
     ],
 )
 def test_files_that_cannot_be_read_are_an_error(tmp_path, name, content, message):
-    if content is None:
-        write_parquet(tmp_path / name, ROWS, column="content")
-    else:
+    if isinstance(content, bytes):
         (tmp_path / name).write_bytes(content)
+    else:
+        pyarrow.parquet.write_table(content, tmp_path / name)
     with pytest.raises(CorpusError, match=message):
         load_corpus(str(tmp_path / name))
-
-
-def test_a_row_of_a_parquet_file_that_is_not_text_is_named(tmp_path):
-    values = pyarrow.array([b"fine", b"\xff\xfe"]).view(pyarrow.string())
-    pyarrow.parquet.write_table(pyarrow.table({"text": values, "other": values}), tmp_path / "a.parquet")
-    with pytest.raises(CorpusError, match=r"a\.parquet at row 2: 'utf-8' codec"):
-        load_corpus(str(tmp_path / "a.parquet"))
-    with pytest.raises(CorpusError, match="not valid Unicode"):
-        load_corpus(text="of a terminal: \udcff")
 
 
 def test_of_a_sample_no_more_rows_are_read(tmp_path, monkeypatch):

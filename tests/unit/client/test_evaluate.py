@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from fake_server import BOS, answer, changed, client_of, encoded, logprob
+from fake_server import BOS, FakeServer, changed, client_of, encoded, logprob
 
 from scoremode import METHODS, ResponseError, cut_windows
 from scoremode.metrics import TextMetrics
@@ -14,8 +14,8 @@ TEXT = "The quick brown fox jumps over the lazy dog, and on it goes."
 CORPUS = Corpus("fox", TEXT, "made up", 1)
 
 
-async def run(server=answer, **settings):
-    async with client_of(server) as client:
+async def run(server=None, **settings):
+    async with client_of(server or FakeServer()) as client:
         return await evaluate(client, CORPUS, **settings)
 
 
@@ -71,6 +71,6 @@ async def test_max_tokens_cuts_the_text_whose_bytes_and_words_are_counted():
     ],
 )
 async def test_scores_that_do_not_fit_the_window_are_not_summed(change, message):
-    server = changed(answer, "/v1/score", lambda content: content["data"][0].update(change))
+    server = changed(FakeServer(), "/v1/score", lambda content: content["data"][0].update(change))
     with pytest.raises(ResponseError, match=message):
         await run(server, context_length=8, return_ranks=True, concurrency=1)

@@ -12,7 +12,6 @@ from fake_server import (
     Chunks,
     FakeServer,
     Outcomes,
-    answer,
     changed,
     encoded,
     events,
@@ -128,14 +127,14 @@ TOP = {"shape": [2, 1], "token_ids": encoded([-1, 1], "<i4"), "logprobs": floats
     ids=str,
 )
 def test_a_score_that_cannot_be_right_is_refused(call, change):
-    server = changed(answer, "/v1/score", lambda content: content["data"][0].update(change))
+    server = changed(FakeServer(), "/v1/score", lambda content: content["data"][0].update(change))
     with pytest.raises(ResponseError):
         call(server, "score", [[BOS, 1]])
 
 
 def test_rounding_may_leave_a_logprob_above_zero(call):
     values = floats(math.nan, ROUNDING / 2)
-    server = changed(answer, "/v1/score", lambda content: content["data"][0].update(logprobs=values))
+    server = changed(FakeServer(), "/v1/score", lambda content: content["data"][0].update(logprobs=values))
     assert call(server, "score", [[BOS, 1]])[0].logprobs[1] == pytest.approx(ROUNDING / 2)
 
 

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from fake_server import BOS, MAX_MODEL_LEN, FakeServer, answer, changed, client_of, error, nlls
+from fake_server import BOS, MAX_MODEL_LEN, FakeServer, changed, client_of, error, nlls
 
 from scoremode import ResponseError, ServerError
 from scoremode.corpus import documents
@@ -13,6 +13,7 @@ from scoremode.windows import WindowError
 
 CONTEXT = MAX_MODEL_LEN - 1
 """Tokens of the longest document that fits: the prefix token is before it."""
+NAN = error(500, "NaN at position 3")
 
 
 def document(text):
@@ -32,7 +33,7 @@ def figures(results):
 async def test_figures_are_those_worked_out_by_hand():
     # "a" (97) after BOS (256), at 1: (3 * 97 + 5 * 256 + 1) % 29 = 6.
     # "b" (98) after it, at 2: (3 * 98 + 5 * 97 + 2) % 29 = 27.
-    [scored] = await score(answer, "ab")
+    [scored] = await score(FakeServer(), "ab")
     assert (scored.num_tokens, scored.nll) == (2, (1 + 6) / 8 + (1 + 27) / 8) == (2, 4.375)
     expected = (math.exp(4.375 / 2), 4.375 / math.log(2) / 2)
     assert (scored.perplexity, scored.bits_per_byte) == pytest.approx(expected)
@@ -68,27 +69,24 @@ async def test_every_token_of_a_document_is_scored_once(length, context):
     assert (-results[1].logprobs).tolist() == nlls(text, context)
 
 
-async def test_a_refused_document_does_not_cost_its_neighbors():
-    results = await score(FakeServer(refused=["broken one"]), "a", "b", "broken one", "c", "d")
-    a, b, c, d = (sum(nlls(text)) for text in "abcd")
-    assert figures(results) == [a, b, UnscoredDocument("broken (HTTP 400)"), c, d]
-
-
-async def test_a_document_with_nan_does_not_cost_its_neighbors(waits):
-    nan = UnscoredDocument("NaN at position 3 (HTTP 500)")
-    broken = error(500, "NaN at position 3")
-    results = await score(
-        lambda request: broken if b"bad" in request.content else answer(request),
-        *("a", "bad", "b", "bad too"),
-        retry_for=600,
-    )
-    assert figures(results) == [sum(nlls("a")), nan, sum(nlls("b")), nan]
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        (FakeServer(refused=["bad"]), "broken (HTTP 400)"),
+        (lambda request: NAN if b"bad" in request.content else FakeServer()(request), "NaN at position 3 (HTTP 500)"),
+    ],
+    ids=["refused", "NaN"],
+)
+async def test_a_document_at_fault_does_not_cost_its_neighbors(waits, server, message):
+    results = await score(server, "a", "b", "bad", "c", "bad", "d", retry_for=600)
+    (a, b, c, d), bad = (sum(nlls(text)) for text in "abcd"), UnscoredDocument(message)
+    assert figures(results) == [a, b, bad, c, bad, d]
 
 
 @pytest.mark.parametrize(
     ("server", "kind", "message"),
     [
-        (lambda request: error(500, "dead") if request.method == "POST" else answer(request), ServerError, "dead"),
+        (lambda request: NAN if request.method == "POST" else FakeServer()(request), ServerError, "NaN"),
         (FakeServer(info={"bos_token_id": None}), WindowError, "neither a BOS nor an EOS token"),
     ],
 )
