@@ -113,28 +113,29 @@ def test_files_that_cannot_be_read_are_an_error(tmp_path, name, content, message
         load_corpus(str(tmp_path / name))
 
 
-def test_of_a_sample_no_more_rows_are_read(tmp_path, monkeypatch):
+@pytest.fixture
+def load_dataset(monkeypatch):
+    """The hub's function; its table has a column `text`."""
+    table = MagicMock(column_names=["text"])
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=(load := Mock(return_value=table))))
+    return load
+
+
+def test_of_a_sample_no_more_rows_are_read(tmp_path, load_dataset):
     folder = tmp_path / "texts"
     write_parquet(folder / "test-00000-of-00002.parquet", ["one", "two", None])
     (folder / "test-00001-of-00002.parquet").write_bytes(b"broken")
     (tmp_path / "rows.jsonl").write_bytes(b'{"text": "one"}\n{"text": "two"}\n{"text": \xff\n')
-    read: list[int] = []
-    table = MagicMock(
-        column_names=["text"], __iter__=lambda self: ({"text": read.append(i) or "row"} for i in range(99))
-    )
-    monkeypatch.setitem(
-        sys.modules, "datasets", SimpleNamespace(load_dataset=(load_dataset := Mock(return_value=table)))
-    )
-    for path in (folder, tmp_path / "rows.jsonl"):
-        assert load_corpus(str(path), num_samples=2).text == "one\n\ntwo"
-    assert load_corpus("some/dataset", num_samples=2).num_rows == len(read) == 2
+    rows = iter([{"text": "one"}, {"text": "two"}, {"text": "three"}])
+    load_dataset.return_value.__iter__.return_value = rows
+    for path in (str(folder), str(tmp_path / "rows.jsonl"), "some/dataset"):
+        assert load_corpus(path, num_samples=2).text == "one\n\ntwo"
+    assert next(rows) == {"text": "three"}
     assert load_dataset.call_args.kwargs == {"split": "test", "streaming": True}
 
 
-def test_wikitext_is_wikitext_2_on_the_hub(monkeypatch):
-    table = MagicMock(column_names=["text"], __iter__=lambda self: iter([{"text": row} for row in ROWS]))
-    load_dataset = Mock(return_value=table)
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+def test_wikitext_is_wikitext_2_on_the_hub(load_dataset):
+    load_dataset.return_value.__iter__.return_value = [{"text": row} for row in ROWS]
     assert load_corpus("wikitext").fingerprint == ROWS_SHA256
     load_corpus("some/dataset")
     assert load_dataset.call_args_list == [

@@ -89,16 +89,16 @@ def test_bars_are_side_by_side_to_one_scale(paths, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"reference": {"fingerprint": "of another"}}, "has another original, text or other layers"),
-        ({"blocks": []}, "has another original, text or other layers"),
-        ({"kind": "kld"}, "is not a run of ppl-client layers.*kind: Input should be 'layers'"),
-        ({"whole": {"cost": "much", "stderr": None}}, r"whole\.cost"),
+        (lambda run: run["reference"].update(fingerprint="of another"), "has another original, text or other layers"),
+        (lambda run: run["blocks"].clear(), "has another original, text or other layers"),
+        (lambda run: run.update(kind="kld"), "of ppl-client layers.*kind: Input should be 'layers'"),
+        (lambda run: run["whole"].update(cost="much"), r"whole\.cost"),
     ],
+    ids=["original", "blocks", "kind", "cost"],
 )
 def test_runs_that_do_not_fit_are_refused(paths, change, message):
     record = json.loads(paths[1].read_text())
-    for name, value in change.items():
-        record[name] = record[name] | value if isinstance(value, dict) and name == "reference" else value
+    change(record)
     paths[1].write_text(json.dumps(record))
     with pytest.raises(RunError, match=message):
         load_layers(paths)

@@ -8,7 +8,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fake_server import FakeServer, client_of, nlls
+from fake_server import FakeServer, clients_of, nlls
 
 from scoremode import CorpusError, OutputError, TransportError, score_corpus
 from scoremode.corpus import documents, output_file, pipeline
@@ -27,8 +27,7 @@ def small_requests(monkeypatch):
 
 
 async def run(inputs, output, *servers, **settings):
-    clients = [client_of(server, str(index)) for index, server in enumerate(servers or [FakeServer()])]
-    return await score_corpus(clients, inputs, output, **{"concurrency": 4, **settings})
+    return await score_corpus(clients_of(servers or [FakeServer()]), inputs, output, **{"concurrency": 4, **settings})
 
 
 async def interrupted(inputs, output, allowed=20, **settings):
