@@ -10,15 +10,12 @@ from scoremode.cli.main import main
 from scoremode.comparison import load_run
 
 
-def test_the_runs_are_of_one_text_and_small(tmp_path: Path):
+def test_the_runs_are_of_one_original_and_small(tmp_path: Path):
     shutil.unpack_archive(RUNS, tmp_path)
     runs = {path.stem: load_run(path) for path in tmp_path.glob("*.json")}
     original = runs.pop("SmolLM2-135M")
     assert [run.server.quantization for run in runs.values()] == ["compressed-tensors"] * 2
     for run in runs.values():
-        assert run.reference is not None
-        assert run.reference.is_of(original.server)
-        assert run.token_ids.tolist() == original.token_ids.tolist()
         # The reference's values of the text's tokens, recorded, and those of the original's run, scored again.
         assert abs((run.reference_nlls - original.nlls).mean()) < 0.005
     assert RUNS.stat().st_size <= 400 * 1000
