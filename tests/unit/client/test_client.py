@@ -28,10 +28,6 @@ from scoremode.wire.protocol import PerplexityRequest, ScoreRequest
 from scoremode.wire.references import KldRequest, ReferenceRequest
 
 
-def streaming(*items):
-    return Outcomes(httpx.Response(200, content=events(*items)))
-
-
 @pytest.mark.parametrize(
     ("values", "read"),
     # 0x7fc00000 is NaN, 0xbf800000 is -1.0, the low byte first. Minus infinity is as in JSON.
@@ -141,7 +137,8 @@ def test_only_a_server_without_the_route_is_called_no_scoremode(call, method, re
 
 def test_perplexity_reports_windows_and_returns_the_result(call):
     first = window_event(0, 2, [1.0, 2.0], total_scored=2, perplexity=4.5)
-    server = streaming(first, window_event(1, 2, [3.0], total_scored=3, perplexity=7.4), result_event(perplexity=7.4))
+    second = window_event(1, 2, [3.0], total_scored=3, perplexity=7.4)
+    server = Outcomes(httpx.Response(200, content=events(first, second, result_event(perplexity=7.4))))
     windows = []
     result = call(server, "perplexity", "text", on_window=windows.append)
     assert [(window.index, window.nll_sum, window.perplexity) for window in windows] == [(0, 3.0, 4.5), (1, 3.0, 7.4)]

@@ -11,12 +11,11 @@ from scoremode.runs.corpora import Corpus
 from scoremode.runs.evaluate import evaluate
 
 TEXT = "The quick brown fox jumps over the lazy dog, and on it goes."
-CORPUS = Corpus("fox", TEXT, "made up", 1)
 
 
 async def run(server=None, **settings):
     async with client_of(server or FakeServer()) as client:
-        return await evaluate(client, CORPUS, **settings)
+        return await evaluate(client, Corpus("fox", TEXT, "made up", 1), **settings)
 
 
 def windows_of(tokens: list[int], method: str, stride: int | None = None) -> list[tuple[list[int], int]]:

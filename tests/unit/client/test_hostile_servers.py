@@ -77,7 +77,6 @@ def test_a_long_line_takes_as_long_as_it_is():
     assert time.process_time() - started < 3, "32 MiB, and minutes where each piece copies all before it"
 
 
-PERPLEXITY = {"object": "perplexity"}
 DEEP = b"[" * 100_000 + b"\n\n"
 
 
@@ -90,7 +89,7 @@ DEEP = b"[" * 100_000 + b"\n\n"
         (200, b'data: {"object": "perplexity"', ResponseError),
         *(
             (200, events(*items), ResponseError)
-            for items in ([PERPLEXITY, {"object": "kld"}], [{"object": "surprise"}])
+            for items in ([{"object": "perplexity"}, {"object": "kld"}], [{"object": "surprise"}])
         ),
     ],
     ids=lambda value: str(value)[:40],

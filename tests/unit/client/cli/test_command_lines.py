@@ -36,7 +36,6 @@ PERPLEXITY = math.exp(-sum(LOGPROBS) / len(LOGPROBS))
 NOISE = 0.5
 POSITIONS = KldPositions.concatenate([compare(window, 1, NOISE) for window in WINDOWS])
 MEAN_KLD = POSITIONS.kld.astype(np.float64).mean()
-DOCUMENTS = [f"document {index}" for index in range(4)]
 
 
 class Server(FakeServer):
@@ -83,7 +82,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     (folder / "taken.safetensors").mkdir()
     (folder / "begun").mkdir()
     for name in ("a", "b", "begun/a"):
-        pq.write_table(pa.table({"text": DOCUMENTS}), folder / f"{name}.parquet")
+        pq.write_table(pa.table({"text": [f"document {index}" for index in range(4)]}), folder / f"{name}.parquet")
     with serve(Server(noise=NOISE)) as url:
         assert run(f"corpus SERVER {folder}/a.parquet --output {folder}/done", url) == 0
     return folder, server.references

@@ -28,7 +28,6 @@ from scoremode.wire.base_file import BaseFile
 pytestmark = pytest.mark.processes
 
 TEXT = "The quick brown fox jumps over the lazy dog. Sphinx of black quartz, judge my vow!"
-WINDOWS = {"method": "disjoint", "context_length": 8}
 NUM_WINDOWS = 10
 BASE, NEAR, FAR = (
     {"name": name, "model": f"noise={noise}"} for name, noise in [("base", 0), ("near", 0.2), ("far", 1)]
@@ -38,7 +37,7 @@ BASE, NEAR, FAR = (
 PLAN = {
     "output": "runs",
     "text": {"text": TEXT},
-    "windows": WINDOWS,
+    "windows": {"method": "disjoint", "context_length": 8},
     "command": [sys.executable, fake_server.__file__],
 }
 
