@@ -164,7 +164,7 @@ def references(made) -> dict[str, Any]:
         ("compare far.json --fail-if worse --max-kld 0.001", 3, "--fail-if worse and --max-kld 0.001: bytes: +", ""),
         ("compare far.json near.json --max-ppl-increase 1", 3, "--max-ppl-increase 1: far: +", ""),
         ("compare plain.json --max-kld 1", 1, "bytes has no base, so no limit can be checked", ""),
-        ("compare near.json --base far", 1, "--base: no run is called 'far'; there are: ", ""),
+        ("compare near.json far.json --base fat", 1, "--base: no run is called 'fat'; there are: bytes, near, far", ""),
         ("compare near.json --html missing/report.html", 2, "missing is not a folder", ""),
         ("compare near.json --write-card README", 2, "--write-card: README must end in .md", ""),
         ("compare --tasks a=x b=y --base a", 2, "--base needs runs", ""),

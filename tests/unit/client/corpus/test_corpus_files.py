@@ -222,37 +222,28 @@ async def test_the_reader_waits_for_the_writer(tmp_path, output, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("columns", "settings", "complaint"),
+    ("inputs", "folder", "settings", "complaint"),
     [
-        ({}, {"text_column": "body"}, "no column 'body' .* there are: text"),
-        ({"perplexity": [1.0] * 60}, {}, r"has a column 'perplexity' already.*--column-prefix"),
+        ("a b", "out", {}, "would both become rows.parquet"),
+        ("rows.csv", "out", {}, "its name should end in one of"),
+        ("missing.parquet", "out", {}, "no such file or folder"),
+        ("broken.parquet", "out", {}, "cannot read .*broken.parquet"),
+        ("a/rows.parquet", "a", {}, "which is read"),
+        ("a", "out", {"text_column": "body"}, "no column 'body' .* there are: text"),
+        ("scored.parquet", "out", {}, r"has a column 'perplexity' already.*--column-prefix"),
     ],
 )
-async def test_columns_are_checked_before_scoring(tmp_path, output, columns, settings, complaint):
-    server = FakeServer()
-    with pytest.raises(CorpusError, match=complaint):
-        await run([write_parquet(tmp_path / "rows.parquet", **columns)], output, server, **settings)
-    assert server.score_requests == []
-
-
-@pytest.mark.parametrize(
-    ("inputs", "folder", "complaint"),
-    [
-        ("a b", "out", "would both become rows.parquet"),
-        ("rows.csv", "out", "its name should end in one of"),
-        ("missing.parquet", "out", "no such file or folder"),
-        ("broken.parquet", "out", "cannot read .*broken.parquet"),
-        ("a/rows.parquet", "a", "which is read"),
-    ],
-)
-async def test_unusable_inputs_are_refused_by_name(tmp_path, monkeypatch, inputs, folder, complaint):
+async def test_unusable_inputs_are_refused_by_name(tmp_path, monkeypatch, inputs, folder, settings, complaint):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         write_parquet(tmp_path / name / "rows.parquet")
+    write_parquet(tmp_path / "scored.parquet", perplexity=[1.0] * len(TEXTS))
     (tmp_path / "rows.csv").write_text("text\n")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no more")
+    server = FakeServer()
     with pytest.raises(CorpusError, match=complaint):
-        await run(inputs.split(), folder)
+        await run(inputs.split(), folder, server, **settings)
+    assert server.score_requests == []
 
 
 async def test_a_damaged_file_does_not_cost_the_one_before_it(parquet, output):
