@@ -15,10 +15,10 @@ from typing import Any
 import fake_server
 import httpx
 import pytest
-from fake_server import ALLOWED, BOS, FakeServer, StoredReference, logprob, serve
+from fake_server import ALLOWED, BOS, VOCAB_SIZE, FakeServer, StoredReference, logprob, serve
 from safetensors.numpy import load_file
 
-from scoremode import OutputError, Reference
+from scoremode import OutputError
 from scoremode.cli.main import main
 from scoremode.runs.journal import open_locked
 from scoremode.sweep import SweepPlan, SweepResult, compare_runs, run_sweep
@@ -162,18 +162,16 @@ CONTEXT, CHUNKS = 8, 6
 
 
 class Exporting(FakeServer):
-    """Has a base file for llama.cpp, of zeros but for what is read of it."""
+    """Has a base file for llama.cpp, of zeros but for what is read of it, with three targets in each chunk."""
 
     def __call__(self, request: httpx.Request) -> httpx.Response | None:
         if not request.url.path.endswith("/llama.cpp"):
             return super().__call__(request)
-        [stored] = self.references.values()
-        reference = Reference.model_validate(stored.json())
-        layout = BaseFile(CONTEXT, reference.num_windows, reference.num_scored, reference.vocab_size)
+        layout = BaseFile(CONTEXT, CHUNKS, 3 * CHUNKS, VOCAB_SIZE)
         return httpx.Response(200, content=(b"_logits_" + bytes([CONTEXT])).ljust(layout.size, b"\0"))
 
 
-async def test_gguf_files_are_measured_against_the_first_model_once(tmp_path: Path, capsys):
+async def test_gguf_files_are_measured_against_the_first_model_once(tmp_path: Path):
     """By a program that stands in for llama.cpp's: bench/llama_cpp.sh runs the real one."""
     program, runs = tmp_path / "llama-perplexity", tmp_path / "runs"
     program.write_text(
