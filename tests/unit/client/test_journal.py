@@ -236,17 +236,6 @@ def journal_file(output, capsys):
     return output.with_name("result.json.journal")
 
 
-def test_an_interrupted_run_scores_each_missing_window_once(output, journal_file, unbroken, capsys):
-    """Of five windows in the journal, the last one's line is torn."""
-    journal_file.write_bytes(journal_file.read_bytes()[:-30])
-    server = FakeServer()
-    assert run(output, "--resume", server=server) == 0
-    assert f"{journal_file}: it has 4 of {NUM_WINDOWS} windows" in capsys.readouterr().err
-    assert server.num_scored == NUM_WINDOWS - 4
-    assert figures(output) == unbroken
-    assert not journal_file.exists(), "the output has all"
-
-
 @pytest.mark.parametrize("allowed", [NUM_WINDOWS + 5, NUM_WINDOWS])
 def test_both_lanes_are_resumed_where_the_second_ended(output, allowed, capsys):
     lanes = ["--lane", "both", "--retry-for", "0", "--concurrency", "1"]

@@ -248,11 +248,12 @@ def test_the_output_has_the_settings_and_the_values_of_every_token(folder):
     assert [body["return_ranks"] for body in server.score_requests] == [True] * 20 + [False] * 20
 
 
-def test_a_journal_of_an_earlier_version_is_resumed(folder):
+def test_a_journal_of_an_earlier_version_is_resumed_and_each_missing_window_scored_once(folder, capsys):
     """Seven of 20 windows, written before the first release."""
     shutil.copy(DATA / "earlier/perplexity.json.journal", folder / "run.json.journal")
     with serve(server := Server()) as url:
         assert run("SERVER TEXT --output run.json --resume", url) == 0
+    assert f"{folder}/run.json.journal: it has 7 of 20 windows" in capsys.readouterr().err
     assert server.num_scored == 13
     record = json.loads((folder / "run.json").read_text())
     assert record["perplexity"] == pytest.approx(PERPLEXITY, rel=1e-12)
