@@ -16,7 +16,7 @@ from tests.doc_examples import examples
 
 FIGURES = ["num_tokens", "nll", "perplexity", "bits_per_byte"]
 # Most fit the context of 63 tokens; one of them is a little longer, and one much.
-TEXTS = [f"document {index}, " + "x" * {40: 80, 50: 300}.get(index, 37 * index % 45) for index in range(60)]
+TEXTS = [f"document {index}, é" + "x" * {40: 80, 50: 300}.get(index, 37 * index % 45) for index in range(60)]
 NLLS = [sum(nlls(text)) for text in TEXTS]
 
 
@@ -67,12 +67,13 @@ async def test_each_row_has_its_figures_and_the_order_is_kept(parquet, output, m
     assert table.column_names == ["text", "row", *FIGURES, "token_ids", "token_logprobs"]
     assert table.column("text").to_pylist() == TEXTS
     for row, nll in zip(table.to_pylist(), NLLS, strict=True):
-        assert (row["num_tokens"], row["nll"]) == (len(row["text"]), nll)
-        assert row["perplexity"] == pytest.approx(math.exp(nll / len(row["text"])), rel=1e-12)
-        assert row["bits_per_byte"] == pytest.approx(nll / math.log(2) / len(row["text"]), rel=1e-12)
-        assert row["token_ids"] == list(row["text"].encode())
+        tokens = list(row["text"].encode())
+        assert (row["num_tokens"], row["nll"]) == (len(tokens), nll)
+        assert row["perplexity"] == pytest.approx(math.exp(nll / len(tokens)), rel=1e-12)
+        assert row["bits_per_byte"] == pytest.approx(nll / math.log(2) / len(tokens), rel=1e-12)
+        assert row["token_ids"] == tokens
         assert [-logprob for logprob in row["token_logprobs"]] == nlls(row["text"])
-    assert (done.num_documents, done.num_tokens) == (60, sum(map(len, TEXTS)))
+    assert (done.num_documents, done.num_tokens) == (60, sum(len(text.encode()) for text in TEXTS))
     assert pq.ParquetFile(output / "rows.parquet").metadata.num_row_groups > 1
 
 
