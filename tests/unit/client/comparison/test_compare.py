@@ -65,7 +65,6 @@ def test_a_verdict_is_on_the_second(tmp_path, shift, verdict):
     [pair], (one, two) = comparison.pairs, comparison.runs
     assert (pair.verdict, pair.kld_difference, pair.kld_verdict) == (verdict, None, None)
     assert two.perplexity.low < one.perplexity.value < two.perplexity.high
-    assert compare(runs, num_resamples=500).pairs[0].ln_ppl_ratio == pair.ln_ppl_ratio, "by the seed"
 
 
 def test_divergences_are_compared_against_one_reference_only(tmp_path):

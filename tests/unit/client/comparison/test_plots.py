@@ -38,9 +38,9 @@ def without(comparison, *names):
     return changed(comparison, lambda run: replace(run, server=run.server.model_copy(update=dict.fromkeys(names))))
 
 
-def drawn(comparison, name, theme=LIGHT):
+def drawn(comparison, name):
     """The figure of a plot, and its axes."""
-    figure = next(plot for plot in plots(comparison) if plot.name == name).draw(theme)
+    figure = next(plot for plot in plots(comparison) if plot.name == name).draw(LIGHT)
     return figure, figure.axes[0]
 
 
