@@ -28,8 +28,8 @@ class StoredAnswers(StoredReference):
         self.documents = [row for row, (_, answer) in enumerate(tokens) if answer]
 
     def json(self) -> dict:
-        settings = {**self.request["answers"]}
-        return {**super().json(), "answers": {**settings, "num_answers": len(settings.pop("data"))}}
+        answers = self.request["answers"]
+        return {**super().json(), "answers": {**answers, "num_answers": len(answers["data"])}}
 
     def origins(self) -> dict:
         return {**super().origins(), "documents": self.documents}
