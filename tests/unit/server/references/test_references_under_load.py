@@ -122,8 +122,9 @@ async def test_two_references_are_compared_one_after_the_other(root: Path, place
         await until(lambda: len(placed) >= 4)
         is_over.set()
         await asyncio.gather(*runs)
-        # A change for every head that was placed, though both references have always something to compare.
-        assert sum(one != other for one, other in pairwise(computed)) <= len(placed)
+        # As many changes as heads were placed, though both references have always something to compare; an answer that
+        # comes after the first of the other reference makes two more.
+        assert sum(one != other for one, other in pairwise(computed)) <= 2 * len(placed)
         assert {"base", "other"} == set(computed)
 
 
