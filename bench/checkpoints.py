@@ -6,15 +6,14 @@ them. That is the crudest way to quantize, and enough to compare two implementat
 
 import json
 import re
-import shutil
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.quantization import (
-    QuantizationArgs,
     QuantizationConfig,
     QuantizationScheme,
     QuantizationStatus,
@@ -23,6 +22,10 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+
+from rounded_model import copy_all_but_weights
+
 Tensors = dict[str, torch.Tensor]
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -30,38 +33,24 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 and the others' weights come out wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """How the linear layers are quantized: a preset of compressed-tensors and the layout on disk."""
+W4A16 = preset_name_to_scheme("W4A16", ["Linear"])
+# SmolLM2's hidden size, 576, is not a multiple of the usual group of 128.
+W4A16.weights.group_size = 64
 
-    preset: str
-    layout: str
-    group_size: int | None = None
-    """Instead of the preset's."""
-
-    @property
-    def scheme(self) -> QuantizationScheme:
-        """For every linear layer."""
-        scheme = preset_name_to_scheme(self.preset, ["Linear"])
-        if self.group_size is not None:
-            scheme.weights = QuantizationArgs(**(scheme.weights.model_dump() | {"group_size": self.group_size}))
-        return scheme
-
-
-FORMATS: dict[str, Format] = {
-    # SmolLM2's hidden size, 576, is not a multiple of the usual group of 128.
-    "w4a16": Format("W4A16", "pack-quantized", group_size=64),
-    "nvfp4a16": Format("NVFP4A16", "nvfp4-pack-quantized"),
-    "fp8": Format("FP8_DYNAMIC", "float-quantized"),
-    "int8": Format("W8A8", "int-quantized"),
+FORMATS: dict[str, QuantizationScheme] = {
+    "w4a16": W4A16,
+    "nvfp4a16": preset_name_to_scheme("NVFP4A16", ["Linear"]),
+    "fp8": preset_name_to_scheme("FP8_DYNAMIC", ["Linear"]),
+    "int8": preset_name_to_scheme("W8A8", ["Linear"]),
 }
+"""How each format quantizes linear layers."""
 
 
 def write_checkpoint(source: Path, folder: Path, name: str, kept: Sequence[str] = ()) -> Path:
     """Write `source` (one safetensors file) in the format `name`; layers called `..._proj` are quantized, except those
     in the modules `kept`."""
-    form = FORMATS[name]
-    scheme = form.scheme
+    scheme = FORMATS[name]
+    layout = infer_module_format(torch.nn.Linear, scheme).value
     tensors = load_file(source / "model.safetensors")
     in_kept = tuple(f"{module}." for module in kept)
     quantized = {
@@ -71,11 +60,11 @@ def write_checkpoint(source: Path, folder: Path, name: str, kept: Sequence[str] 
     }
     written = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in quantized}
     for layer in sorted(quantized):
-        parts = _quantize(tensors[f"{layer}.weight"], scheme, form.layout, _fused_max(tensors, layer))
+        parts = _quantize(tensors[f"{layer}.weight"], scheme, layout, _fused_max(tensors, layer))
         written |= {f"{layer}.{part}": value.contiguous() for part, value in parts.items()}
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
-        format=form.layout,
+        format=layout,
         quantization_status=QuantizationStatus.COMPRESSED,
         ignore=["lm_head", *(f"re:^{re.escape(module)}\\..*" for module in kept)],
     ).model_dump(mode="json", exclude_none=True)
@@ -110,10 +99,7 @@ def pad_heads(source: Path, folder: Path, query_heads: int, key_value_heads: int
 
 
 def _save(source: Path, folder: Path, tensors: Tensors, settings: Mapping[str, object]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.is_file() and file.suffix != ".safetensors":
-            shutil.copy(file, folder)
+    copy_all_but_weights(source, folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text()) | dict(settings)
     (folder / "config.json").write_text(json.dumps(config, indent=2))

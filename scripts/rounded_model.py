@@ -40,7 +40,7 @@ def copy_all_but_weights(source: Path, path: Path) -> None:
     """Make the folder of a model of which only the weights differ."""
     path.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
-        if file.suffix != ".safetensors":
+        if file.is_file() and file.suffix != ".safetensors":
             shutil.copy(file, path)
 
 
