@@ -6,7 +6,6 @@ products of codes are summed in float64, which is exact for int8 and nearly so f
 so do they. An FP8 KV cache is a setting of attention, for any weights.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,11 +54,12 @@ def oracle_model(
     if weights_dtype is not None:
         tensors = {name: tensor.to(weights_dtype) for name, tensor in tensors.items()}
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).to(device)
+    quantize = _token_quantizer(folder, scheme) if quantized_activations and scheme is not None else None
     layers: dict[str, torch.nn.Module] = {}
     for name in [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]:
         parts = {part: tensors.pop(f"{name}.{part}") for part in WEIGHT_PARTS if f"{name}.{part}" in tensors}
         tensors[f"{name}.weight"] = dequantized_weight(parts)
-        if quantized_activations and (quantize := _token_quantizer(folder)) is not None:
+        if quantize is not None:
             saturates = device == "cpu" and parts["weight"].dtype == torch.int8 and int8_products_saturate()
             layers[name] = QuantizedLinear(parts["weight"], parts["weight_scale"], quantize, saturates)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
@@ -195,9 +195,8 @@ def fp8_rounded(values: torch.Tensor) -> torch.Tensor:
     return values.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).to(values.dtype)
 
 
-def _token_quantizer(folder: Path) -> QuantizeTokens | None:
-    scheme = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
-    activations = scheme.get("input_activations")
+def _token_quantizer(folder: Path, scheme: dict[str, Any]) -> QuantizeTokens | None:
+    activations = scheme["config_groups"]["group_0"].get("input_activations")
     if activations is None:
         return None
     if not activations["dynamic"] or activations["strategy"] != "token":
