@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 
-from scipy.stats import t
+from scipy.stats import ttest_1samp
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ def paired_ratio(values: Sequence[float], references: Sequence[float]) -> Ratio 
     if min(*values, *references) <= 0:
         return None
     logs = [math.log(value / reference) for value, reference in pairs]
-    mean = fmean(logs)
+    mean = math.exp(fmean(logs))
     if len(logs) == 1:
-        return Ratio(math.exp(mean), None)
-    half = float(t.ppf(0.975, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
-    return Ratio(math.exp(mean), (math.exp(mean - half), math.exp(mean + half)))
+        return Ratio(mean, None)
+    low, high = ttest_1samp(logs, 0).confidence_interval()
+    return Ratio(mean, (math.exp(low), math.exp(high)))
