@@ -12,7 +12,6 @@ long    a window of 32,768 tokens on a random model, in steps of several sizes (
 """
 
 import argparse
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -33,9 +32,9 @@ from agreement import (
 from checkpoints import pad_heads
 from quantized_oracle import divergences, logprobs, oracle_model
 from servers import ServerProcess, failed_row, model_server, starting
-from shapes import COMMON
+from shapes import write_shape
 from tables import table
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rounded_model import rounded_model
 
@@ -128,7 +127,7 @@ def kld_rows(options: argparse.Namespace, flags: list[str]) -> Iterator[Row]:
 def long_rows(options: argparse.Namespace, flags: list[str]) -> Iterator[Row]:
     """One per dtype, size of steps and what it is compared with."""
     windows = cut_windows(options.text, options.model, 1, options.long_length)
-    model = random_model(options.model, options.logs / "random", options.long_length)
+    model = random_model(options.model, options.logs, options.long_length)
     limit = ("--max-model-len", str(options.long_length))
     servers = {
         f"{dtype} {step}": model_server(model, dtype, *limit, "--max-num-batched-tokens", str(step), *flags)
@@ -152,17 +151,15 @@ def random_model(tokenizer: Path, folder: Path, positions: int) -> Path:
     Weights of deviation 0.05 in a width of 512 let scores of attention deviate by about 1: enough for positions to
     count, and far from an attention that only ever picks one.
     """
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     context = {"max_position_embeddings": positions, "initializer_range": 0.05, "dtype": "float32"}
-    vocabulary = {"vocab_size": len(AutoTokenizer.from_pretrained(tokenizer))}
-    config = LlamaConfig(**{**COMMON, **sizes, **heads, **context, **vocabulary})
+    vocab_size = len(AutoTokenizer.from_pretrained(tokenizer))
+    model = write_shape("tiny", tokenizer, folder, vocab_size=vocab_size, **sizes, **heads, **context)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    for file in tokenizer.glob("tokenizer*"):
-        shutil.copy(file, folder)
-    return folder
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    return model
 
 
 PARTS: dict[str, tuple[Row, Callable[[argparse.Namespace, list[str]], Iterator[Row]]]] = {

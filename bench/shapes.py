@@ -10,12 +10,17 @@ from typing import Any
 
 SHAPES: dict[str, dict[str, Any]] = {
     # To try a benchmark out where there is no GPU.
-    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_key_value_heads": 1},
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
-    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
+    "tiny": {
+        **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1},
+    },
+    "1b": {
+        **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+        **{"num_attention_heads": 32, "tie_word_embeddings": True},
+    },
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
 }
-HEADS = {"tiny": 2, "1b": 32, "8b": 32, "70b": 64}
 NAMES = [*SHAPES, *(f"{name}-w4a16" for name in SHAPES)]
 
 COMMON: dict[str, Any] = {
@@ -50,7 +55,7 @@ W4A16: dict[str, Any] = {
 def write_shape(name: str, tokenizer: Path, folder: Path, **changes: Any) -> Path:
     """A model folder of the shape `name`, such as `8b` or `8b-w4a16`, with the tokenizer files of another model."""
     size, _, quantized = name.partition("-")
-    config = {**COMMON, "num_attention_heads": HEADS[size], **SHAPES[size], **changes}
+    config = {**COMMON, **SHAPES[size], **changes}
     config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     if quantized:
         config["quantization_config"] = {"w4a16": W4A16}[quantized]
