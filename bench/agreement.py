@@ -2,34 +2,34 @@
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from loads import CHARACTERS_PER_TOKEN
+from servers import benchmark_parser
 from transformers import AutoTokenizer
 
 from scoremode import ScoreClient
+from scoremode.kld import KldPositions
 from scoremode.runs.corpora import load_corpus
+from scoremode.wire.protocol import Lane
 
-Windows = Sequence[Sequence[int]]
+Windows = list[list[int]]
 Logprobs = Sequence[np.ndarray]
 """One array per window: the logprobs (nats) of all its tokens but the first."""
 
 
 def windows_parser(description: str | None) -> argparse.ArgumentParser:
     """Options of a benchmark that has windows of TEXT scored by MODEL and keeps the servers' logs in LOGS."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("text")
-    parser.add_argument("logs", type=Path)
+    parser = benchmark_parser(description, model=Path, text=str, logs=Path)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int, default=2047, help="tokens of a window")
     return parser
 
 
-def cut_windows(text: str, tokenizer: Path, count: int, length: int) -> list[list[int]]:
+def cut_windows(text: str, tokenizer: Path, count: int, length: int) -> Windows:
     """The first `count` windows of `length` tokens of a text that `load_corpus` reads.
 
     Raises:
@@ -43,42 +43,20 @@ def cut_windows(text: str, tokenizer: Path, count: int, length: int) -> list[lis
 
 
 def served_logprobs(url: str, windows: Windows) -> list[np.ndarray]:
-    """What a server scores, without its cache.
-
-    Raises:
-        ValueError: a logprob is missing or not finite.
-    """
+    """What a server scores, without its cache."""
     with ScoreClient(url, timeout=600) as client:
-        scores = client.score([list(window) for window in windows], use_cache=False)
-    results = [np.array(score.logprobs[1:], dtype=np.float64) for score in scores]
-    for window, result in zip(windows, results, strict=True):
-        if result.shape != (len(window) - 1,) or not np.isfinite(result).all():
-            raise ValueError(f"{url} gave {result.shape} logprobs for {len(window)} tokens, not all of them finite")
-    return results
+        return [score.logprob_array[1:] for score in client.score(windows, use_cache=False)]
 
 
-def record_windows(url: str, name: str, windows: Windows) -> None:
-    """Record the served model as a reference over these windows, which are of one length."""
-    # `disjoint` leaves out a window that ends with the text.
-    tokens = [token for window in windows for token in window] + [windows[0][0]]
+def compared(url: str, reference: str, lane: Lane = "prefill") -> KldPositions:
+    """All positions of a reference, compared with the served model in a lane."""
     with ScoreClient(url, timeout=600) as client:
-        reference = client.record_reference(name, tokens, method="disjoint", context_length=len(windows[0]))
-    if reference.num_windows != len(windows):
-        raise ValueError(f"{reference.num_windows} windows of {len(windows)} were recorded")
-
-
-def compared(url: str, reference: str) -> tuple[np.ndarray, Mapping[str, float | None]]:
-    """KL(reference||served) and KL(served||reference) of all positions, [positions, 2] nats; and statistics."""
-    with ScoreClient(url, timeout=600) as client:
-        result = client.kld(reference)
-    positions = [window.positions for window in result.data]
-    return np.concatenate([np.column_stack([each.kld, each.reverse_kld]) for each in positions]), result.statistics
+        return KldPositions.concatenate([window.positions for window in client.kld(reference, lane=lane).data])
 
 
 def perplexity(logprobs: Logprobs) -> float:
     """Of all scored tokens."""
-    values = np.concatenate(logprobs).astype(np.float64)
-    return math.exp(-math.fsum(values) / len(values))
+    return math.exp(-np.concatenate(logprobs).mean(dtype=np.float64))
 
 
 @dataclass(frozen=True, slots=True)

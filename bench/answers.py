@@ -1,8 +1,8 @@
 """Whether first differences are predicted: the agreement of answers, next to what a quantized copy really generates.
 
-    python bench/answers.py MODEL FOLDER [OPTION...] [any vllm serve flag]
+    python bench/answers.py MODEL LOGS [OPTION...] [any vllm serve flag]
 
-MODEL is a folder with one safetensors file in bfloat16 and a tokenizer, FOLDER one for checkpoints, logs and
+MODEL is a folder with one safetensors file in bfloat16 and a tokenizer, LOGS one for checkpoints, logs and
 references. PROMPTS pieces of the repository's text are answered greedily by MODEL and recorded. Each copy (of
 `checkpoints.FORMATS`, or `rounded`, which any CPU serves) then answers them too, in batches of BATCH that begin
 together, and is compared with the reference in the same batches, in both lanes. The table has the share of answers
@@ -26,11 +26,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
-import httpx
 import numpy as np
 from checkpoints import FORMATS, write_checkpoint
-from loads import random_tokens
-from servers import Server, model_server, starting
+from loads import generate, random_tokens
+from servers import WIKITEXT, Server, benchmark_parser, model_server, parsed, starting
 from tables import table
 
 from rounded_model import rounded_model
@@ -69,7 +68,7 @@ def write_prompts(text: Path, path: Path, number: int) -> Path:
 
 def server_of(name: str, options: argparse.Namespace, flags: list[str]) -> Server:
     """A server of the model, or of its copy in a format, which is written."""
-    folder = options.folder / name
+    folder = options.logs / name
     if name == ROUNDED:
         rounded_model(options.model, folder)
     elif name != NAME:
@@ -77,29 +76,20 @@ def server_of(name: str, options: argparse.Namespace, flags: list[str]) -> Serve
     # One sequence more: of those that hold others up, the last may not have left yet.
     sizes = ("--max-num-seqs", str(options.batch + bool(options.held_up)))
     steps = ("--max-num-batched-tokens", str(STEP_TOKENS)) if options.held_up else ()
-    more = ("--reference-dir", str(options.folder / "references"), *sizes, *steps)
+    more = ("--reference-dir", str(options.logs / "references"), *sizes, *steps)
     return model_server(options.model if name == NAME else folder, "bfloat16", *more, *flags)
 
 
 async def record(url: str, options: argparse.Namespace) -> Answers:
     """Record the original's answers."""
-    prompts = load_prompts(write_prompts(options.text, options.folder / "prompts.jsonl", options.prompts))
+    prompts = load_prompts(write_prompts(options.text, options.logs / "prompts.jsonl", options.prompts))
     settings = AnswerSettings(max_new_tokens=options.tokens)
     async with AsyncScoreClient(url, timeout=900) as client:
-        await record_answers(client, prompts, NAME, settings, concurrency=options.batch, folder=options.folder)
-    lines = (options.folder / "references" / NAME / "answers.jsonl").read_text().splitlines()
+        await record_answers(client, prompts, NAME, settings, concurrency=options.batch, folder=options.logs)
+    lines = (options.logs / "references" / NAME / "answers.jsonl").read_text().splitlines()
     answers = [(each["prompt_token_ids"], each["token_ids"]) for each in map(json.loads, lines)]
     # An empty one has no window.
     return [(prompt, answer) for prompt, answer in answers if answer]
-
-
-async def generate(url: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Token ids of the greedy answers to prompts that are sent together."""
-    body = {"prompt": prompts, "max_tokens": num_tokens, "return_token_ids": True, "temperature": 0}
-    async with httpx.AsyncClient(base_url=url, timeout=900) as client:
-        answer = await client.post("/v1/completions", json=body | NEUTRAL_SAMPLING)
-    answer.raise_for_status()
-    return [choice["token_ids"] for choice in sorted(answer.json()["choices"], key=lambda choice: choice["index"])]
 
 
 async def together(url: str, held_up: int, batch: Awaitable[Result]) -> Result:
@@ -121,8 +111,8 @@ async def compare(url: str, name: str, answers: Answers, options: argparse.Names
     started = time.perf_counter()
     own: list[list[int]] = []
     for batch in batches:
-        asked = generate(url, [answers[row][0] for row in batch], options.tokens)
-        own += await together(url, options.held_up, asked)
+        asked = generate(url, [answers[row][0] for row in batch], options.tokens, **NEUTRAL_SAMPLING)
+        own += [choice["token_ids"] for choice in await together(url, options.held_up, asked)]
     generating = time.perf_counter() - started
     pairs = [zip(answer, each, strict=False) for (_, answer), each in zip(answers, own, strict=True)]
     real = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs]
@@ -161,19 +151,16 @@ def gap(window: KldWindowValues, at: int, own: list[int]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("folder", type=Path)
+    parser = benchmark_parser(__doc__, model=Path, logs=Path)
     parser.add_argument("--copies", nargs="+", choices=(*FORMATS, ROUNDED), default=["fp8", "w4a16"])
-    parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "tests/data/wikitext.txt")
+    parser.add_argument("--text", type=Path, default=WIKITEXT)
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=25)
     parser.add_argument("--held-up", type=int, default=0, help=f"prompts of {STEP_TOKENS} tokens before each batch")
-    options, flags = parser.parse_known_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
+    options, flags = parsed(parser)
     servers = {name: server_of(name, options, flags) for name in (NAME, *options.copies)}
-    with starting(servers, options.folder) as futures:
+    with starting(servers, options.logs) as futures:
         # While servers start, they would take the time of one that is measured.
         wait(futures.values())
         answers = asyncio.run(record(futures[NAME].result().url, options))

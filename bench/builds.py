@@ -27,21 +27,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from loads import LOADS, Drawn, Source, Target
+from loads import LOADS, Drawn, Rate, Source, Target
 from paired import paired_ratio
-from processes import cpu_seconds
-from servers import Server, ServerProcess, shape_server, starting
+from processes import CpuSeconds, cpu_seconds
+from servers import WIKITEXT, Server, ServerProcess, benchmark_parser, parsed, shape_server, starting
 from shapes import NAMES
 from tables import table
 
-TEXT = Path(__file__).parents[1] / "tests/data/wikitext.txt"
 DEFAULT_LOADS = ("score", "echo", "choices", "unshared")
 WARM_UP_COUNT = 128
 """Twice the requests in flight, so that the engine has seen its largest steps."""
@@ -53,9 +50,9 @@ class Build:
     """What one server runs: folders before all others on its PYTHONPATH, flags, environment."""
 
     folders: tuple[Path, ...]
-    flags: tuple[str, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
-    is_stock: bool = False
+    flags: tuple[str, ...]
+    variables: Mapping[str, str]
+    is_stock: bool
 
     @property
     def environment(self) -> dict[str, str]:
@@ -72,12 +69,18 @@ class Run:
     load: str
     turn: int
     build: str
-    requests: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    received_bytes: int = 0
-    api_cpu_seconds: float = 0.0
-    engine_cpu_seconds: float = 0.0
+    requests: int
+    tokens: int
+    seconds: float
+    received_bytes: int
+    api_cpu_seconds: float
+    engine_cpu_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.shape} {self.load} {self.build}: {self.requests_per_second:,.1f} req/s, {self.seconds:.2f} s, "
+            f"CPU ms per request: API server {self.api_milliseconds:.2f}, engine {self.engine_milliseconds:.2f}"
+        )
 
     @property
     def requests_per_second(self) -> float:
@@ -108,9 +111,7 @@ def assignment(text: str) -> tuple[str, str]:
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Options, and the flags of every server."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tokenizer", type=Path)
-    parser.add_argument("logs", type=Path)
+    parser = benchmark_parser(__doc__, tokenizer=Path, logs=Path)
     parser.add_argument("--build", type=assignment, action="append", required=True, metavar="NAME=FOLDER[:FOLDER...]")
     parser.add_argument("--flags", type=assignment, action="append", default=[], metavar="NAME=FLAGS")
     parser.add_argument("--env", type=assignment, action="append", default=[], metavar="NAME=VARIABLES")
@@ -119,11 +120,11 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--together", action="store_true", help="start all shapes at once")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=DEFAULT_LOADS)
     parser.add_argument("--count", type=assignment, action="append", default=[], metavar="LOAD=N", help="requests")
-    parser.add_argument("--text", default=str(TEXT), help="what `ppl-client --dataset` reads")
+    parser.add_argument("--text", default=str(WIKITEXT), help="what `ppl-client --dataset` reads")
     parser.add_argument("--turns", type=int, default=8)
-    options, flags = parser.parse_known_args()
+    options, flags = parsed(parser)
     options.builds = read_builds(options)
-    options.logs = options.logs.absolute()
+    options.counts = {load: int(count) for load, count in options.count}
     return options, flags
 
 
@@ -172,77 +173,44 @@ def rotated(names: Sequence[str], turn: int) -> list[str]:
     return [*names[start:], *names[:start]]
 
 
-class Turns:
-    """Turns of loads over servers that are up."""
-
-    def __init__(self, servers: Mapping[str, ServerProcess], shapes: list[str], options: argparse.Namespace) -> None:
-        self.servers = servers
-        self.shapes = shapes
-        self.options = options
-        self.counts = {load: int(count) for load, count in options.count}
-
-    def warm_up(self) -> None:
-        """Every load on every server, with few requests."""
-        for shape in self.shapes:
-            for load in self.options.loads:
-                self._run(shape, load, turn=-1, count=min(WARM_UP_COUNT, self._count(shape, load)), sets=1)
-
-    def run(self) -> Iterator[list[Run]]:
-        """The runs of each turn."""
-        for turn in range(self.options.turns):
-            start = time.monotonic()
-            yield [
-                run
-                for shape in self.shapes
-                for load in self.options.loads
-                for run in self._run(shape, load, turn, self._count(shape, load), LOADS[load].sets)
-            ]
-            print(f"  turn {turn + 1} of {self.options.turns} took {time.monotonic() - start:.1f} s", flush=True)
-
-    def _run(self, shape: str, load: str, turn: int, count: int, sets: int) -> list[Run]:
-        """One load on each build that has its route. A set of requests is sent to all of them before the next set."""
-        source = Source(shape, self.options.tokenizer, self.options.text)
-        builds = self.options.builds
-        names = [name for name in builds if LOADS[load].is_on_stock or not builds[name].is_stock]
-        sums: dict[str, Counter[str]] = {name: Counter() for name in names}
-        for number in range(sets):
-            drawn = LOADS[load].draw(source, count, f"{shape} {load} {turn} {number}")
-            for name in rotated(names, turn + number):
-                server = self.servers[f"{shape} {name}"]
-                sums[name].update(measure(server.pid, Target(server.url, builds[name].environment), drawn))
-        return [finished(sums[name], shape=shape, load=load, turn=turn, build=name) for name in rotated(names, turn)]
-
-    def _count(self, shape: str, load: str) -> int:
-        usual = LOADS[load].count_1b if shape == "1b" else 0
-        return self.counts.get(load) or usual or LOADS[load].count
-
-
-def measure(server: int, target: Target, drawn: Drawn) -> dict[str, float]:
-    """Send requests to the server with this process id."""
-    drawn.before(target)
-    before = cpu_seconds(server)
-    rate = drawn.send(target)
-    time.sleep(SETTLE_SECONDS)
-    used = cpu_seconds(server) - before
-    drawn.after(target)
-    return {**asdict(rate), "api_cpu_seconds": used.api, "engine_cpu_seconds": used.engine}
-
-
-def finished(sums: Counter[str], **which: Any) -> Run:
-    """A run of which all sets were sent.
+def take_turn(
+    turn: int,
+    shapes: Sequence[str],
+    servers: Mapping[str, ServerProcess],
+    options: argparse.Namespace,
+    most_requests: int = sys.maxsize,
+) -> Iterator[Run]:
+    """Every load on each build that has its route: the same requests for all of them.
 
     Raises:
         RuntimeError: a request failed.
     """
-    if failed := sums.pop("failed"):
-        raise RuntimeError(f"{which}: {failed} requests failed")
-    run = Run(**which, **sums)
-    print(
-        f"    {run.shape} {run.load} {run.build}: {run.requests_per_second:,.1f} req/s, {run.seconds:.2f} s, "
-        f"CPU ms per request: API server {run.api_milliseconds:.2f}, engine {run.engine_milliseconds:.2f}",
-        flush=True,
-    )
-    return run
+    source = Source(options.tokenizer, options.text)
+    for shape in shapes:
+        for load in options.loads:
+            count = min(most_requests, options.counts.get(load) or LOADS[load].usual_count(shape))
+            drawn = LOADS[load].draw(source, count, f"{shape} {load} {turn}")
+            names = [name for name, build in options.builds.items() if LOADS[load].is_on_stock or not build.is_stock]
+            for name in rotated(names, turn):
+                rate, used = measure(servers[f"{shape} {name}"], options.builds[name], drawn)
+                if rate.failed:
+                    raise RuntimeError(f"{shape} {load} {name}, turn {turn}: {rate.failed} requests failed")
+                figures = (rate.requests, rate.tokens, rate.seconds, rate.received_bytes, used.api, used.engine)
+                run = Run(shape, load, turn, name, *figures)
+                print(f"    {run}", flush=True)
+                yield run
+
+
+def measure(server: ServerProcess, build: Build, drawn: Drawn) -> tuple[Rate, CpuSeconds]:
+    """Send requests to a server."""
+    target = Target(server.url, build.environment)
+    drawn.before(target)
+    before = cpu_seconds(server.pid)
+    rate = drawn.send(target)
+    time.sleep(SETTLE_SECONDS)
+    used = cpu_seconds(server.pid) - before
+    drawn.after(target)
+    return rate, used
 
 
 HEADER = (
@@ -296,7 +264,6 @@ def save(runs: Sequence[Run], options: argparse.Namespace) -> None:
 
 def servers_of(shapes: list[str], options: argparse.Namespace, flags: list[str], folder: Path) -> dict[str, Server]:
     """A server for every build on every shape."""
-    needed = [flag for load in options.loads for flag in LOADS[load].flags]
     keeps_references = not {"record", "kld"}.isdisjoint(options.loads)
     references = ["--reference-dir", str(folder / "references")] if keeps_references else []
     return {
@@ -304,7 +271,7 @@ def servers_of(shapes: list[str], options: argparse.Namespace, flags: list[str],
             shape,
             options.tokenizer,
             folder,
-            (*needed, *([] if build.is_stock else references), *flags, *build.flags),
+            (*([] if build.is_stock else references), *flags, *build.flags),
             stock=build.is_stock,
             environment=build.environment,
         )
@@ -316,7 +283,6 @@ def servers_of(shapes: list[str], options: argparse.Namespace, flags: list[str],
 def main() -> None:
     """Start the servers, measure, print the table after each group of shapes that is up at the same time."""
     options, flags = parse()
-    options.logs.mkdir(parents=True, exist_ok=True)
     for name, build in options.builds.items():
         check_origin(name, build)
     runs: list[Run] = []
@@ -327,12 +293,14 @@ def main() -> None:
             tempfile.TemporaryDirectory(dir=options.logs) as folder,
             starting(servers_of(shapes, options, flags, Path(folder)), options.logs) as futures,
         ):
-            turns = Turns({name: future.result() for name, future in futures.items()}, shapes, options)
+            servers = {name: future.result() for name, future in futures.items()}
             print(f"{', '.join(shapes)}: servers ready after {time.monotonic() - start:.0f} s", flush=True)
-            turns.warm_up()
-            for finished in turns.run():
-                runs += finished
+            list(take_turn(-1, shapes, servers, options, WARM_UP_COUNT))
+            for turn in range(options.turns):
+                start = time.monotonic()
+                runs += take_turn(turn, shapes, servers, options)
                 save(runs, options)
+                print(f"  turn {turn + 1} of {options.turns} took {time.monotonic() - start:.1f} s", flush=True)
             print(report(runs, next(iter(options.builds))), flush=True)
 
 

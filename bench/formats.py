@@ -11,7 +11,6 @@ lanes   the same divergence in the prefill and the decode lane, and what the lan
 repeat  whether sequences get the same logprobs again, with and without batch-invariant kernels
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -28,22 +27,18 @@ from agreement import (
     compared,
     cut_windows,
     perplexity,
-    record_windows,
     served_logprobs,
     windows_parser,
 )
 from checkpoints import write_checkpoint
-from quantized_oracle import divergences, logprobs, oracle_model
-from servers import Server, ServerProcess, failed_row, kernels, log_of, model_server, starting
+from loads import record
+from quantized_oracle import DEVICE, divergences, logprobs, oracle_model
+from servers import Row, Server, ServerProcess, kernels, log_of, model_server, parsed, row_or_failure, starting
 from tables import table
+from transformers import PreTrainedModel
 
 from scoremode import ScoreClient
-from scoremode.kld import KldPositions
 from scoremode.runs.lanes import lane_difference
-from scoremode.wire.protocol import Lane
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-Row = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +66,8 @@ CASES: dict[str, Case] = {
 }
 BASE = "bf16"
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+VARIANTS: dict[str, dict[str, str]] = {"": {}, " again": {}, " invariant": INVARIANT, " invariant again": INVARIANT}
+"""Environments of the servers that `repeat` needs of each format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +101,7 @@ SCORES_HEADER = (
 def score_rows(setup: Setup) -> Iterator[Row]:
     """One per format."""
     for name in setup.folders:
-        try:
-            yield score_row(setup, name)
-        except Exception as error:
-            yield failed_row(SCORES_HEADER, name, error=error)
+        yield row_or_failure((name,), score_row, setup, name)
 
 
 def score_row(setup: Setup, name: str) -> Row:
@@ -133,7 +127,7 @@ def score_row(setup: Setup, name: str) -> Row:
         values = oracle(other)
         print(f"  oracle {other}: perplexity {perplexity(values):.4f}, {Agreement.between(served, values)}")
     return (
-        *(name, setup.kernels(name)),
+        setup.kernels(name),
         *(f"{perplexity(values):.4f}" for values in (served, expected, decompressed)),
         *(f"{found.perplexity_ratio:+.3%}", f"{found.mean:.4f}", f"{found.largest:.3f}"),
         *(f"{rounding.mean:.4f}", f"{Agreement.between(served, decompressed).mean:.4f}"),
@@ -146,23 +140,23 @@ KLD_HEADER = ("format", "kernels", "mean KLD", "oracle's", "mean difference", "m
 def kld_rows(setup: Setup) -> Iterator[Row]:
     """One per format whose checkpoint is of its own, and the base compared with itself."""
     base = oracle_model(setup.folders[BASE], device=DEVICE)
-    record_windows(setup.url(BASE), "base", setup.windows)
-    for name, folder in setup.folders.items():
-        if name != BASE and CASES[name].checkpoint is None:
-            continue
-        try:
-            other = base if name == BASE else oracle_model(folder, device=DEVICE)
-            expected = divergences(base, other, setup.windows)
-            found, statistics = compared(setup.url(name), "base")
-        except Exception as error:
-            yield failed_row(KLD_HEADER, name, error=error)
-            continue
-        off = found - expected
-        yield (
-            *(name, setup.kernels(name), f"{found[:, 0].mean():.6f}", f"{expected[:, 0].mean():.6f}"),
-            *(f"{off[:, 0].mean():+.2e}", f"{np.abs(off[:, 0]).max():.2e}", f"{np.abs(off[:, 1]).max():.2e}"),
-            f"{statistics['same_top_p']:.4f}",
-        )
+    record(setup.url(BASE), "base", setup.windows)
+    for name in setup.folders:
+        if name == BASE or CASES[name].checkpoint is not None:
+            yield row_or_failure((name,), kld_row, setup, name, base)
+
+
+def kld_row(setup: Setup, name: str, base: PreTrainedModel) -> Row:
+    """A format's divergence compared with its oracle's."""
+    other = base if name == BASE else oracle_model(setup.folders[name], device=DEVICE)
+    expected = divergences(base, other, setup.windows)
+    found = compared(setup.url(name), "base")
+    off, reverse_off = found.kld - expected[:, 0], found.reverse_kld - expected[:, 1]
+    return (
+        *(setup.kernels(name), f"{found.kld.mean():.6f}", f"{expected[:, 0].mean():.6f}"),
+        *(f"{off.mean():+.2e}", f"{np.abs(off).max():.2e}", f"{np.abs(reverse_off).max():.2e}"),
+        f"{(found.top_token_ids == found.reference_top_token_ids).mean():.4f}",
+    )
 
 
 LANES_HEADER = (
@@ -172,31 +166,24 @@ LANES_HEADER = (
 
 
 def lane_rows(setup: Setup) -> Iterator[Row]:
-    """One per format, the base first: its divergence in the decode lane is the floor."""
-    record_windows(setup.url(BASE), "lanes", setup.windows)
-    floor = math.nan
-    for name in (BASE, *(name for name in setup.folders if name != BASE)):
-        try:
-            prefill, decode = (lane_divergences(setup.client(name), lane) for lane in ("prefill", "decode"))
-        except Exception as error:
-            yield failed_row(LANES_HEADER, name, error=error)
-            continue
-        if name == BASE:
-            floor = float(decode.kld.mean())
-        positions = np.tile(np.arange(1, len(setup.windows[0])), len(setup.windows))
-        nlls = lane_difference(-prefill.logprobs, -decode.logprobs, positions)
-        yield (
-            *(name, setup.kernels(name), f"{prefill.kld.mean():.6f}", f"{decode.kld.mean():.6f}"),
-            *(f"{decode.kld.mean() / floor:.1f}", f"{nlls.mean:+.5f}", f"{nlls.mean_absolute:.5f}"),
-            # The base diverges from itself by rounding alone.
-            (nlls if name == BASE else lane_difference(prefill.kld, decode.kld, positions)).verdict(),
-        )
+    """One per format; the base's divergence in the decode lane is the floor."""
+    record(setup.url(BASE), "lanes", setup.windows)
+    floor = compared(setup.url(BASE), "lanes", "decode").kld.mean()
+    for name in setup.folders:
+        yield row_or_failure((name,), lane_row, setup, name, floor)
 
 
-def lane_divergences(client: ScoreClient, lane: Lane) -> KldPositions:
-    """Of all windows of the reference, in one lane."""
-    with client:
-        return KldPositions.concatenate([window.positions for window in client.kld("lanes", lane=lane).data])
+def lane_row(setup: Setup, name: str, floor: float) -> Row:
+    """A format's divergences in both lanes, and what its lanes differ in."""
+    prefill, decode = (compared(setup.url(name), "lanes", lane) for lane in ("prefill", "decode"))
+    positions = np.tile(np.arange(1, len(setup.windows[0])), len(setup.windows))
+    nlls = lane_difference(-prefill.logprobs, -decode.logprobs, positions)
+    return (
+        *(setup.kernels(name), f"{prefill.kld.mean():.6f}", f"{decode.kld.mean():.6f}"),
+        *(f"{decode.kld.mean() / floor:.1f}", f"{nlls.mean:+.5f}", f"{nlls.mean_absolute:.5f}"),
+        # The base diverges from itself by rounding alone.
+        (nlls if name == BASE else lane_difference(prefill.kld, decode.kld, positions)).verdict(),
+    )
 
 
 WAYS = ("alone again", "all at once", "in reverse", "cached", "restarted")
@@ -206,26 +193,23 @@ REPEAT_HEADER = ("format", "invariant", "kernels", *WAYS)
 def repeat_rows(setup: Setup) -> Iterator[Row]:
     """Sequences of several lengths, compared with what each of them scores alone."""
     count = len(setup.windows)
-    sequences = [list(window[: len(window) * (index + 1) // count]) for index, window in enumerate(setup.windows)]
-    for name in (name for name in setup.folders if f"{name} again" in setup.futures):
-        for invariant, first, second in (
-            ("no", name, f"{name} again"),
-            ("yes", f"{name} invariant", f"{name} invariant again"),
-        ):
-            try:
-                with setup.client(first) as client, setup.client(second) as restarted:
-                    cells = repeated(client, restarted, sequences)
-            except Exception as error:
-                yield failed_row(REPEAT_HEADER, name, invariant, "", error=error)
-            else:
-                yield name, invariant, setup.kernels(first), *cells
+    sequences = [window[: len(window) * (index + 1) // count] for index, window in enumerate(setup.windows)]
+    for name in setup.folders:
+        for invariant, server in (("no", name), ("yes", f"{name} invariant")):
+            yield row_or_failure((name, invariant), repeat_row, setup, server, sequences)
+
+
+def repeat_row(setup: Setup, name: str, sequences: list[list[int]]) -> Row:
+    """Whether all bytes are equal, or else the largest difference in nats, for each of `WAYS`."""
+    with setup.client(name) as client, setup.client(f"{name} again") as restarted:
+        return (setup.kernels(name), *repeated(client, restarted, sequences))
 
 
 def repeated(client: ScoreClient, restarted: ScoreClient, sequences: list[list[int]]) -> list[str]:
-    """Whether all bytes are equal, or else the largest difference in nats, for each of `WAYS`."""
+    """The figures of `repeat_row`."""
 
     def scored(asked: list[list[int]], by: ScoreClient = client, *, use_cache: bool = False) -> list[np.ndarray]:
-        return [np.array(score.logprobs[1:], np.float32) for score in by.score(asked, use_cache=use_cache)]
+        return [score.logprob_array[1:] for score in by.score(asked, use_cache=use_cache)]
 
     def alone(by: ScoreClient) -> list[np.ndarray]:
         return [scored([sequence], by)[0] for sequence in sequences]
@@ -248,15 +232,14 @@ PARTS: dict[str, tuple[Row, Callable[[Setup], Iterator[Row]]]] = {
 
 def servers_of(folders: Mapping[str, Path], parts: list[str], common: list[str]) -> dict[str, Server]:
     """A server per format; for `repeat` a second one of each, and two with batch-invariant kernels."""
-    servers = {}
-    for name, folder in folders.items():
-        flags = (*common, *CASES[name].flags)
-        servers[name] = model_server(folder, CASES[name].dtype, *flags)
-        if "repeat" in parts:
-            invariant = model_server(folder, CASES[name].dtype, *flags, environment=INVARIANT)
-            servers |= {f"{name} again": servers[name]}
-            servers |= {f"{name} invariant": invariant, f"{name} invariant again": invariant}
-    return servers
+    variants = VARIANTS if "repeat" in parts else {"": {}}
+    return {
+        f"{name}{variant}": model_server(
+            folder, CASES[name].dtype, *common, *CASES[name].flags, environment=environment
+        )
+        for name, folder in folders.items()
+        for variant, environment in variants.items()
+    }
 
 
 def main() -> None:
@@ -264,8 +247,7 @@ def main() -> None:
     parser = windows_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["scores"])
     parser.add_argument("--formats", nargs="+", choices=CASES, default=list(CASES), help="kld and lanes need bf16")
-    options, flags = parser.parse_known_args()
-    torch.set_float32_matmul_precision("highest")
+    options, flags = parsed(parser)
     windows = cut_windows(options.text, options.model, options.windows, options.length)
     folders = {
         name: write_checkpoint(options.model, options.logs / "checkpoints" / kind, kind) if kind else options.model
@@ -273,7 +255,7 @@ def main() -> None:
         for kind in [CASES[name].checkpoint]
     }
     common = ["--max-model-len", str(options.length + 1)]
-    common += ["--reference-dir", str((options.logs / "references").absolute()), *flags]
+    common += ["--reference-dir", str(options.logs / "references"), *flags]
     start = time.perf_counter()
     with starting(servers_of(folders, options.parts, common), options.logs) as futures:
         setup = Setup(folders, futures, windows, options.logs)

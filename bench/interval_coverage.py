@@ -126,7 +126,9 @@ def _ar1(rng: np.random.Generator, number: int, correlation: float) -> Floats:
     return values
 
 
-def measure(dependence: Dependence, num_units: int, num_trials: int, *, num_resamples: int, seed: int) -> Floats:
+def measure(
+    dependence: Dependence, num_units: int, num_trials: int, *, num_resamples: int = 500, seed: int = 0
+) -> Floats:
     """The share of `num_trials` texts whose intervals hold the truth, for each of `INTERVALS`, and for each of
     `DOCUMENT_INTERVALS` if the text has documents."""
     held: list[list[bool]] = []
@@ -165,13 +167,11 @@ def _rows(arguments: argparse.Namespace) -> Iterator[list[str]]:
     for dependence in DEPENDENCES:
         has_documents = dependence.document_spread is not None
         for number in arguments.documents if has_documents else arguments.windows:
-            found = measure(
-                dependence, number, arguments.trials, num_resamples=arguments.resamples, seed=arguments.seed
-            )
+            found = measure(dependence, number, arguments.trials)
             shares = [f"{share:.1%}" for share in found]
             row = [dependence.name, f"{number} {'documents' if has_documents else 'windows'}", *shares]
             print(*row, file=sys.stderr, flush=True)
-            yield row + [""] * (len(INTERVALS) + len(DOCUMENT_INTERVALS) - len(shares))
+            yield row
 
 
 def main() -> None:
@@ -179,8 +179,6 @@ def main() -> None:
     parser.add_argument("--windows", type=int, nargs="*", default=NUMBERS_OF_WINDOWS)
     parser.add_argument("--documents", type=int, nargs="*", default=NUMBERS_OF_DOCUMENTS)
     parser.add_argument("--trials", type=int, default=1000)
-    parser.add_argument("--resamples", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
     print(table(("dependence", "units", *INTERVALS, *DOCUMENT_INTERVALS), list(_rows(parser.parse_args()))))
 
 

@@ -1,15 +1,14 @@
 """Whether recipes of `ppl-client layers` keep their word: predicted and measured divergences, next to other choices.
 
-    python bench/layers.py MODEL FOLDER [--format w4a16] [--keep 2 6 12] [any vllm serve flag]
+    python bench/layers.py MODEL LOGS [--format w4a16] [--keep 2 6 12] [any vllm serve flag]
 
-MODEL is a folder with one safetensors file, FOLDER one for checkpoints, logs and references. MODEL is recorded with its
+MODEL is a folder with one safetensors file, LOGS one for checkpoints, logs and references. MODEL is recorded with its
 layers, and its copy in the format (`checkpoints.FORMATS`) measured. For each N the N blocks of the recipe, N at random
 and the first N by depth are left in 16 bits, and these checkpoints are served at once and compared with the same
 reference. The table has what each saves in nats, the ratio over what the costs predict, and the difference from that
 with its 95 % interval, of paired windows.
 """
 
-import argparse
 import asyncio
 import random
 import time
@@ -20,13 +19,12 @@ from typing import Any
 import numpy as np
 from checkpoints import FORMATS, write_checkpoint
 from scipy.stats import t
-from servers import Server, log_of, model_server, server_process, starting
+from servers import WIKITEXT, Server, benchmark_parser, model_server, parsed, starting
 from tables import table
 
 from scoremode import AsyncScoreClient
 from scoremode.cli.layers import as_text
 from scoremode.runs.corpora import load_corpus
-from scoremode.runs.divergence import measure_kld
 from scoremode.runs.layers import LayersMeasurement, measure_layers
 from scoremode.runs.recipe import make_recipe
 from scoremode.runs.recording import record_reference
@@ -49,36 +47,33 @@ async def costs(url: str) -> LayersMeasurement:
 async def divergences(url: str) -> np.ndarray:
     """[windows], the mean of each."""
     async with AsyncScoreClient(url, timeout=900) as client:
-        run = await measure_kld(client, NAME)
-    return np.array([each.mean() for each in np.split(run.positions.kld, np.cumsum(run.window_sizes)[:-1])])
+        result = await client.kld(NAME)
+    return np.array([window.positions.kld.mean() for window in result.data])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("folder", type=Path)
+    parser = benchmark_parser(__doc__, model=Path, logs=Path)
     parser.add_argument("--format", choices=FORMATS, default="w4a16")
     parser.add_argument("--keep", type=int, nargs="+", default=[2, 6, 12])
-    parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "tests/data/wikitext.txt")
+    parser.add_argument("--text", type=Path, default=WIKITEXT)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--context-length", type=int, default=1024)
-    options, flags = parser.parse_known_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
+    options, flags = parsed(parser)
 
     def server_of(model: Path) -> Server:
-        references = ("--reference-dir", str(options.folder / "references"))
+        references = ("--reference-dir", str(options.logs / "references"))
         return model_server(model, "bfloat16", "--enforce-eager", *references, *flags)
 
     def served(model: Path, call: Callable[..., Any], *rest: object) -> Any:
-        server = server_of(model)
-        with server_process(server.model, *server.flags, log=log_of(model.name, options.folder)) as process:
+        with starting({model.name: server_of(model)}, options.logs) as futures:
+            url = futures[model.name].result().url
             started = time.perf_counter()
-            result = asyncio.run(call(process.url, *rest))
+            result = asyncio.run(call(url, *rest))
             print(f"{model.name}: {call.__name__} took {time.perf_counter() - started:.1f} s", flush=True)
             return result
 
     served(options.model, record, options.text, options.tokens, options.context_length)
-    quantized = write_checkpoint(options.model, options.folder / options.format, options.format)
+    quantized = write_checkpoint(options.model, options.logs / options.format, options.format)
     measurement = served(quantized, costs)
     print(as_text(measurement), flush=True)
     rows, rng = [], random.Random(7)
@@ -90,9 +85,9 @@ def main() -> None:
         servers = {}
         for name, blocks in choices.items():
             kept = [module for block in blocks for module in block.modules]
-            checkpoint = options.folder / f"{options.format}-{name}-{number}"
+            checkpoint = options.logs / f"{options.format}-{name}-{number}"
             servers[name] = server_of(write_checkpoint(options.model, checkpoint, options.format, kept))
-        with starting(servers, options.folder) as futures:
+        with starting(servers, options.logs) as futures:
             measured = {name: asyncio.run(divergences(each.result().url)) for name, each in futures.items()}
         for name, klds in measured.items():
             without = measurement.sums_without(choices[name]) / measurement.window_sizes

@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,6 @@ ECHO = {**PREFILL, "echo": True, "logprobs": 1}
 SCORE = {"encoding_format": "base64"}
 TOP50 = {**SCORE, "top_logprobs": 50}
 TRL = {**PREFILL, "temperature": 1.0, "prompt_logprobs": 100}
-MANY_LOGPROBS = ("--max-logprobs", "128")
 
 Body = dict[str, Any]
 
@@ -66,9 +66,8 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What requests are made from: the shape, which is the model's name, a tokenizer, and a text."""
+    """What requests are made from: a tokenizer and a text."""
 
-    shape: str
     tokenizer: Path
     text: str
 
@@ -101,11 +100,11 @@ class Load:
     """On the 1B shape, if it is another number."""
     floor: str = ""
     """The load that a report compares its rate of tokens with."""
-    sets: int = 1
-    """Sets of requests per turn, where one takes a second and shares its beginning."""
     is_on_stock: bool = False
-    flags: tuple[str, ...] = ()
-    """That its server needs."""
+
+    def usual_count(self, shape: str) -> int:
+        """The number of requests on a shape."""
+        return self.count_1b if shape == "1b" and self.count_1b else self.count
 
 
 def random_tokens(rng: random.Random, length: int) -> list[int]:
@@ -136,6 +135,14 @@ async def send_all(
     return Rate(tokens, len(bodies), seconds, sum(received), sum(failures))
 
 
+async def generate(url: str, prompts: Sequence[list[int]], max_tokens: int, **options: object) -> list[Body]:
+    """The choices, in the order of prompts, of one request that has all of them answered greedily."""
+    body = {"prompt": prompts, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True, **options}
+    async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS) as client:
+        answer = (await client.post(f"{url}/v1/completions", json=body)).raise_for_status()
+    return sorted(answer.json()["choices"], key=itemgetter("index"))
+
+
 def bodies_to(path: str, bodies: Sequence[Body], in_flight: int = IN_FLIGHT) -> Drawn:
     """Requests to one route."""
     return Drawn(lambda target: asyncio.run(send_all(target.url + path, bodies, in_flight)))
@@ -146,20 +153,20 @@ def draw_prompts(
 ) -> Drawn:
     """Prompts of random tokens."""
     rng = random.Random(seed)
-    bodies = [{"model": source.shape, "prompt": random_tokens(rng, length), **options} for _ in range(count)]
+    bodies = [{"prompt": random_tokens(rng, length), **options} for _ in range(count)]
     return bodies_to(path, bodies, in_flight)
 
 
-def completions(source: Source, prompts: Sequence[list[int]], options: Body) -> Drawn:
+def completions(prompts: Sequence[list[int]], options: Body) -> Drawn:
     """Requests to `/v1/completions`."""
-    return bodies_to("/v1/completions", [{"model": source.shape, "prompt": prompt, **options} for prompt in prompts])
+    return bodies_to("/v1/completions", [{"prompt": prompt, **options} for prompt in prompts])
 
 
 def draw_choices(source: Source, count: int, seed: str) -> Drawn:
     rng = random.Random(seed)
     shared = random_tokens(rng, 600)
     questions = [shared + random_tokens(rng, 100) for _ in range(count // 4)]
-    return completions(source, [question + random_tokens(rng, 1) for question in questions for _ in range(4)], ECHO)
+    return completions([question + random_tokens(rng, 1) for question in questions for _ in range(4)], ECHO)
 
 
 def draw_mmlu(source: Source, count: int, seed: str, *, prefill: bool = False) -> Drawn:
@@ -167,7 +174,7 @@ def draw_mmlu(source: Source, count: int, seed: str, *, prefill: bool = False) -
     shared = random_tokens(rng, rng.randint(600, 900))
     prompts = [shared + random_tokens(rng, rng.randint(80, 160)) for _ in range(count)]
     if prefill:
-        return completions(source, prompts, PREFILL)
+        return completions(prompts, PREFILL)
     letters = [[letter] for letter in random_tokens(rng, 4)]
     parts = [prompts[start : start + 32] for start in range(0, count, 32)]
     bodies = [{"prompt": part, "continuations": [letters] * len(part), **SCORE} for part in parts]
@@ -175,38 +182,41 @@ def draw_mmlu(source: Source, count: int, seed: str, *, prefill: bool = False) -
     return Drawn(lambda target: replace(done.send(target), tokens=sum(map(len, prompts)), requests=count))
 
 
-def forget(name: str, target: Target) -> None:
+def forget(url: str, name: str) -> None:
     """Delete a reference."""
-    response = httpx.delete(f"{target.url}/v1/references/{name}", timeout=TIMEOUT_SECONDS)
-    response.raise_for_status()
+    httpx.delete(f"{url}/v1/references/{name}", timeout=TIMEOUT_SECONDS).raise_for_status()
 
 
-def record(name: str, windows: Sequence[Sequence[int]], target: Target) -> Rate:
-    """Keep what the server's model says of the windows."""
+def record(url: str, name: str, windows: Sequence[Sequence[int]]) -> Rate:
+    """Record a server's model as a reference over these windows, which are of one length."""
     # `disjoint` leaves out a window that ends with the text.
     tokens = [token for window in windows for token in window] + [windows[0][0]]
-    body = {"name": name, "prompt": tokens, "method": "disjoint", "context_length": WINDOW}
+    body = {"name": name, "prompt": tokens, "method": "disjoint", "context_length": len(windows[0])}
     start = time.perf_counter()
-    response = httpx.post(f"{target.url}/v1/references", json=body, timeout=TIMEOUT_SECONDS).raise_for_status()
+    response = httpx.post(f"{url}/v1/references", json=body, timeout=TIMEOUT_SECONDS)
+    if response.is_error:
+        raise RuntimeError(f"{response.url}: {response.text}")
     seconds = time.perf_counter() - start
     found = response.json()
     if found["num_windows"] != len(windows):
         raise RuntimeError(f"{found['num_windows']} windows of {len(windows)} were recorded")
     print(f"    {found['disk_bytes']:,} bytes on disk for {found['num_scored']:,} tokens", flush=True)
-    return Rate(len(windows) * WINDOW, len(windows), seconds, len(response.content))
+    return Rate(len(tokens) - 1, len(windows), seconds, len(response.content))
 
 
 def draw_record(source: Source, count: int, seed: str) -> Drawn:
     rng = random.Random(seed)
     windows = [random_tokens(rng, WINDOW) for _ in range(count)]
-    return Drawn(partial(record, "recorded", windows), after=partial(forget, "recorded"))
+    return Drawn(
+        lambda target: record(target.url, "recorded", windows), after=lambda target: forget(target.url, "recorded")
+    )
 
 
 @cache
 def recorded(url: str, count: int) -> str:
     """The name of a server's reference of so many windows."""
     name = f"kld-{httpx.URL(url).port}-{count}"
-    record(name, [random_tokens(random.Random(index), WINDOW) for index in range(count)], Target(url, {}))
+    record(url, name, [random_tokens(random.Random(index), WINDOW) for index in range(count)])
     return name
 
 
@@ -232,7 +242,7 @@ def piece_of(name: str, count: int, seed: str) -> str:
 
 def draw_windows(source: Source, count: int, seed: str) -> Drawn:
     tokens = tokenizer_in(source.tokenizer).encode(piece_of(source.text, count, seed)).ids
-    return completions(source, [tokens[STRIDE * index :][:WINDOW] for index in range(count)], PREFILL)
+    return completions([tokens[STRIDE * index :][:WINDOW] for index in range(count)], PREFILL)
 
 
 def draw_text(source: Source, count: int, seed: str) -> Drawn:
@@ -270,7 +280,7 @@ def client(target: Target, *arguments: str) -> float:
 def draw_documents(source: Source, count: int, seed: str) -> Drawn:
     rng = random.Random(seed)
     prompts = [random_tokens(rng, rng.randint(SHORTEST, LONGEST)) for _ in range(count)]
-    return completions(source, prompts, PREFILL)
+    return completions(prompts, PREFILL)
 
 
 @cache
@@ -313,15 +323,13 @@ def run_corpus(texts: Sequence[str], target: Target) -> Rate:
 LOADS: dict[str, Load] = {
     "score": Load(partial(draw_prompts, "/v1/score", SCORE), 96, 256, floor="prefill"),
     "echo": Load(partial(draw_prompts, "/v1/completions", ECHO), 96, 256, floor="prefill", is_on_stock=True),
-    "choices": Load(draw_choices, 400, sets=3, is_on_stock=True),
+    "choices": Load(draw_choices, 400, is_on_stock=True),
     "unshared": Load(
         partial(draw_prompts, "/v1/completions", ECHO, length=256), 800, 1500, floor="prefill", is_on_stock=True
     ),
     "prefill": Load(partial(draw_prompts, "/v1/completions", PREFILL), 96, 256, is_on_stock=True),
-    "top50": Load(partial(draw_prompts, "/v1/score", TOP50), 96, 256, floor="prefill", flags=MANY_LOGPROBS),
-    "trl": Load(
-        partial(draw_prompts, "/v1/completions", TRL), 32, 64, floor="prefill", is_on_stock=True, flags=MANY_LOGPROBS
-    ),
+    "top50": Load(partial(draw_prompts, "/v1/score", TOP50), 96, 256, floor="prefill"),
+    "trl": Load(partial(draw_prompts, "/v1/completions", TRL), 32, 64, floor="prefill", is_on_stock=True),
     "mmlu": Load(draw_mmlu, 512, 2048, floor="questions"),
     "questions": Load(partial(draw_mmlu, prefill=True), 512, 2048, is_on_stock=True),
     "alone": Load(partial(draw_prompts, "/v1/score", SCORE, length=1023, in_flight=1), 50),

@@ -28,8 +28,7 @@ from typing import Any
 
 import httpx
 from loads import ECHO, PREFILL, random_tokens, send_all
-from servers import STOCK_COMMAND, STOCK_ENVIRONMENT, ServerError, has_gpu, server_process
-from shapes import write_shape
+from servers import Row, ServerError, benchmark_parser, has_gpu, log_of, parsed, shape_server, starting
 from tables import table
 
 SERVERS = ("stock", "scoremode")
@@ -40,7 +39,6 @@ LOADS: dict[str, dict[str, Any]] = {
     "logprobs 20": {**ECHO, "logprobs": 20},
     "prompt_logprobs 100": {**PREFILL, "prompt_logprobs": 100},
 }
-STOP_SECONDS = 10
 SAMPLE_MILLISECONDS = 100
 """A pipe holds the samples of ten minutes."""
 HEADER = ("vocabulary", "runner", "server", "load", "peak, MiB", "over prefill", "answered", "s", "server afterwards")
@@ -72,11 +70,11 @@ class Case:
     runner: str
     server: str
 
-    def row(self, *cells: str) -> tuple[str, ...]:
+    def row(self, *cells: str) -> Row:
         """Of the table; printed at once as well."""
-        beginning = (f"{self.vocab_size:,}", self.runner, self.server, *cells)
-        print("  ", *beginning, flush=True)
-        return (*beginning, *("",) * (len(HEADER) - len(beginning)))
+        row = (f"{self.vocab_size:,}", self.runner, self.server, *cells)
+        print("  ", *row, flush=True)
+        return row
 
 
 def health(url: str) -> str:
@@ -90,13 +88,13 @@ def health(url: str) -> str:
     return "lives" if status == 200 else f"died: /health {status}"
 
 
-def measure(url: str, case: Case, options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+def measure(url: str, case: Case, options: argparse.Namespace) -> Iterator[Row]:
     """Put every load on one server, until it dies."""
     rng = random.Random(case.vocab_size)
     prefill_peak = 0
     for load in options.loads:
         prompts = [random_tokens(rng, options.tokens) for _ in range(options.requests)]
-        bodies = [{"model": options.shape, "prompt": prompt, **LOADS[load]} for prompt in prompts]
+        bodies = [{"prompt": prompt, **LOADS[load]} for prompt in prompts]
         with sampled_memory() as samples:
             rate = asyncio.run(send_all(f"{url}/v1/completions", bodies, len(bodies), options.load_seconds))
         peak, state = max(samples), health(url)
@@ -109,35 +107,33 @@ def measure(url: str, case: Case, options: argparse.Namespace) -> Iterator[tuple
             return
 
 
-def run_case(case: Case, model: Path, options: argparse.Namespace, flags: list[str]) -> Iterator[tuple[str, ...]]:
+def run_case(case: Case, folder: Path, options: argparse.Namespace, flags: list[str]) -> Iterator[Row]:
     """Start one server, measure it, stop it, and print what its log has of memory and of its end."""
-    is_stock = case.server == "stock"
-    log = options.logs / f"memory-{case.vocab_size}-{case.runner}-{case.server}.log"
+    name = f"memory-{case.vocab_size}-{case.runner}-{case.server}"
+    server = shape_server(
+        options.shape,
+        options.tokenizer,
+        folder,
+        # Stock vLLM refuses a prompt as long as the context.
+        ("--max-model-len", str(options.tokens + 16), *flags),
+        stock=case.server == "stock",
+        environment=RUNNERS[case.runner],
+        memory=("--gpu-memory-utilization", "0.95"),
+        vocab_size=case.vocab_size,
+    )
     try:
-        with server_process(
-            model,
-            *("--load-format", "dummy", "--gpu-memory-utilization", "0.95", "--served-model-name", options.shape),
-            # Stock vLLM refuses a prompt as long as the context.
-            *("--max-model-len", str(options.tokens + 16), "--max-num-batched-tokens", "8192"),
-            *("--max-logprobs", "128", *flags),
-            log=log,
-            environment={**(STOCK_ENVIRONMENT if is_stock else {}), **RUNNERS[case.runner]},
-            command=STOCK_COMMAND if is_stock else (),
-            stop_seconds=STOP_SECONDS,
-        ) as server:
-            yield from measure(server.url, case, options)
+        with starting({name: server}, options.logs) as futures:
+            yield from measure(futures[name].result().url, case, options)
     except ServerError as error:
         yield case.row(f"did not start: {str(error).splitlines()[0]}")
-    for line in log.read_text(errors="replace").splitlines():
+    for line in log_of(name, options.logs).read_text(errors="replace").splitlines():
         if LOG_SIGNS.search(line):
             print(f"  log: {line[:300]}", flush=True)
 
 
 def main() -> None:
     """Every vocabulary on every runner with both servers, one server at a time, and the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tokenizer", type=Path)
-    parser.add_argument("logs", type=Path)
+    parser = benchmark_parser(__doc__, tokenizer=Path, logs=Path)
     parser.add_argument("--shape", default="1b", help="of bench/shapes.py")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[262144, 128256])
     parser.add_argument("--runners", nargs="+", choices=RUNNERS, default=["default"], help="vLLM's model runners")
@@ -146,15 +142,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of a request")
     parser.add_argument("--requests", type=int, default=64, help="in flight")
     parser.add_argument("--load-seconds", type=float, default=600, help="until an answer; then the client hangs up")
-    options, flags = parser.parse_known_args()
-    options.logs.mkdir(parents=True, exist_ok=True)
+    options, flags = parsed(parser)
     print(f"{time.strftime('%Y-%m-%d')}, {options}, servers' flags: {flags}", flush=True)
     cases = [Case(*each) for each in product(options.vocabularies, options.runners, options.servers)]
     with tempfile.TemporaryDirectory() as folder:
         rows = []
         for case in cases:
-            model = write_shape(options.shape, options.tokenizer, Path(folder), vocab_size=case.vocab_size)
-            rows += run_case(case, model, options, flags)
+            rows += run_case(case, Path(folder), options, flags)
     print(table(HEADER, rows))
 
 

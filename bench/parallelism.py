@@ -14,6 +14,7 @@ long    a window of 32,768 tokens on a random model, in steps of several sizes (
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,25 +26,23 @@ from agreement import (
     compared,
     cut_windows,
     perplexity,
-    record_windows,
     served_logprobs,
     windows_parser,
 )
 from checkpoints import pad_heads
-from quantized_oracle import divergences, logprobs, oracle_model
-from servers import ServerProcess, failed_row, model_server, starting
+from loads import record
+from quantized_oracle import DEVICE, divergences, logprobs, oracle_model
+from servers import Row, ServerProcess, model_server, parsed, row_or_failure, starting
 from shapes import write_shape
 from tables import table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rounded_model import rounded_model
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ORACLE = "the oracle"
 DTYPES = ("float32", "bfloat16")
 TP = "--tensor-parallel-size"
 
-Row = tuple[str, ...]
 Futures = Mapping[str, "Future[ServerProcess]"]
 
 AGREEMENT_HEADER = (
@@ -54,21 +53,24 @@ AGREEMENT_HEADER = (
 
 def agreement_rows(futures: Futures, dtype: str, windows: Windows, oracle: Logprobs) -> Iterator[Row]:
     """Each server of a dtype compared with the oracle, and each but the first with the first."""
-    scored = {ORACLE: oracle}
-    for name in (name for name in futures if name.startswith(dtype)):
-        try:
-            scored[name] = served_logprobs(futures[name].result().url, windows)
-        except Exception as error:
-            yield failed_row(AGREEMENT_HEADER, dtype, name, error=error)
-            continue
-        for other in (other for other in list(scored)[:2] if other != name):
-            found = Agreement.between(scored[name], scored[other])
-            last = Agreement.between(*(last_quarters(scored[each]) for each in (name, other)))
-            yield (
-                *(dtype, name.removeprefix(f"{dtype} "), f"{perplexity(scored[name]):.4f}"),
-                *(other.removeprefix(f"{dtype} "), f"{found.perplexity_ratio:+.4%}"),
-                *(f"{found.mean:.2e}", f"{found.largest:.2e}", f"{last.mean:.2e}"),
-            )
+
+    @cache
+    def scores(name: str) -> Logprobs:
+        return oracle if name == ORACLE else served_logprobs(futures[name].result().url, windows)
+
+    def figures(name: str, other: str) -> Row:
+        found = Agreement.between(scores(name), scores(other))
+        last = Agreement.between(last_quarters(scores(name)), last_quarters(scores(other)))
+        return (
+            *(f"{perplexity(scores(name)):.4f}", other.removeprefix(f"{dtype} "), f"{found.perplexity_ratio:+.4%}"),
+            *(f"{found.mean:.2e}", f"{found.largest:.2e}", f"{last.mean:.2e}"),
+        )
+
+    names = [name for name in futures if name.startswith(dtype)]
+    for name in names:
+        for other in (ORACLE, names[0]):
+            if other != name:
+                yield row_or_failure((dtype, name.removeprefix(f"{dtype} ")), figures, name, other)
 
 
 def last_quarters(values: Logprobs) -> Logprobs:
@@ -101,7 +103,7 @@ def kld_rows(options: argparse.Namespace, flags: list[str]) -> Iterator[Row]:
     windows = cut_windows(options.text, options.model, options.windows, options.length)
     base = pad_heads(options.model, options.logs / "padded", *options.heads)
     models = {"base": base, "copy": rounded_model(base, options.logs / "padded-4bit")}
-    settings = ("--reference-dir", str((options.logs / "references").absolute()))
+    settings = ("--reference-dir", str(options.logs / "references"))
     settings += ("--max-model-len", str(options.length + 1))
     servers = {
         f"{name} TP {degree}": model_server(folder, "float32", *settings, TP, str(degree), *flags)
@@ -111,11 +113,11 @@ def kld_rows(options: argparse.Namespace, flags: list[str]) -> Iterator[Row]:
     with starting(servers, options.logs) as futures:
         oracle = divergences(*(oracle_model(folder, device=DEVICE) for folder in models.values()), windows)[:, 0]
         for degree in options.degrees:
-            record_windows(futures[f"base TP {degree}"].result().url, f"tp{degree}", windows)
+            record(futures[f"base TP {degree}"].result().url, f"tp{degree}", windows)
         first = None
         own = [(degree, degree) for degree in options.degrees]
         for recorded, degree in [*own, *((options.degrees[0], degree) for degree in options.degrees[1:])]:
-            found = compared(futures[f"copy TP {degree}"].result().url, f"tp{recorded}")[0][:, 0]
+            found = compared(futures[f"copy TP {degree}"].result().url, f"tp{recorded}").kld
             first = found if first is None else first
             yield (
                 *(f"TP {recorded}", f"TP {degree}", f"{found.mean():.8f}"),
@@ -178,14 +180,10 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--long-length", type=int, default=32768, help="tokens of the window of `long`")
     parser.add_argument("--steps", type=int, nargs="+", default=[8192, 2048, 32768], help="tokens per step")
-    options, flags = parser.parse_known_args()
-    torch.set_float32_matmul_precision("highest")
+    options, flags = parsed(parser)
     for part in options.parts:
         header, rows = PARTS[part]
-        logs = options.logs / part
-        logs.mkdir(parents=True, exist_ok=True)
-        settings = argparse.Namespace(**{**vars(options), "logs": logs})
-        print(table(header, list(rows(settings, flags))), flush=True)
+        print(table(header, list(rows(options, flags))), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LARGEST_INT8 = 127
 LARGEST_FP8 = 448.0
 SMALLEST_FP8_SCALE = 1 / (LARGEST_FP8 * 512)

@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 import numpy as np
 from processes import Usage, growths, left_over, sample_usage, usage
-from servers import ServerProcess, server_process
+from servers import WIKITEXT, ServerProcess, benchmark_parser, parsed, server_process
 from tables import table
 from transformers import AutoTokenizer
 
@@ -41,7 +41,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from tests import oracle
 from tests.e2e.metrics import metric
-from tests.texts import WIKITEXT
 
 FLAGS = (
     *("--served-model-name", "soak", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"),
@@ -259,15 +258,12 @@ async def soak(server: ServerProcess, passages: Sequence[Passage], options: argp
 
 def main() -> None:
     """Compute what is right, start the server, soak it, print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("logs", type=Path)
+    parser = benchmark_parser(__doc__, model=Path, logs=Path)
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--passages", type=int, default=96)
     parser.add_argument("--growth", type=float, default=0.03, help="share of its memory that a process may grow by")
-    options, flags = parser.parse_known_args()
-    options.logs.mkdir(parents=True, exist_ok=True)
+    options, flags = parsed(parser)
     passages = make_passages(options.model, options.passages, random.Random(0))
     print(f"{len(passages)} passages, {sum(len(passage.token_ids) for passage in passages):,} tokens", flush=True)
     log = options.logs / "soak.log"
