@@ -1,7 +1,4 @@
-"""A real server on this machine, for the demo, the tests and the benchmarks.
-
-python scripts/local_server.py MODEL [any vllm serve flag]     serves until interrupted
-"""
+"""A real server on this machine, for the demo, the tests and the benchmarks."""
 
 import os
 import shutil
@@ -66,12 +63,11 @@ def server_process(
     environment: dict[str, str] | None = None,
     inherited: Mapping[str, str] = os.environ,
     command: Sequence[str] = (),
-    stop_seconds: float = STOP_SECONDS,
 ) -> Iterator[ServerProcess]:
     """`scoremode serve MODEL FLAGS`, ready for requests; stopped on leaving.
 
     `environment` is added to what it inherits. `command` replaces the command before MODEL, for servers to compare
-    with. A server that has not ended `stop_seconds` after it was asked to is killed, and so is one whose starter was.
+    with. A server that has not ended `STOP_SECONDS` after it was asked to is killed, and so is one whose starter was.
 
     Raises:
         ServerError: it ended, or was not ready in time.
@@ -105,7 +101,7 @@ def server_process(
         finally:
             process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=stop_seconds)
+                process.wait(timeout=STOP_SECONDS)
             guard.communicate()
             process.wait()
 
@@ -135,9 +131,3 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -
             pass
         time.sleep(0.5)
     raise ServerError(f"the server was not ready after {START_SECONDS} s\n{log.read_text()[-8000:]}")
-
-
-if __name__ == "__main__":
-    with server_process(*sys.argv[1:], log=Path("/dev/stderr")) as server:
-        print(f"serving on {server.url}, until interrupted", flush=True)
-        signal.pause()

@@ -1,13 +1,11 @@
 """Pictures for the docs, light and dark, in the Chromium that is installed.
 
-python scripts/screenshots.py URL                    docs/images/page-light.png and page-dark.png, of a server that runs
-python scripts/screenshots.py REPORT.html            docs/images/report-light.png and report-dark.png
-python scripts/screenshots.py RUN.json RUN.json...   make the report first
+python scripts/screenshots.py URL            docs/images/page-light.png and page-dark.png, of a server that runs
+python scripts/screenshots.py REPORT.html    docs/images/report-light.png and report-dark.png
 """
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ sys.path.append(str(ROOT))
 
 from playwright.sync_api import Page, expect  # noqa: E402
 
-from scoremode.comparison import compare, load_runs  # noqa: E402
-from scoremode.comparison.report import write_report  # noqa: E402
 from tests.browser import installed_chromium, running_browser, visit  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
@@ -75,19 +71,13 @@ def take(url: str, name: str, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shown", nargs="+", help="a server's URL, one report, or runs")
+    parser.add_argument("shown", help="a server's URL, or a report")
     parser.add_argument("--folder", type=Path, default=IMAGES)
     options = parser.parse_args()
-    first: str = options.shown[0]
-    if first.startswith(("http://", "https://")):
-        take(f"{first.rstrip('/')}/scoremode", "page", options.folder)
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        report = Path(first)
-        if report.suffix == ".json":
-            report = Path(temporary) / "report.html"
-            write_report(compare(load_runs(list(map(Path, options.shown)))), report)
-        take(report.resolve().as_uri(), "report", options.folder)
+    if options.shown.startswith(("http://", "https://")):
+        take(f"{options.shown.rstrip('/')}/scoremode", "page", options.folder)
+    else:
+        take(Path(options.shown).resolve().as_uri(), "report", options.folder)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
 """Write openapi/openapi.json: the part of the running app's OpenAPI document that Scoremode adds to vLLM's.
 
-python scripts/write_openapi.py [URL]      from the server at URL, or from an app built here without an engine
+The app is built here, without an engine.
 """
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import httpx
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -32,12 +29,6 @@ def app_without_engine(*flags: str) -> "FastAPI":
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
     return build_app(make_arg_parser(FlexibleArgumentParser()).parse_args(flags), ("generate",))
-
-
-def app_document() -> dict[str, Any]:
-    """The OpenAPI document of the app that `scoremode serve` runs."""
-    os.environ["VLLM_PLUGINS"] = "scoremode"
-    return app_without_engine().openapi()
 
 
 def scoremode_part(document: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +71,6 @@ def text(document: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    document = httpx.get(f"{sys.argv[1]}/openapi.json").json() if len(sys.argv) > 1 else app_document()
-    OPENAPI.parent.mkdir(exist_ok=True)
-    OPENAPI.write_text(text(document))
+    os.environ["VLLM_PLUGINS"] = "scoremode"
+    OPENAPI.write_text(text(app_without_engine().openapi()))
     print(OPENAPI)
