@@ -93,7 +93,7 @@ def corpus_bar(*, quiet: bool) -> AbstractContextManager[OnCorpusProgress]:
 def export_bar(*, quiet: bool) -> Iterator[OnBytes]:
     """Show a bar of bytes, unless `quiet`; gives the function that advances it."""
     columns = (BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with ProgressBar(*columns, console=Console(stderr=True), disable=quiet) as bar:
+    with _shown(*columns, quiet=quiet) as bar:
         task = bar.add_task("", total=None)
         yield lambda written, size: bar.update(task, completed=written, total=size)
 
@@ -108,13 +108,9 @@ def _bar(
     *,
     quiet: bool,
 ) -> Iterator[Callable[[Any], None]]:
-    """Show a bar; gives the function that advances it. One that never had a figure is not left above an error."""
+    """Show a bar; gives the function that advances it."""
     columns = (TextColumn(counted), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn(middle), time)
-    so_far = TextColumn(f"{figure} {{task.fields[figure]}}")
-    bar = ProgressBar(*columns, so_far, console=Console(stderr=True), disable=quiet)
-    bar.add_task("", total=None, documents="0", rate="-", figure="-")
-    [task] = bar.tasks
-    is_logged, next_line = not quiet and not bar.console.is_terminal, SECONDS_PER_LINE
+    next_line = SECONDS_PER_LINE
     # The clock of rates starts with the first progress: before it, a server may still be loading its model.
     first_tokens, first_seconds = None, 0.0
 
@@ -126,20 +122,18 @@ def _bar(
             first_tokens, first_seconds = num_tokens, elapsed
         since = num_tokens - first_tokens
         bar.update(task.id, rate=f"{since / (elapsed - first_seconds):,.0f}" if since else "-", **shown)
-        if is_logged and elapsed > next_line:
+        if elapsed > next_line and not quiet and not bar.console.is_terminal:
             next_line = elapsed + SECONDS_PER_LINE
             left = "" if task.time_remaining is None else f", about {task.time_remaining:.0f} s left"
             _log.info("%s: %d of %s after %.0f s%s", counted, task.completed, shown["total"], elapsed, left)
 
-    bar.start()
-    try:
+    with _shown(*columns, TextColumn(f"{figure} {{task.fields[figure]}}"), quiet=quiet) as bar:
+        bar.add_task("", total=None, documents="0", rate="-", figure="-")
+        [task] = bar.tasks
         yield advance
-    except BaseException:
-        if task.fields["figure"] == "-":
-            # The bar's own `stop` leaves it on a terminal, and an empty line elsewhere.
-            bar.live.transient = True
-            bar.live.stop()
-        else:
-            bar.stop()
-        raise
-    bar.stop()
+
+
+def _shown(*columns: ProgressColumn, quiet: bool) -> ProgressBar:
+    """A bar that goes when it is done: what a command prints then says more, and so does an error."""
+    console = Console(stderr=True)
+    return ProgressBar(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)

@@ -176,13 +176,17 @@ def references(made) -> dict[str, Any]:
         ("kld URL --reference base", 0, f"kld {MEAN_KLD:.6f}", ""),
     ],
 )
-def test_each_command_line(folder, references, command, status, message, new_files, capsys):
+def test_each_command_line(folder, references, command, status, message, new_files, capsys, monkeypatch):
     before = contents(folder)
+    has_progress = "URL" in command
+    if has_progress:
+        # As on a terminal.
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
     server = Server(references, noise=NOISE)
     with serve(server) as url:
         assert run(command, url) == status
     printed = capsys.readouterr()
-    has_progress = "URL" in command
     shown, other = (printed.err, printed.out) if status or has_progress else (printed.out, printed.err)
     assert message in shown
     # What exceeds a limit is said next to the tables.
