@@ -45,11 +45,17 @@ def model_name(model: str) -> str:
     return Path(model).name if is_path else model
 
 
+def faults(error: ValidationError) -> list[str]:
+    """What pydantic refused, each after its place, such as `settings.stride: Input should be greater than 0`."""
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    places = [".".join(map(str, detail["loc"])) for detail in details]
+    messages = [detail["msg"].removeprefix("Value error, ") for detail in details]
+    return [": ".join(filter(None, pair)) for pair in zip(places, messages, strict=True)]
+
+
 def first_fault(error: ValidationError) -> str:
-    """The first thing that pydantic refused, after its place, such as `settings.stride: Input should be greater than
-    0`."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+    """The first of `faults`, for what others wrote: it may have millions."""
+    return faults(error)[0]
 
 
 def two_columns(rows: Sequence[tuple[str, str]]) -> str:

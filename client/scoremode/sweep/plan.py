@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from scoremode._texts import faults
 from scoremode.errors import ScoremodeError, file_errors
 from scoremode.runs.corpora import DEFAULT_COLUMN, DEFAULT_SPLIT, Corpus, load_corpus, local_path
 from scoremode.runs.presets import Preset, window_settings
@@ -250,20 +251,4 @@ def read_plan(path: Path) -> SweepPlan:
     try:
         return SweepPlan.model_validate(content)
     except ValidationError as error:
-        faults = [_fault(content, detail) for detail in error.errors(include_url=False)]
-        raise PlanError(f"{path}: {'; '.join(faults)}") from error
-
-
-def _fault(content: dict[str, Any], detail: Any) -> str:
-    """Such as `models[1] (int8): url: not a server address`."""
-    places = list(detail["loc"])
-    where = ""
-    if places[:1] == ["models"] and len(places) > 1:
-        entry = content["models"][places[1]]
-        name = f" ({entry['name']})" if isinstance(entry, dict) and "name" in entry else ""
-        where, places = f"models[{places[1]}]{name}: ", places[2:]
-    field = ".".join(map(str, places))
-    reason = {"missing": "is required", "extra_forbidden": "is unknown"}.get(
-        detail["type"], detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    )
-    return f"{where}{field}{': ' if field else ''}{reason}"
+        raise PlanError(f"{path}: {'; '.join(faults(error))}") from error

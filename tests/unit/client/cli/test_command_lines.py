@@ -148,7 +148,7 @@ def references(made) -> dict[str, Any]:
         ("compare --tasks a=x a=y", 1, "--tasks: two folders are called 'a'", ""),
         ("compare near.json no.json", 1, "cannot read no.json: No such file or directory", ""),
         ("corpus IDLE no.parquet --output out", 1, "no such file or folder: no.parquet", ""),
-        ("sweep wrong.yaml", 1, "wrong.yaml: models[0] (base): give a model to serve", ""),
+        ("sweep wrong.yaml", 1, "wrong.yaml: models.0: give a model to serve", ""),
         ("sweep local.yaml", 1, "int4: there is no ", ""),
         ("corpus SERVER a.parquet --output begun", 1, "begun/a.parquet exists or was started", ""),
         ("--version", 0, f"ppl-client {__version__}\n", ""),

@@ -146,11 +146,11 @@ def test_a_plan_is_read_as_it_is_written(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("output: runs", "", "output: is required"),
-        ("    model: organization/model\n", "", "models[0] (bf16): give a model to serve, or the url"),
-        ("name: bf16\n", "nam: bf16\n", "models[0]: name: is required; models[0]: nam: is unknown"),
+        ("output: runs", "", "output: Field required"),
+        ("    model: organization/model\n", "", "models.0: give a model to serve, or the url"),
+        ("name: bf16\n", "nam: bf16\n", "models.0.name: Field required; models.0.nam: Extra inputs are"),
         ("name: w4a16", "name: BF16", "models: two are called 'bf16'"),
-        ("http://host:8001", "http://host:8001\n    serve: --x", "models[1] (w4a16): command, serve and env are for a"),
+        ("http://host:8001", "http://host:8001\n    serve: --x", "models.1: command, serve and env are for a"),
         ("method: sliding", "method: conversation", "windows: method: one of sliding, overlapping, disjoint"),
         ("method: sliding", "preset: hf", "windows: preset sets stride"),
         ("{method: sliding, context_length: 512, stride: 256}", "{preset: hf}", "windows.preset measures the whole"),
@@ -158,8 +158,8 @@ def test_a_plan_is_read_as_it_is_written(tmp_path: Path, monkeypatch: pytest.Mon
         ("compare:", "gguf: {files: [a.gguf]}\ncompare:", "gguf needs windows.preset: llama.cpp"),
         ("dataset: wikitext", "text: a, by: language", "text: messages and by are columns of a dataset"),
         ("stride: 256", "stride: 1024", "windows: stride 1024 is larger than context_length 512"),
-        ("--dtype float32", "--port=80", "models[0] (bf16): serve: --port is set by the sweep"),
-        ("compare:", f"start_timeout: {10**400}\ncompare:", "start_timeout: should be less than or equal to"),
+        ("--dtype float32", "--port=80", "models.0.serve: --port is set by the sweep"),
+        ("compare:", f"start_timeout: {10**400}\ncompare:", "start_timeout: Input should be less than or equal to"),
     ],
     ids=lambda value: value[:20],
 )
