@@ -11,8 +11,10 @@ Only questions whose answer flips say anything: `lost`, which the base answers r
 """
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from typing import Literal
 
 import numpy as np
@@ -145,13 +147,10 @@ def smallest_difference_shown(num_questions: int, rate: float) -> float:
 @lru_cache(maxsize=256)
 def questions_needed(difference: float, rate: float) -> int:
     """The fewest questions, to three digits, that show a difference of accuracies with `POWER`."""
-    fewest, most = 1, 8
-    while smallest_difference_shown(most, rate) > difference:
-        fewest, most = most, 2 * most
-    while most - fewest > max(1, fewest // 1000):
-        middle = (fewest + most) // 2
-        if smallest_difference_shown(middle, rate) > difference:
-            fewest = middle
-        else:
-            most = middle
-    return most
+
+    def is_shown(num_questions: int) -> bool:
+        return smallest_difference_shown(num_questions, rate) <= difference
+
+    most = next(filter(is_shown, (2**exponent for exponent in count(3))))
+    candidates = range(most // 2, most + 1, max(1, most // 2048))
+    return candidates[bisect_left(candidates, True, key=is_shown)]
