@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -431,32 +432,36 @@ async def _divergent_tokens(
         # Here targets follow one another through a whole document; with other methods only within a window.
         firsts = np.maximum.accumulate(np.where(np.diff(origins.documents, prepend=-1) != 0, firsts, 0))
     starts = np.repeat(firsts, window_sizes)
-    shown = (positions.token_ids, positions.reference_top_token_ids, positions.top_token_ids)
     places = [entry["index"] for entry in most_divergent]
-    before = [tuple(positions.token_ids[max(starts[at], at - 16) : at].tolist()) for at in places]
-    looked_up = [[before_it, *((int(ids[at]),) for ids in shown)] for before_it, at in zip(before, places, strict=True)]
-    texts: dict[tuple[int, ...], str] = {(): ""}
+    sequences_before = [positions.token_ids[max(starts[at], at - 16) : at].tolist() for at in places]
+    shown_ids = [
+        ids[places].tolist()
+        for ids in (positions.token_ids, positions.reference_top_token_ids, positions.top_token_ids)
+    ]
+    texts: dict[int, str] = {}
+    texts_before: list[str | None] = [None] * len(places)
     try:
+        texts = await client.token_texts({*chain(*shown_ids)})
         # One by one, over one connection: they are few and short.
-        for sequence in {each for of_position in looked_up for each in of_position} - {()}:
-            texts[sequence] = await client.detokenize(sequence)
+        texts_before = [await client.detokenize(sequence) if sequence else "" for sequence in sequences_before]
     except ScoremodeError as error:
         _log.warning("the most divergent tokens are shown without their text: %s", error)
-        texts = {}
     return [
         DivergentToken(
             **entry,
-            token_id=token[0],
+            token_id=token,
             reference_probability=exp(float(positions.reference_logprobs[at])),
             probability=exp(float(positions.logprobs[at])),
-            reference_top_token_id=reference_top[0],
+            reference_top_token_id=reference_top,
             reference_confidence=float(positions.reference_confidence[at]),
-            top_token_id=top[0],
-            text_before=texts.get(before_it),
+            top_token_id=top,
+            text_before=text_before,
             num_context=origins.num_context[entry["window"]],
             token=texts.get(token),
             reference_top_token=texts.get(reference_top),
             top_token=texts.get(top),
         )
-        for entry, at, (before_it, token, reference_top, top) in zip(most_divergent, places, looked_up, strict=True)
+        for entry, at, text_before, token, reference_top, top in zip(
+            most_divergent, places, texts_before, *shown_ids, strict=True
+        )
     ]
