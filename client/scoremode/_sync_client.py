@@ -7,7 +7,7 @@ from typing import Any, Self, Unpack
 
 import httpx
 
-from scoremode.results import KldResult, KldWindowValues, Score, kld_reader, parse_kld_result, parse_scores
+from scoremode.results import KldResult, KldWindowValues, Score, kld_reader, parse_scores
 from scoremode.windows import WindowSettings
 from scoremode.wire.calls import BYTES_PER_BYTE, FIXED_BYTES, LISTING_BYTES, Answer, BytesReader, Call, call, stream
 from scoremode.wire.protocol import (
@@ -364,23 +364,23 @@ class ScoreClient:
             lane: The served model's lane, as for `score`, with its `context`. References are of the prefill lane.
             model: In place of the client's.
 
-        With `on_window` or `as_noise_floor` the answer is streamed. A connection lost after the first window is then an
-        error, not tried again.
+        The answer is streamed. With `on_window`, a connection lost after the first window is an error, not tried again.
         """
-        fields: dict[str, Any] = {
-            "fixed_bytes": FIXED_BYTES + (POSITION_BYTES + 2 * VALUE_BYTES * top_logprobs) * num_positions,
-            "model": model or self.model,
-            "reference": reference,
-            "windows": None if windows is None else list(windows),
-            "top_logprobs": top_logprobs,
-            "as_noise_floor": as_noise_floor,
-            "encoding_format": "base64",
-            "from_boundary": from_boundary,
-            **lane_request(lane, context),
-        }
-        if on_window is not None or as_noise_floor:
-            return self.send(stream("/v1/kld", lambda: kld_reader(on_window, windows), **fields))
-        return self.send(call("POST", "/v1/kld", lambda body: parse_kld_result(body, windows), **fields, stream=False))
+        return self.send(
+            stream(
+                "/v1/kld",
+                lambda: kld_reader(on_window, windows),
+                fixed_bytes=FIXED_BYTES + (POSITION_BYTES + 2 * VALUE_BYTES * top_logprobs) * num_positions,
+                model=model or self.model,
+                reference=reference,
+                windows=None if windows is None else list(windows),
+                top_logprobs=top_logprobs,
+                as_noise_floor=as_noise_floor,
+                encoding_format="base64",
+                from_boundary=from_boundary,
+                **lane_request(lane, context),
+            )
+        )
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a text with the server's tokenizer."""

@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PlainValidator, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, NonNegativeInt, PlainValidator, TypeAdapter
 
 from scoremode.errors import ResponseError
 from scoremode.kld import POSITION_DTYPES, KldPositions
@@ -198,7 +199,7 @@ class KldResult:
     num_scored: int
     statistics: KldStatistics
     """Of the positions of these windows, by the server; `scoremode.kld.statistics` gives the same."""
-    data: list[Annotated[KldWindowValues, PlainValidator(_window)]] = field(default_factory=list)
+    data: list[InstanceOf[KldWindowValues]] = field(default_factory=list)
     """In the order of windows."""
     mean_batch: float | None = None
     """As in `Score`."""
@@ -239,21 +240,6 @@ def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> Top
     return TopTokens(np.arange(len(kld)), ids, logprobs, len(kld)).at(largest)
 
 
-def parse_kld_result(body: object, windows: Sequence[int] | None = None) -> KldResult:
-    """The result of an answer, whose windows are those in the range `windows`, if that is given."""
-    result = _checked(_RESULT.validate_python(body), windows)
-    return replace(result, data=[replace(window, mean_batch=result.mean_batch) for window in result.data])
-
-
-def _checked(result: KldResult, windows: Sequence[int] | None) -> KldResult:
-    """Return a result whose windows are those in the range `windows`; a ResponseError if they are not."""
-    first, last = result.windows if windows is None else windows
-    indices = [window.index for window in result.data]
-    if result.windows != (first, last) or len(indices) != last - first or indices != list(range(first, last)):
-        raise ResponseError("the server did not compare the windows that it was asked for")
-    return result
-
-
 def decode_positions(fields: Mapping[str, Any]) -> KldPositions:
     """Arrays in base64, by the names of `KldPositions`, to arrays."""
     arrays = {name: decode_array(name, fields.get(name), dtype) for name, dtype in POSITION_DTYPES.items()}
@@ -274,7 +260,8 @@ def encode_positions(positions: KldPositions) -> dict[str, str]:
 def kld_reader(
     on_window: Callable[[KldWindowValues], object] | None, requested: Sequence[int] | None = None
 ) -> EventReader[KldWindowValues, KldResult]:
-    """Reads a stream of compared windows, and puts them into the result, as `parse_kld_result`."""
+    """Reads a stream of compared windows, and puts them into the result. ResponseError if they are not those in the
+    range `requested`, if that is given, or the result's own."""
     windows: list[KldWindowValues] = []
 
     def collect(window: KldWindowValues) -> None:
@@ -282,8 +269,13 @@ def kld_reader(
         if on_window is not None:
             on_window(window)
 
-    def result(event: object) -> KldResult:
-        kld_result = _RESULT.validate_python(event)
-        return _checked(replace(kld_result, data=sorted(windows, key=lambda window: window.index)), requested)
+    def read_result(event: object) -> KldResult:
+        result = _RESULT.validate_python(event)
+        first, last = result.windows if requested is None else requested
+        data = [replace(each, mean_batch=result.mean_batch) for each in sorted(windows, key=attrgetter("index"))]
+        indices = [window.index for window in data]
+        if result.windows != (first, last) or len(indices) != last - first or indices != list(range(first, last)):
+            raise ResponseError("the server did not compare the windows that it was asked for")
+        return replace(result, data=data)
 
-    return EventReader(("kld.window", "kld"), _window, result, collect)
+    return EventReader(("kld.window", "kld"), _window, read_result, collect, repeatable=on_window is None)

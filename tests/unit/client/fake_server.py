@@ -405,8 +405,7 @@ class FakeServer:
             "statistics": figures,
         }
         # A stream has windows in the order in which they end, here another.
-        stream = events(*reversed(data), result)
-        return httpx.Response(200, content=stream) if body["stream"] else ok({**result, "data": data})
+        return httpx.Response(200, content=events(*reversed(data), result))
 
 
 def _kld_window(index: int, values: KldPositions, num_top: int) -> dict:
@@ -444,15 +443,17 @@ class Outcomes:
 
 
 def changed(server: Handler, path: str, change: Callable[[dict], object]) -> Handler:
-    """`server`, where `change` is applied to the JSON that it answers at `path`, but for its info."""
+    """`server`, where `change` is applied to the JSON that it answers at `path`, or to each event; not to its info."""
 
     def handler(request: httpx.Request) -> httpx.Response | None:
         response = server(request)
         if request.url.path != path or (request.method, path) == ("GET", "/v1/score"):
             return response
-        content = json.loads(response.content)
-        change(content)
-        return ok(content)
+        *items, _ = response.content.removesuffix(b"data: [DONE]\n\n").split(b"\n\n")
+        contents = [json.loads(item.removeprefix(b"data: ")) for item in items or [response.content]]
+        for content in contents:
+            change(content)
+        return httpx.Response(200, content=events(*contents)) if items else ok(contents[0])
 
     return handler
 

@@ -194,7 +194,7 @@ def test_some_windows_and_top_tokens_can_be_requested(call, server):
         "top_logprobs": 2,
         "encoding_format": "base64",
         "as_noise_floor": False,
-        "stream": False,
+        "stream": True,
         "from_boundary": None,
         "lane": "prefill",
         "context": None,

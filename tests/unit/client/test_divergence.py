@@ -107,7 +107,7 @@ REPLACED = iter([1, 2])
 @pytest.mark.parametrize(
     ("path", "change", "kind", "message"),
     [
-        ("/v1/kld", lambda answer: answer["data"][0].update(index=3), ResponseError, "did not compare the window"),
+        ("/v1/kld", lambda answer: answer.update(index=3), ResponseError, "did not compare the window"),
         ("/v1/kld", lambda answer: answer.update(fingerprint="x"), ServersDifferError, "its fingerprint is 'x'"),
         ("/v1/references/base", lambda answer: answer.update(num_scored=36), ResponseError, "35 positions for the 36"),
         (
