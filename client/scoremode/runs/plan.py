@@ -77,24 +77,22 @@ class Plan:
     """Whether ranks are asked for."""
     lane: Lane = "prefill"
     documents: list[int] = field(default_factory=list)
-    """The index of each window's document or conversation; empty for one text."""
-    roles: list[str] = field(default_factory=list)
+    """The index of each window's document or conversation."""
+    roles: list[str] | None = None
     """Of each window's turn, for conversations."""
-    prompts: list[list[int]] = field(default_factory=list)
+    prompts: list[list[int]] | None = None
     """The tokens before each window's turn since the last one, for conversations."""
 
     @property
     def origins(self) -> WindowOrigins:
         """Where the windows are from."""
-        contexts = [window.first_scored for window in self.windows]
-        documents = self.documents or [0] * len(self.windows)
-        labels = [self.corpus.labels[index] for index in documents] if self.corpus.labels else None
+        labels = [self.corpus.labels[index] for index in self.documents] if self.corpus.labels else None
         return WindowOrigins(
-            num_context=contexts,
-            documents=documents,
+            num_context=[window.first_scored for window in self.windows],
+            documents=self.documents,
             labels=labels,
-            roles=self.roles or None,
-            prompts=self.prompts or None,
+            roles=self.roles,
+            prompts=self.prompts,
         )
 
     @property
@@ -239,7 +237,7 @@ async def _with_text(plan: Plan, client: AsyncScoreClient) -> Plan:
         num_bytes=corpus.num_bytes or len(text.encode()),
         num_words=corpus.num_words or count_words(text),
         windows=windows,
-        documents=document_indices if len(documents) > 1 else [],
+        documents=document_indices,
     )
 
 
