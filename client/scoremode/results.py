@@ -159,24 +159,26 @@ def _window(sent: object) -> KldWindowValues:
     return KldWindowValues(window["index"], positions, top, reference_top)
 
 
-class ResumedKld(BaseModel):
-    """The sum of a window's divergences, of the whole model or resumed from a boundary of its layers."""
+class JournalLine(BaseModel):
+    """What a journal has of a window."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     index: NonNegativeInt
-    """Windows one after another, and of each the whole model, then every boundary."""
+    """Of the window in the run."""
+
+
+class ResumedKld(JournalLine):
+    """The sum of a window's divergences, of the whole model or resumed from a boundary of its layers. Of each window
+    comes the whole model, then every boundary."""
+
     num_scored: int
     kld_sum: float
 
 
-class GeneratedAnswer(BaseModel):
+class GeneratedAnswer(JournalLine):
     """The answer of a served model to one of several prompts."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    index: NonNegativeInt
-    """Of the prompt."""
     token_ids: Many[Int32]
     text: str
 

@@ -8,14 +8,22 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import Field
 
 from scoremode._texts import model_name
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, ScoremodeError, ServersDifferError
 from scoremode.kld import POSITION_DTYPES, KldPositions, agreement_lengths, of_answers, statistics
 from scoremode.metrics import exp, finite_or_none
-from scoremode.results import TOP_DTYPES, KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
+from scoremode.results import (
+    TOP_DTYPES,
+    JournalLine,
+    KldWindowValues,
+    TopTokens,
+    decode_positions,
+    encode_positions,
+    most_divergent,
+)
 from scoremode.runs.lanes import lane_fields, mean_batch
 from scoremode.runs.plan import differences, server_header
 from scoremode.runs.pool import Pool
@@ -29,10 +37,7 @@ from scoremode.wire.references import DivergentPosition, KldStatistics, Referenc
 _log = logging.getLogger(__name__)
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    index: NonNegativeInt
+class _Line(JournalLine):
     num_scored: int
     positions: dict[str, str]
     tops: list[TopLogprobArrays] = Field([], max_length=2)

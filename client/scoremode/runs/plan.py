@@ -4,17 +4,14 @@ import hashlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
-
-from pydantic import ConfigDict, NonNegativeInt
-from pydantic.dataclasses import dataclass as checked_dataclass
 
 from scoremode._tasks import results_for_each
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError
 from scoremode.metrics import count_words
+from scoremode.results import JournalLine
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.lanes import lane_fields
 from scoremode.windows import (
@@ -40,11 +37,9 @@ CONVERSATIONS_AT_ONCE = 64
 """Rendered by one request."""
 
 
-@checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
-class WindowNlls:
-    """The NLLs of one window, in nats; the fields of a line in the journal."""
+class WindowNlls(JournalLine):
+    """The NLLs of one window, in nats."""
 
-    index: NonNegativeInt
     num_scored: int
     nll_sum: float
     nlls: Many[Nats]
@@ -118,8 +113,14 @@ class Plan:
         for name, count in counts.items():
             if count != window.num_scored:
                 raise ResponseError(f"the server gave {count} {name} for the {window.num_scored} targets of a window")
-        asked_ranks = ranks if self.return_ranks else None
-        return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, asked_ranks, score.mean_batch)
+        return WindowNlls(
+            index=index,
+            num_scored=len(nlls),
+            nll_sum=math.fsum(nlls),
+            nlls=nlls,
+            ranks=ranks if self.return_ranks else None,
+            mean_batch=score.mean_batch,
+        )
 
     def nats(self, window: WindowNlls) -> float:
         return window.nll_sum
@@ -142,10 +143,10 @@ class Plan:
         }
 
     def to_line(self, window: WindowNlls) -> dict[str, object]:
-        return asdict(window)
+        return window.model_dump()
 
     def from_line(self, line: dict[str, object]) -> WindowNlls:
-        window = WindowNlls(**cast(dict[str, Any], line))
+        window = WindowNlls.model_validate(line)
         expected = self.windows[window.index].num_scored if window.index < len(self.windows) else None
         num_ranks = None if window.ranks is None else len(window.ranks)
         is_sum = abs(window.nll_sum - math.fsum(window.nlls)) <= ROUNDING * len(window.nlls)

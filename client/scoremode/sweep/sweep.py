@@ -346,8 +346,13 @@ class _Sweep:
             journal.seconds += self.recording_seconds
             for window in self.recorded:
                 if window.logprobs is not None and window.index not in journal.windows:
-                    nlls = [-logprob for logprob in window.logprobs]
-                    scored = WindowNlls(window.index, window.num_scored, window.nll_sum, nlls, window.ranks)
+                    scored = WindowNlls(
+                        index=window.index,
+                        num_scored=window.num_scored,
+                        nll_sum=window.nll_sum,
+                        nlls=[-logprob for logprob in window.logprobs],
+                        ranks=window.ranks,
+                    )
                     journal.windows[window.index] = plan.from_line(plan.to_line(scored))
                     journal.add(scored, journal.seconds)
             return journal

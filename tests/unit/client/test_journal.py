@@ -19,9 +19,9 @@ from scoremode.runs.plan import Plan, WindowNlls
 
 # Values that only a shortest repr and float64 bring back: float32 widened, a denormal, a negative zero.
 WINDOWS = [
-    WindowNlls(1, 3, 6.5, [1.100000023841858, -0.0, 5.399999976158142]),
-    WindowNlls(0, 3, 3.0, [1.401298464324817e-45, 1.0, 2.0]),
-    WindowNlls(2, 3, 0.75, [0.25, 0.25, 0.25]),
+    WindowNlls(index=1, num_scored=3, nll_sum=6.5, nlls=[1.100000023841858, -0.0, 5.399999976158142]),
+    WindowNlls(index=0, num_scored=3, nll_sum=3.0, nlls=[1.401298464324817e-45, 1.0, 2.0]),
+    WindowNlls(index=2, num_scored=3, nll_sum=0.75, nlls=[0.25, 0.25, 0.25]),
 ]
 
 

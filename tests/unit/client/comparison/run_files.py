@@ -55,9 +55,13 @@ def write_perplexity_run(path: Path, nlls, *, window_sizes=WINDOW_SIZES, text=TE
         "num_bytes": 4 * (len(nlls) + 1),
         "num_words": len(nlls) + 1,
         "windows": [Window(a, b + 1, a + 1) for a, b in pairwise([0, *ends])],
+        "documents": [0] * len(parts),
         **fields,
     }
-    windows = [WindowNlls(index, len(part), float(part.sum()), part.tolist()) for index, part in enumerate(parts)]
+    windows = [
+        WindowNlls(index=index, num_scored=len(part), nll_sum=float(part.sum()), nlls=part.tolist())
+        for index, part in enumerate(parts)
+    ]
     evaluation = Evaluation(Plan(**made_up), 8, perplexity(nlls.tolist()), windows, 1.0, texts)
     Output(path, resume=False, force=True).write(evaluation.record(["http://host"]), evaluation.arrays())
     return path
