@@ -3,15 +3,15 @@
 They are what any of its backends writes: `samples_TASK_DATE.jsonl`, below the folder that `--output_path` named.
 """
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scoremode._texts import encoding_of, printable
-from scoremode.errors import RunError
+from scoremode._texts import printable
+from scoremode.errors import CorpusError, RunError
+from scoremode.runs.corpora import read_file
 
 _FILE_NAME = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
 _RIGHT = {"1": True, "1.0": True, "True": True, "0": False, "0.0": False, "False": False}
@@ -70,7 +70,12 @@ def load_tasks(folder: Path, metrics: Sequence[str] = (), filters: Sequence[str]
 
 
 def _load_task(task: str, path: Path, metrics: Sequence[str], filters: Sequence[str]) -> TaskSamples:
-    records = list(_records(path))
+    try:
+        records = [record for _, record in read_file(path, [])]
+    except CorpusError as error:
+        raise RunError(str(error)) from error
+    if not records:
+        raise RunError(f"{path}: no questions")
     offered = dict.fromkeys(str(record.get("filter")) for record in records)
     chosen = _choice(path, task, "filter", list(offered), filters)
     records = [record for record in records if str(record.get("filter")) == chosen]
@@ -90,20 +95,6 @@ def _load_task(task: str, path: Path, metrics: Sequence[str], filters: Sequence[
     return TaskSamples(task, printable(metric), printable(chosen), path, samples)
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with path.open(encoding=encoding_of(path)) as lines:
-            for number, line in enumerate(lines, 1):
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    raise RunError(f"{path}:{number}: not an object")
-                yield record
-        if path.stat().st_size == 0:
-            raise RunError(f"{path}: no questions")
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{path}: {error}") from error
-
-
 def _choice(path: Path, task: str, kind: str, offered: Sequence[str], wanted: Sequence[str]) -> str:
     chosen = [name for name in wanted if name in offered] if wanted else offered
     if not chosen or (not wanted and len(chosen) > 1):
@@ -111,7 +102,7 @@ def _choice(path: Path, task: str, kind: str, offered: Sequence[str], wanted: Se
     return chosen[0]
 
 
-def _sample(record: dict[str, Any], metric: str) -> Sample:
+def _sample(record: Mapping[str, Any], metric: str) -> Sample:
     arguments = list(record["arguments"].values())
     return Sample(
         doc_hash=str(record["doc_hash"]),

@@ -215,7 +215,7 @@ def load_prompts(
     Raises:
         CorpusError: the file cannot be read, has no such column or no row, or a row has no prompt.
     """
-    first = next(_read_file(path, [], PROMPT_COLUMNS), ("", {}))[1]
+    first = next(read_file(path, [], PROMPT_COLUMNS), ("", {}))[1]
     column = messages or next((name for name in PROMPT_COLUMNS if name in first), None)
     if column is None:
         known = ", ".join(PROMPT_COLUMNS)
@@ -224,7 +224,7 @@ def load_prompts(
     if is_text and chat_template_kwargs:
         raise CorpusError(f"--chat-template-kwargs is for conversations, and column {column!r} of {path} has texts")
     columns, optional = [column, *([by] if by else [])], () if is_text else OPTIONAL_COLUMNS
-    rows = list(islice(_read_file(path, columns, optional), num_samples))
+    rows = list(islice(read_file(path, columns, optional), num_samples))
     labels = tuple(_label(values[by]) for _, values in rows) if by else ()
     if long := [where for (where, _), label in zip(rows, labels, strict=False) if len(label) > MAX_LABEL]:
         raise CorpusError(f"{long[0]}: column {by!r} has a label of more than {MAX_LABEL:,} characters")
@@ -312,7 +312,7 @@ def _load_local(
         files = [file for file in _data_files(folder) if file.stem == split or file.stem.startswith(f"{split}-")]
         if not files:
             raise CorpusError(f"no split {split!r} in {folder}; its files are: {_names(_data_files(folder))}")
-    rows = list(islice((row for file in files for row in _read_file(file, columns, optional)), num_samples))
+    rows = list(islice((row for file in files for row in read_file(file, columns, optional)), num_samples))
     source = f"{_names(files)}, column {columns[0]}"
     if folder is None:
         return Corpus(path.name, "", source), rows
@@ -344,11 +344,11 @@ def _names(paths: Iterable[Path]) -> str:
 
 def read_rows(file: Path, column: str) -> list[str]:
     """The texts in a column of a parquet or jsonl file, or the text of a txt file."""
-    rows = _read_file(file, [column])
+    rows = read_file(file, [column])
     return [valid_text(values[column], f"{where}: column {column!r}") for where, values in rows]
 
 
-def _read_file(file: Path, columns: list[str], optional: Collection[str] = ()) -> Iterator[_Row]:
+def read_file(file: Path, columns: list[str], optional: Collection[str] = ()) -> Iterator[_Row]:
     """The rows of a file one by one, which have all of the columns, and of the optional ones those that it has."""
     if file.suffix == ".parquet":
         rows = _parquet_rows(file, columns, optional)
