@@ -20,6 +20,7 @@ from scoremode.wire.arrays import (
     decode_arrays,
     decode_top_logprobs,
     encode_array,
+    encode_top_logprobs,
     wrong_value,
 )
 from scoremode.wire.calls import EventReader
@@ -142,6 +143,17 @@ class KldWindowValues:
     def num_scored(self) -> int:
         return len(self.positions)
 
+    def to_line(self) -> dict[str, object]:
+        """The window as a journal has it, exact to the last bit."""
+        tops = (self.top_logprobs, self.reference_top_logprobs)
+        return {
+            "index": self.index,
+            "num_scored": self.num_scored,
+            "positions": encode_positions(self.positions),
+            "tops": [encode_top_logprobs(top.token_ids, top.logprobs) for top in tops if top is not None],
+            "mean_batch": self.mean_batch,
+        }
+
 
 _WINDOW = TypeAdapter(KldWindow)
 
@@ -166,6 +178,10 @@ class JournalLine(BaseModel):
 
     index: NonNegativeInt
     """Of the window in the run."""
+
+    def to_line(self) -> dict[str, object]:
+        """The window as JSON, exact to the last bit."""
+        return self.model_dump()
 
 
 class ResumedKld(JournalLine):

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Literal, TypedDict, get_args
 
-Method = Literal["sliding", "overlapping", "disjoint", "llama.cpp", "rolling", "conversation"]
-METHODS: tuple[Method, ...] = tuple(method for method in get_args(Method) if method != "conversation")
-"""Those that cut a text; `conversation` has a window for each scored turn, with all before it as context."""
+TextMethod = Literal["sliding", "overlapping", "disjoint", "llama.cpp", "rolling"]
+"""Those that cut a text."""
+METHODS: tuple[TextMethod, ...] = get_args(TextMethod)
+Method = Literal[TextMethod, "conversation"]
+"""`conversation` has a window for each scored turn, with all before it as context."""
 
 STRIDED_METHODS: frozenset[Method] = frozenset({"sliding", "overlapping"})
 """The methods that take a stride; the others' windows follow from the context length alone."""

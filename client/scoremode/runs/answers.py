@@ -59,9 +59,6 @@ class AnswersPlan:
             **server_header(self.server),
         }
 
-    def to_line(self, window: GeneratedAnswer) -> dict[str, object]:
-        return window.model_dump()
-
     def from_line(self, line: dict[str, object]) -> GeneratedAnswer:
         answer = GeneratedAnswer.model_validate(line)
         if len(answer.token_ids) > self.settings.max_new_tokens:

@@ -21,7 +21,6 @@ from scoremode.results import (
     KldWindowValues,
     TopTokens,
     decode_positions,
-    encode_positions,
     most_divergent,
 )
 from scoremode.runs.lanes import lane_fields, mean_batch
@@ -30,7 +29,7 @@ from scoremode.runs.pool import Pool
 from scoremode.runs.report import Arrays, origin_arrays, record_beginning, record_end
 from scoremode.runs.run import OnProgress, Run, StartJournal, measure
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
-from scoremode.wire.arrays import decode_top_logprobs, encode_top_logprobs
+from scoremode.wire.arrays import decode_top_logprobs
 from scoremode.wire.protocol import Lane, ServerInfo, TopLogprobArrays
 from scoremode.wire.references import DivergentPosition, KldStatistics, Reference, ReferenceLayers, WindowOrigins
 
@@ -87,16 +86,6 @@ class KldPlan(ComparedModel):
             **({"top_logprobs": self.top_logprobs} if self.top_logprobs else {}),
             **lane_fields(self.lane),
             **server_header(self.server),
-        }
-
-    def to_line(self, window: KldWindowValues) -> dict[str, object]:
-        tops = (window.top_logprobs, window.reference_top_logprobs)
-        return {
-            "index": window.index,
-            "num_scored": window.num_scored,
-            "positions": encode_positions(window.positions),
-            "tops": [encode_top_logprobs(top.token_ids, top.logprobs) for top in tops if top is not None],
-            "mean_batch": window.mean_batch,
         }
 
     def from_line(self, line: dict[str, object]) -> KldWindowValues:

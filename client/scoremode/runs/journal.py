@@ -50,9 +50,6 @@ class Measurement(Protocol[Result]):
     def header(self) -> dict[str, object]:
         """Everything that decides the windows and their numbers; flat, so that each difference has a name."""
 
-    def to_line(self, window: Result) -> dict[str, object]:
-        """A finished window as JSON, exact to the last bit."""
-
     def from_line(self, line: dict[str, object]) -> Result:
         """The window that a line has; a ValueError or ResponseError if it is not of this run, whatever its index."""
 
@@ -117,7 +114,7 @@ class Journal(AppendedFile, Generic[Result]):
             raise
 
     def add(self, window: Result, seconds: float) -> None:
-        self._append_line({**self.plan.to_line(window), "seconds": seconds})
+        self._append_line({**window.to_line(), "seconds": seconds})
         self.num_done += 1
 
     def _resume(self) -> None:

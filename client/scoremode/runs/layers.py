@@ -64,9 +64,6 @@ class LayersPlan(ComparedModel):
             **server_header(self.server),
         }
 
-    def to_line(self, window: ResumedKld) -> dict[str, object]:
-        return window.model_dump()
-
     def from_line(self, line: dict[str, object]) -> ResumedKld:
         return ResumedKld.model_validate(line)
 

@@ -142,9 +142,6 @@ class Plan:
             "tokens_sha256": hashlib.sha256(" ".join(map(str, self.tokens)).encode()).hexdigest(),
         }
 
-    def to_line(self, window: WindowNlls) -> dict[str, object]:
-        return window.model_dump()
-
     def from_line(self, line: dict[str, object]) -> WindowNlls:
         window = WindowNlls.model_validate(line)
         expected = self.windows[window.index].num_scored if window.index < len(self.windows) else None

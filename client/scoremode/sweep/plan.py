@@ -21,7 +21,7 @@ from scoremode._texts import faults
 from scoremode.errors import ScoremodeError, file_errors
 from scoremode.runs.corpora import DEFAULT_COLUMN, DEFAULT_SPLIT, Corpus, load_corpus, local_path
 from scoremode.runs.presets import Preset, window_settings
-from scoremode.windows import METHODS, Method, WindowSettings, resolve_stride
+from scoremode.windows import TextMethod, WindowSettings, resolve_stride
 from scoremode.wire.protocol import Lane
 from scoremode.wire.requests import server_root
 
@@ -102,7 +102,7 @@ class WindowOptions(_Part):
 
     preset: Preset | None = None
     max_windows: PositiveInt | None = None
-    method: Method = "sliding"
+    method: TextMethod = "sliding"
     context_length: PositiveInt | None = None
     stride: PositiveInt | None = None
 
@@ -115,8 +115,6 @@ class WindowOptions(_Part):
             return self
         if self.max_windows is not None:
             raise ValueError("max_windows needs a preset")
-        if self.method not in METHODS:
-            raise ValueError(f"method: one of {', '.join(METHODS)}, got {self.method}")
         if self.context_length is not None:
             resolve_stride(self.method, self.context_length, self.stride)
         return self

@@ -353,7 +353,7 @@ class _Sweep:
                         nlls=[-logprob for logprob in window.logprobs],
                         ranks=window.ranks,
                     )
-                    journal.windows[window.index] = plan.from_line(plan.to_line(scored))
+                    journal.windows[window.index] = plan.from_line(scored.to_line())
                     journal.add(scored, journal.seconds)
             return journal
 
