@@ -78,7 +78,7 @@ CLIENT_FAULTS = {
         ("{number(scale * figure.stderr, digits)}", "{number(figure.stderr, digits)}")
     ],
     "corpus/documents.py < corpus/test_documents.py": [
-        ("(answer.token_ids) > self.context_length", "(answer.token_ids) > self._pool.info.max_model_len")
+        ("(answer.token_ids) > self.context_length", "(answer.token_ids) > self.pool.info.max_model_len")
     ],
     "corpus/output_file.py < corpus/test_corpus_files.py": [
         ("            self._file.truncate(size)", "            self._file.seek(size)")

@@ -57,7 +57,7 @@ async def score_corpus(
     folder = Path(output)
     files = find_inputs([Path(path) for path in inputs], folder)
     pool = await Pool.connect(clients, concurrency or REQUESTS_IN_FLIGHT)
-    scorer = DocumentScorer(pool, context_length=context_length, per_token=per_token)
+    scorer = DocumentScorer(pool, context_length=context_length)
     settings = {
         "text_column": text_column,
         "column_prefix": column_prefix,

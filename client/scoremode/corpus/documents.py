@@ -52,9 +52,8 @@ class ScoredDocument:
     num_tokens: int
     nll: float
     """Nats, summed over all tokens."""
-    token_ids: list[int] | None = None
-    """Where every token's value is asked for."""
-    logprobs: NDArray[np.float32] | None = None
+    token_ids: NDArray[np.int32]
+    token_logprobs: NDArray[np.float32]
 
     @property
     def perplexity(self) -> float:
@@ -88,7 +87,7 @@ def cut_into_requests(documents: Sequence[AnyDocument]) -> Iterator[tuple[int, i
 
 
 class DocumentScorer:
-    def __init__(self, pool: Pool, *, context_length: int | None = None, per_token: bool = False) -> None:
+    def __init__(self, pool: Pool, *, context_length: int | None = None) -> None:
         max_model_len = pool.info.max_model_len
         self.context_length = resolve_context_length("rolling", context_length or max_model_len - 1, max_model_len)
         prefix_token_id = pool.info.prefix_token_id
@@ -96,7 +95,6 @@ class DocumentScorer:
             raise WindowError("the model has neither a BOS nor an EOS token to put before a text", "method")
         self.prefix_token_id: int = prefix_token_id
         self.pool = pool
-        self._per_token = per_token
 
     async def score(self, documents: Sequence[AnyDocument]) -> list[DocumentResult]:
         """Score any number of documents, many in a request where they fit the context. One that a server refuses has no
@@ -146,8 +144,10 @@ class DocumentScorer:
     def _scored(self, document: Document, answer: Score) -> ScoredDocument:
         if not answer.num_scored == len(answer.token_ids) > 0:
             raise ResponseError(f"the server scored {answer.num_scored} of {len(answer.token_ids)} tokens")
-        per_token = (answer.token_ids, answer.logprob_array) if self._per_token else (None, None)
-        return ScoredDocument(document.num_bytes, answer.num_scored, -answer.sum_logprob, *per_token)
+        token_ids = np.array(answer.token_ids, np.int32)
+        return ScoredDocument(
+            document.num_bytes, answer.num_scored, -answer.sum_logprob, token_ids, answer.logprob_array
+        )
 
     async def _tokenize_and_score(self, document: Document) -> DocumentResult:
         try:
@@ -171,8 +171,8 @@ class DocumentScorer:
         except _RefusalError as error:
             return UnscoredDocument(str(error))
         logprobs = np.concatenate([window for part in parts for window in part])
-        per_token = (tokens, logprobs) if self._per_token else (None, None)
-        return ScoredDocument(num_bytes, len(tokens), -math.fsum(logprobs.tolist()), *per_token)
+        nll = -math.fsum(logprobs.tolist())
+        return ScoredDocument(num_bytes, len(tokens), nll, np.array(tokens, np.int32), logprobs)
 
     async def _score_windows(self, tokens: list[int], windows: Sequence[Window]) -> list[NDArray[np.float32]]:
         """The logprobs of each window's targets."""

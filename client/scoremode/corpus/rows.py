@@ -13,7 +13,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -144,11 +143,11 @@ def documents_of(column: pa.Array) -> list[AnyDocument]:
 
 def added_columns(results: Sequence[DocumentResult], schema: pa.Schema) -> pa.RecordBatch:
     scored = [result if isinstance(result, ScoredDocument) else None for result in results]
-    values: list[list[object]] = [[result and getattr(result, name) for result in scored] for name in FIGURES]
-    if len(schema) > len(values):
-        values.append([result and np.asarray(result.token_ids, np.int32) for result in scored])
-        values.append([result and result.logprobs for result in scored])
-    arrays = [pa.array(column, field.type) for column, field in zip(values, schema, strict=True)]
+    names = [*FIGURES, *PER_TOKEN][: len(schema)]
+    arrays = [
+        pa.array([result and getattr(result, name) for result in scored], field.type)
+        for name, field in zip(names, schema, strict=True)
+    ]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 

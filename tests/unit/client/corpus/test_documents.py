@@ -61,10 +61,10 @@ async def test_documents_that_fit_share_requests_and_keep_their_order(monkeypatc
 async def test_every_token_of_a_document_is_scored_once(length, context):
     text = "".join(chr(97 + index % 26) for index in range(length))
     none = UnscoredDocument("the text is null")
-    results = await score(FakeServer(), "short", text, none, "other", per_token=True, context_length=context)
+    results = await score(FakeServer(), "short", text, none, "other", context_length=context)
     assert figures(results) == [sum(nlls("short")), sum(nlls(text, context)), none, sum(nlls("other"))]
-    assert (results[1].num_tokens, results[1].token_ids) == (length, list(text.encode()))
-    assert (-results[1].logprobs).tolist() == nlls(text, context)
+    assert (results[1].num_tokens, results[1].token_ids.tolist()) == (length, list(text.encode()))
+    assert (-results[1].token_logprobs).tolist() == nlls(text, context)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ async def test_an_error_that_is_not_the_documents_own_is_raised(server, kind, me
 async def test_answers_that_do_not_fit_are_refused():
     for change in (lambda content: content["data"].clear(), lambda content: content["data"][0].update(num_scored=1)):
         with pytest.raises(ResponseError):
-            await score(changed(FakeServer(), "/v1/score", change), "text", per_token=True)
+            await score(changed(FakeServer(), "/v1/score", change), "text")
 
 
 @pytest.mark.parametrize(
