@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from scoremode.errors import CorpusError
 
@@ -37,6 +38,15 @@ def valid_text(value: Any, name: str) -> str:
 def printable(text: str) -> str:
     """The text with escapes in place of all that is not to be seen, such as `\\x1b`."""
     return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """The object that a text in JSON is; None if it is not JSON, or not an object."""
+    try:
+        content = from_json(text)
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def model_name(model: str) -> str:

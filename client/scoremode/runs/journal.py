@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from pydantic import ConfigDict, NonNegativeFloat, TypeAdapter
 from typing_extensions import Buffer
 
+from scoremode._texts import json_object
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import OutputError, ResponseError, file_errors
 from scoremode.results import GeneratedAnswer, KldWindowValues, ResumedKld
@@ -165,11 +166,8 @@ def _read_header(path: Path) -> dict[str, Any] | None:
         line = file.readline()
     if not line.endswith(b"\n") and _BEGINNING.startswith(line[: len(_BEGINNING)]):
         return None
-    try:
-        header = json.loads(line)
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict) or not _KIND.items() <= header.items() or "num_windows" not in header:
+    header = json_object(line)
+    if header is None or not _KIND.items() <= header.items() or "num_windows" not in header:
         raise OutputError(f"{path} is not a journal of this version of ppl-client; move it away")
     return header
 

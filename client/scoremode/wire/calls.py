@@ -10,7 +10,7 @@ import httpx
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from scoremode._texts import printable
+from scoremode._texts import json_object, printable
 from scoremode.errors import ResponseError
 from scoremode.wire.failures import event_error, protocol_error
 
@@ -133,14 +133,10 @@ class EventReader(Reader[Answer], Generic[Event, Answer]):
         return self._result
 
     def _take(self, data: bytes) -> None:
-        try:
-            event = from_json(data)
-        except ValueError:
-            event = None
-        fields = event if isinstance(event, dict) else {}
-        if "error" in fields:
-            raise event_error(fields["error"])
-        kind = fields.get("object")
+        event = json_object(data) or {}
+        if "error" in event:
+            raise event_error(event["error"])
+        kind = event.get("object")
         if kind not in self.kinds:
             shown = data[:200].decode(errors="replace")
             raise ResponseError(f"unknown event in the server's stream: {printable(shown)}")

@@ -1,13 +1,12 @@
 """Makes the exception that tells what went wrong from an error answer, of the server or of a proxy."""
 
-import json
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import httpx
 from pydantic import ValidationError
 
-from scoremode._texts import first_fault, printable
+from scoremode._texts import first_fault, json_object, printable
 from scoremode.errors import (
     APIStatusError,
     AuthenticationError,
@@ -80,12 +79,7 @@ def _exception(status_code: int, failure: _Failure, hint: str = "") -> APIStatus
 
 def _read_body(body: bytes) -> _Failure:
     """Read an error's body: OpenAI's shape, FastAPI's `detail`, or plain text from a proxy."""
-    text = body.decode(errors="replace").strip()
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        content = None
-    match content:
+    match json_object(body):
         case {"error": said}:
             return _read_error(said)
         case {"detail": [{"msg": message, "loc": [*_, field]}, *_]}:
@@ -93,7 +87,7 @@ def _read_body(body: bytes) -> _Failure:
             return _Failure(str(message), str(field))
         case {"detail": detail}:
             return _Failure(str(detail))
-    return _Failure(text[:300])
+    return _Failure(body.decode(errors="replace").strip()[:300])
 
 
 def _read_error(error: Any) -> _Failure:
