@@ -177,7 +177,7 @@ def test_a_window_that_cannot_be_right_is_refused(call, change):
         ({"token_ids": encoded([1, -1, 1], "<i4")}, "-1 .* in the server's token_ids"),
         ({"index": 1}, "did not compare the windows that it was asked for"),
         ({"ranks": base64.b64encode(b"12345").decode()}, "ranks are not int32 in base64"),
-        ({"kld": [0.5, 0.5, 0.5]}, "kld are not in base64"),
+        ({"kld": [0.5, 0.5, 0.5]}, "kld are not float32 in base64"),
         ({"kld": floats(0, 0)}, "different shapes"),
         ({"kld": floats(0, math.nan, 0)}, "NaN in the server's kld"),
         ({"top_logprobs": {"shape": [3, 2], "token_ids": "", "logprobs": ""}}, r"not of shape \[3, 2\]"),
