@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from asyncio.subprocess import Process
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -191,8 +190,7 @@ async def measure_file(program: str, gguf: Path, base: Path, log: Path) -> None:
         finally:
             await _end_group(process)
     if status:
-        lines = deque(filter(str.strip, partial.read_text(errors="replace").splitlines()), maxlen=1)
-        raise ProcessError(f"{program} ended with status {status} (log {partial}): {''.join(lines).strip()}")
+        raise ProcessError(f"{program} ended with status {status}{_reason(partial)}")
     partial.replace(log)
 
 
