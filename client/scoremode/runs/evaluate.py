@@ -154,14 +154,12 @@ async def evaluate(
     plan = await make_plan(pool.clients[0], pool.info, corpus, return_ranks=return_ranks, lane=lane, **windows)
     run = await measure(plan, pool, start_journal, on_progress)
     scored = run.in_order()
-    texts: dict[int, str] = {}
-    if return_token_texts:
-        texts = await texts_of_occurring(pool.clients[0], plan.target_ids(), *plan.origins.prompts or ())
+    shown_ids = (plan.target_ids(), *(plan.prompts or ()))
     return Evaluation(
         plan=plan,
         concurrency=pool.concurrency,
         result=perplexity(nll for window in scored for nll in window.nlls),
         windows=scored,
         seconds=run.seconds(),
-        token_texts=texts,
+        token_texts=await texts_of_occurring(pool.clients[0], *shown_ids) if return_token_texts else {},
     )
