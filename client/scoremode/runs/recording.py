@@ -76,11 +76,8 @@ async def record_reference(
             mean = math.log(window.perplexity)
             on_progress(Progress(done, window.num_windows, window.total_scored, mean, tokens_before))
 
-    fields = windows
-    if corpus.answers is not None:
-        fields = {}
-    elif corpus.conversations:
-        fields = {"context_length": windows.get("context_length")}
+    if corpus.conversations and corpus.answers is None:
+        windows = {"context_length": windows.get("context_length")}
     started = time.perf_counter()
     while True:
         num_before = num_new
@@ -93,7 +90,7 @@ async def record_reference(
                 return_ranks=on_window is not None,
                 layers=layers,
                 on_window=take,
-                **fields,
+                **windows,
             )
         except (TransportError, ServerError, RateLimitError):
             # The client's patience is for one failure; a server that has recorded more since then has a new one.

@@ -116,7 +116,8 @@ class Attempts(AbstractContextManager["Attempts"]):
         """Seconds to wait after a request without a whole answer. TransportError if trying again would not help, was
         tried often or long enough, or would repeat what was reported."""
         url = error.request.url.copy_with(userinfo=b"")
-        failure = TransportError(f"no answer from {url}: {str(error) or type(error).__name__}")
+        hint = "" if self._retries.first_contact is None else f"; {_FIRST_CONTACT_HINT}"
+        failure = TransportError(f"no answer from {url}: {str(error) or type(error).__name__}{hint}")
         failure.__cause__ = error
         if not isinstance(error, RETRIED_ERRORS) or not can_restart:
             raise failure
@@ -146,9 +147,6 @@ class Attempts(AbstractContextManager["Attempts"]):
         else:
             longest = self._first_failure + limit - now
             is_over = longest <= 0
-        is_first_contact = isinstance(error, TransportError) and limit == retries.first_contact is not None
-        if is_over and is_first_contact:
-            raise TransportError(f"{error}; {_FIRST_CONTACT_HINT}") from error
         if is_over or (asked_wait is not None and asked_wait > longest):
             raise error
         if asked_wait is None:
@@ -163,8 +161,7 @@ class Attempts(AbstractContextManager["Attempts"]):
         # Once for all requests that wait, and not for a first, short pause.
         if retries.waiting_since is None and wait > FIRST_WAIT:
             retries.waiting_since = now
-            hint = f"; {_FIRST_CONTACT_HINT}" if is_first_contact else ""
-            _log.info("waiting for %s, %s at most: %s%s", retries.address, patience, error, hint)
+            _log.info("waiting for %s, %s at most: %s", retries.address, patience, error)
         return wait
 
 

@@ -8,7 +8,8 @@ import pytest
 from fake_server import INFO, CutShort, Outcomes, error, events, result_event, window_event
 
 from scoremode import APIStatusError, NotFoundError, RateLimitError, ServerError, TransportError
-from scoremode.wire.retries import LONGEST_BACKOFF, RETRIES_OF_INTERNAL_ERRORS
+from scoremode.runs.pool import patient_client
+from scoremode.wire.retries import FIRST_CONTACT_SECONDS, LONGEST_BACKOFF, RETRIES_OF_INTERNAL_ERRORS
 
 OK = httpx.Response(200, json=INFO)
 DOWN = httpx.ConnectError("refused")
@@ -116,6 +117,13 @@ def test_after_retry_for_the_failure_is_raised(call, waits, clock, seconds):
     with pytest.raises(TransportError, match="refused"):
         call(Outcomes(DOWN), "info", client={"retry_for": seconds})
     assert sum(waits) == pytest.approx(seconds), "the last attempt is when the time is up"
+
+
+async def test_a_server_that_has_not_answered_yet_is_waited_for_less_and_with_a_hint(waits, clock):
+    async with patient_client("http://fake", transport=httpx.MockTransport(Outcomes(DOWN))) as client:
+        with pytest.raises(TransportError, match="refused; is a server started there"):
+            await client.info()
+    assert sum(waits) == pytest.approx(FIRST_CONTACT_SECONDS)
 
 
 def test_an_internal_error_is_retried_a_few_times(call, waits, clock):
