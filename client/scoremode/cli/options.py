@@ -1,7 +1,6 @@
 """Commands as `main` takes them, and the options that several share: types of values, groups, and contradictions."""
 
 import argparse
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from scoremode._texts import printable
+from scoremode._texts import json_object, printable
 from scoremode._version import __version__
 from scoremode.runs import corpora
 from scoremode.runs.calibration import DEFAULT_THRESHOLD
@@ -189,7 +188,7 @@ DATASET = Group(
         Option(
             "--chat-template-kwargs JSON",
             "for the chat template of conversations",
-            type=value(json.loads, lambda value: isinstance(value, dict), "a JSON object"),
+            type=value(json_object, lambda value: value is not None, "a JSON object"),
         ),
         Option("--by COLUMN", "column with a label of each row, for tables by it; rows are then not joined"),
     ],

@@ -23,9 +23,9 @@ def check(options: argparse.Namespace) -> None:
 @extra("report")
 def run(options: argparse.Namespace) -> int:
     """Sweep the models and print the verdict on each; returns 1 if a model failed."""
-    from scoremode.sweep import SweepPlan
+    from scoremode.sweep import checked_plan
 
-    return sweep.measure(SweepPlan.model_validate(plan(options)), Path(), options, with_verdicts=True)
+    return sweep.measure(checked_plan(plan(options), "quick"), Path(), options, with_verdicts=True)
 
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:

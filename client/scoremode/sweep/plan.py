@@ -246,7 +246,12 @@ def read_plan(path: Path) -> SweepPlan:
         raise PlanError(f"{path} is not YAML{place}: {getattr(error, 'problem', error)}") from error
     if not isinstance(content, dict):
         raise PlanError(f"{path} is not a plan: it should have output, text and models")
+    return checked_plan(content, str(path))
+
+
+def checked_plan(fields: dict[str, Any], name: str) -> SweepPlan:
+    """A plan of these fields. PlanError with the plan's name and all that is wrong."""
     try:
-        return SweepPlan.model_validate(content)
+        return SweepPlan.model_validate(fields)
     except ValidationError as error:
-        raise PlanError(f"{path}: {'; '.join(faults(error))}") from error
+        raise PlanError(f"{name}: {'; '.join(faults(error))}") from error
