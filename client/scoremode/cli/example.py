@@ -23,11 +23,10 @@ def run(options: argparse.Namespace) -> None:
     from scoremode.comparison.card import write_card
     from scoremode.comparison.report import write_report
 
-    with file_errors(OutputError, f"write {folder}"):
-        shutil.unpack_archive(RUNS, folder)
-    comparison = compare(load_runs(sorted(folder.glob("*.json"))))
     report, card = folder / "report.html", folder / "README.md"
     with file_errors(OutputError, f"write {folder}"):
+        shutil.unpack_archive(RUNS, folder)
+        comparison = compare(load_runs(sorted(folder.glob("*.json"))))
         write_report(comparison, report)
         write_card(comparison, card)
     print(f"{comparison.base.text_in_words}, {comparison.base.num_scored:,} tokens, {comparison.base.server.devices}:")
