@@ -56,7 +56,7 @@ def model_name(model: str) -> str:
 
 
 def faults(error: ValidationError) -> list[str]:
-    """What pydantic refused, each after its place, such as `settings.stride: Input should be greater than 0`."""
+    """Say what pydantic refused, each after its place, such as `settings.stride: Input should be greater than 0`."""
     details = error.errors(include_url=False, include_context=False, include_input=False)
     places = [".".join(map(str, detail["loc"])) for detail in details]
     messages = [detail["msg"].removeprefix("Value error, ") for detail in details]

@@ -172,7 +172,7 @@ def _window(sent: object) -> KldWindowValues:
 
 
 class JournalLine(BaseModel):
-    """What a journal has of a window."""
+    """A window as a journal has it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
