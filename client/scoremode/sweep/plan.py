@@ -127,19 +127,16 @@ class ModelEntry(_Part):
     """Of its run's file, and its label in tables and plots."""
     model: LocalPath | None = None
     """To serve; with `url` a served name or adapter."""
-    url: str | None = None
+    url: Annotated[str, AfterValidator(server_root)] | None = None
     command: Command | None = None
     serve: Flags = []
     env: Environment = {}
 
     @model_validator(mode="after")
     def _served_or_running(self) -> "ModelEntry":
-        if self.url is None:
-            if self.model is None:
-                raise ValueError("give a model to serve, or the url of a server that runs")
-            return self
-        server_root(self.url)
-        if self.command or self.serve or self.env:
+        if self.url is None and self.model is None:
+            raise ValueError("give a model to serve, or the url of a server that runs")
+        if self.url is not None and (self.command or self.serve or self.env):
             raise ValueError("command, serve and env are for a model that is served here, not for a url")
         return self
 

@@ -151,6 +151,7 @@ def test_a_plan_is_read_as_it_is_written(tmp_path: Path, monkeypatch: pytest.Mon
         ("name: bf16\n", "nam: bf16\n", "models.0.name: Field required; models.0.nam: Extra inputs are"),
         ("name: w4a16", "name: BF16", "models: two are called 'bf16'"),
         ("http://host:8001", "http://host:8001\n    serve: --x", "models.1: command, serve and env are for a"),
+        ("http://host:8001", "host:8001", "models.1.url: not a server address: 'host:8001'"),
         ("method: sliding", "method: conversation", "windows.method: Input should be 'sliding', 'overlapping', "),
         ("method: sliding", "preset: hf", "windows: preset sets stride"),
         ("{method: sliding, context_length: 512, stride: 256}", "{preset: hf}", "windows.preset measures the whole"),
