@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from scoremode import ScoreClient
 from scoremode.kld import KldPositions
-from scoremode.runs.corpora import load_corpus
+from scoremode.runs import load_corpus
 from scoremode.wire.protocol import Lane
 
 Windows = list[list[int]]

@@ -36,8 +36,7 @@ from rounded_model import rounded_model
 from scoremode import AsyncScoreClient
 from scoremode.kld import KldPositions, agreement_lengths
 from scoremode.results import KldWindowValues
-from scoremode.runs.answers import record_answers
-from scoremode.runs.corpora import load_prompts
+from scoremode.runs import load_prompts, record_answers
 from scoremode.wire.protocol import Lane
 from scoremode.wire.references import AnswerSettings
 from scoremode.wire.requests import NEUTRAL_SAMPLING

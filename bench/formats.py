@@ -38,7 +38,7 @@ from tables import table
 from transformers import PreTrainedModel
 
 from scoremode import ScoreClient
-from scoremode.runs.lanes import lane_difference
+from scoremode.runs import lane_difference
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,13 @@ from tables import table
 
 from scoremode import AsyncScoreClient
 from scoremode.cli.layers import as_text
-from scoremode.runs.corpora import load_corpus
-from scoremode.runs.layers import LayersMeasurement, measure_layers
-from scoremode.runs.recipe import make_recipe
-from scoremode.runs.recording import record_reference
+from scoremode.runs import (
+    LayersMeasurement,
+    load_corpus,
+    make_recipe,
+    measure_layers,
+    record_reference,
+)
 
 NAME = "layers"
 HEADER = ("kept", "blocks", "KLD", "saved", "predicted saving", "ratio", "saved more than predicted")

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.results import MAX_TOP_POSITIONS, NUM_TOP, TopTokens
-from scoremode.runs.divergence import KldMeasurement
-from scoremode.runs.output import Output
+from scoremode.runs import KldMeasurement, Output
 from scoremode.wire.protocol import ServerInfo
 from scoremode.wire.references import NoiseFloor, Reference
 

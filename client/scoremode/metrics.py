@@ -8,8 +8,6 @@ from typing import Any
 
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
 
-_LARGEST_EXPONENT = 709.0
-
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
@@ -88,7 +86,8 @@ def count_words(text: str) -> int:
 
 def exp(value: float) -> float:
     """e**value, infinite where a float overflows, and NaN of NaN."""
-    return math.inf if value >= _LARGEST_EXPONENT else math.exp(value)
+    # That of the largest float is 709.8.
+    return math.inf if value >= 709 else math.exp(value)
 
 
 def finite_or_none(value: Any) -> Any:

@@ -13,9 +13,7 @@ import pytest
 
 from local_server import ServerProcess
 from scoremode import AsyncScoreClient
-from scoremode.runs.corpora import Corpus
-from scoremode.runs.evaluate import evaluate
-from scoremode.runs.run import Progress
+from scoremode.runs import Corpus, Progress, evaluate
 from tests.shared_servers import Servers
 from tests.texts import WIKITEXT
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 import lm_eval_tasks
 from scoremode.cli.main import main
-from scoremode.runs.presets import comparable_with
+from scoremode.runs import comparable_with
 from scoremode.wire.references import CorpusInfo
 from tests import oracle
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from scoremode._texts import printable
 from scoremode.errors import CorpusError, RunError
-from scoremode.runs.corpora import read_file
+from scoremode.runs import read_file
 
 _FILE_NAME = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
 _RIGHT = {"1": True, "1.0": True, "True": True, "0": False, "0.0": False, "False": False}

@@ -8,7 +8,7 @@ from scoremode._texts import printable
 from scoremode.cli.options import ONE_SERVER, QUIET, Command, Group, Option, check_one_server
 from scoremode.cli.progress import export_bar
 from scoremode.cli.running import connected
-from scoremode.runs.export import export_llama_cpp
+from scoremode.runs import export_llama_cpp
 
 
 def check(options: argparse.Namespace) -> None:

@@ -40,9 +40,15 @@ from scoremode.cli.running import (
 from scoremode.errors import MissingPackageError, extra
 from scoremode.kld import NUM_MOST_DIVERGENT, times_the_floor
 from scoremode.results import NUM_TOP
-from scoremode.runs.calibration import Overlap, measure_overlap
-from scoremode.runs.divergence import DivergentToken, KldMeasurement, measure_kld, measure_noise_floor
-from scoremode.runs.output import Output
+from scoremode.runs import (
+    DivergentToken,
+    KldMeasurement,
+    Output,
+    Overlap,
+    measure_kld,
+    measure_noise_floor,
+    measure_overlap,
+)
 from scoremode.wire.references import ConfidenceBucket
 
 _QUANTILES = {
@@ -62,8 +68,6 @@ _QUANTILES = {
 }
 MOST_DIVERGENT = 10
 """Tokens that are shown."""
-_SHOWN_BEFORE = 60
-"""Characters of the text before a token."""
 
 
 def check(options: argparse.Namespace) -> None:
@@ -222,7 +226,7 @@ def _noise_floor(measurement: KldMeasurement) -> str:
 def _divergent_table(tokens: Sequence[DivergentToken]) -> list[str]:
     lines = ["====== Most divergent tokens ======"]
     for token in tokens:
-        before = _shown((token.text_before or "")[-_SHOWN_BEFORE:])
+        before = _shown((token.text_before or "")[-60:])
         if not token.text_before and token.num_context:
             before = f"{token.num_context:,} tokens that are not scored"
         reference_top = _shown(token.reference_top_token, token.reference_top_token_id)

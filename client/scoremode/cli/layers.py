@@ -21,9 +21,16 @@ from scoremode.cli.options import (
 )
 from scoremode.cli.progress import progress_bar
 from scoremode.cli.running import compared_rows, connected, measure_each, write_and_print
-from scoremode.runs.layers import Cost, LayersMeasurement, PartCost, measure_layers
-from scoremode.runs.output import Output
-from scoremode.runs.recipe import Recipe, make_recipe, tensor_bytes
+from scoremode.runs import (
+    Cost,
+    LayersMeasurement,
+    Output,
+    PartCost,
+    Recipe,
+    make_recipe,
+    measure_layers,
+    tensor_bytes,
+)
 
 
 def check(options: argparse.Namespace) -> None:

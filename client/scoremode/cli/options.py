@@ -10,10 +10,14 @@ from typing import Any, NoReturn
 
 from scoremode._texts import json_object, printable
 from scoremode._version import __version__
-from scoremode.runs import corpora
-from scoremode.runs.calibration import DEFAULT_THRESHOLD
-from scoremode.runs.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY
-from scoremode.runs.presets import PRESETS, window_settings
+from scoremode.runs import (
+    DEFAULT_CONCURRENCY,
+    DEFAULT_THRESHOLD,
+    MAX_CONCURRENCY,
+    PRESETS,
+    corpora,
+    window_settings,
+)
 from scoremode.windows import METHODS, Method
 from scoremode.wire.protocol import LANES
 from scoremode.wire.requests import API_KEY_VARIABLE, DEFAULT_TIMEOUT, server_root

@@ -32,10 +32,14 @@ from scoremode.cli.running import (
     windows_of,
     write_and_print,
 )
-from scoremode.runs.calibration import Overlap, measure_overlap
-from scoremode.runs.evaluate import Evaluation, evaluate
-from scoremode.runs.output import Output
-from scoremode.runs.report import weights_in_words
+from scoremode.runs import (
+    Evaluation,
+    Output,
+    Overlap,
+    evaluate,
+    measure_overlap,
+    weights_in_words,
+)
 
 
 def check(options: argparse.Namespace) -> None:

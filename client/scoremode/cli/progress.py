@@ -21,8 +21,7 @@ from rich.progress import Progress as ProgressBar
 
 from scoremode._texts import printable
 from scoremode.corpus import CorpusProgress, OnCorpusProgress
-from scoremode.runs.export import OnBytes
-from scoremode.runs.run import OnProgress, Progress
+from scoremode.runs import OnBytes, OnProgress, Progress
 
 SECONDS_PER_LINE = 30.0
 """Between lines on progress where stderr is not a terminal, which shows a bar instead."""

@@ -9,7 +9,7 @@ from scoremode._texts import model_name
 from scoremode.cli import sweep
 from scoremode.cli.options import COUNT, QUIET, Command, Group, Option, check_report, refuse
 from scoremode.errors import extra
-from scoremode.runs.presets import PRESETS
+from scoremode.runs import PRESETS
 from scoremode.wire.protocol import LANES
 
 _PRESET = "llama.cpp"

@@ -27,11 +27,16 @@ from scoremode.cli.options import (
 )
 from scoremode.cli.progress import progress_bar
 from scoremode.cli.running import connected, corpus_of, window_rows, windows_of
-from scoremode.runs.answers import record_answers
-from scoremode.runs.corpora import DEFAULT_COLUMN, PROMPT_COLUMNS, load_prompts
-from scoremode.runs.pool import MAX_CONCURRENCY
-from scoremode.runs.recording import Recording, record_reference
-from scoremode.runs.report import reference_in_words
+from scoremode.runs import (
+    DEFAULT_COLUMN,
+    MAX_CONCURRENCY,
+    PROMPT_COLUMNS,
+    Recording,
+    load_prompts,
+    record_answers,
+    record_reference,
+    reference_in_words,
+)
 from scoremode.wire.references import REFERENCE_NAME, AnswerSettings
 
 LAYERS_CONTEXT = 1024

@@ -12,17 +12,25 @@ from numpy.typing import NDArray
 
 from scoremode._tasks import Result
 from scoremode.client import AsyncScoreClient
-from scoremode.runs.calibration import Calibration, FinishedRun, Overlap
-from scoremode.runs.corpora import Corpus, load_corpus, read_rows
-from scoremode.runs.divergence import ComparedModel
-from scoremode.runs.lanes import lane_difference
-from scoremode.runs.layers import LayersMeasurement
-from scoremode.runs.output import Output
-from scoremode.runs.plan import Plan, tokenize_texts
-from scoremode.runs.pool import patient_client
-from scoremode.runs.presets import comparable_with
-from scoremode.runs.report import reference_in_words, weights_in_words
-from scoremode.runs.run import OnProgress
+from scoremode.runs import (
+    Calibration,
+    ComparedModel,
+    Corpus,
+    FinishedRun,
+    LayersMeasurement,
+    OnProgress,
+    Output,
+    Overlap,
+    Plan,
+    comparable_with,
+    lane_difference,
+    load_corpus,
+    patient_client,
+    read_rows,
+    reference_in_words,
+    tokenize_texts,
+    weights_in_words,
+)
 from scoremode.windows import WindowSettings
 from scoremode.wire.protocol import Lane, ServerInfo
 from scoremode.wire.references import CorpusInfo, Reference

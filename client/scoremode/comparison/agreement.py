@@ -21,7 +21,6 @@ AgreementFigures = dict[str, Any]
 _QUANTILES = {"agreement_p10": 0.1, "agreement_p25": 0.25, "agreement_median": 0.5, "agreement_p75": 0.75}
 _ROUNDING = 1e-9
 """A product of shares may miss a half by as much."""
-_ENDS = (0.025, 0.975)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,7 +160,7 @@ def _mean(values: Floats | NDArray[np.bool_], counts: Floats | None) -> Figure:
 
 def _percentiles(resampled: Floats) -> tuple[float, float]:
     """The ends of the 95 % interval, which may be infinite."""
-    low, high = np.quantile(resampled[~np.isnan(resampled)], _ENDS, method="inverted_cdf")
+    low, high = np.quantile(resampled[~np.isnan(resampled)], (0.025, 0.975), method="inverted_cdf")
     return float(low), float(high)
 
 

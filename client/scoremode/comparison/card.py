@@ -14,8 +14,7 @@ from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import computed_differently
 from scoremode.comparison.tables import Column, escaped, markdown_rows, measured_by, short_labels
 from scoremode.errors import RunError
-from scoremode.runs.corpora import HUB_ALIASES
-from scoremode.runs.presets import comparable_with
+from scoremode.runs import HUB_ALIASES, comparable_with
 from scoremode.windows import STRIDED_METHODS
 
 _HUB_METRICS = {
@@ -29,7 +28,6 @@ _HUB_METRICS = {
 """The types and names that metrics have on the hub."""
 _QUANTILES = {"kld_median": "median KLD", "kld_p99": "99 % KLD", "kld_p999": "99.9 % KLD"}
 _SAME_FOR = "same for (median tokens)"
-_NAME_LENGTH = 24
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _START, _END = "<!-- scoremode -->", "<!-- /scoremode -->"
 """Marks of what `write_card` replaces."""
@@ -77,7 +75,7 @@ def _body(comparison: RunComparison) -> str:
 def _columns(comparison: RunComparison) -> list[Column]:
     """The columns of the table, without those of speed and of answers where no run knows its own."""
     rows, pairs = comparison.runs, comparison.base_pairs
-    labels = short_labels([row.run.label for row in rows], _NAME_LENGTH)
+    labels = short_labels([row.run.label for row in rows], 24)
     columns = [
         Column("quant", labels, right=False),
         Column("GiB", _cells(rows, "gib", 2)),

@@ -83,9 +83,8 @@ def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
         context_length=int(windows[2]),
     )
     figures: dict[str, Any] = {name: printed[label].value for name, label in _QUANTILES.items() if label in printed}
-    for name, label in _PERCENTAGES.items():
-        if label in printed:
-            figures[name] = printed[label].mapped(lambda percent: percent / 100, 1 / 100)
+    percentages = {name: printed[label] for name, label in _PERCENTAGES.items() if label in printed}
+    figures |= {name: each.mapped(lambda percent: percent / 100, 1 / 100) for name, each in percentages.items()}
     return RunFigures(
         log, perplexity.mapped(math.log, 1 / perplexity.value), perplexity, kld=printed.get("Mean KLD"), **figures
     )

@@ -273,11 +273,6 @@ class RunComparison:
         """The text as the first run that knows it describes it: all runs are of one text."""
         return next((run.corpus for run in self.files if run.corpus is not None), None)
 
-    @property
-    def corpus_names(self) -> list[str]:
-        """The names that runs give their text, each once; none where no run names it."""
-        return list(dict.fromkeys(run.corpus.name for run in self.files if run.corpus is not None))
-
 
 @dataclass(frozen=True, slots=True)
 class Cell:

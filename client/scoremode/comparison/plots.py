@@ -255,7 +255,7 @@ def measurement_in_words(comparison: RunComparison) -> str:
     """The base's model, corpus, method, tokens, dtypes, versions, devices and days; a reference does not say where its
     text is from."""
     run = comparison.base
-    corpus = ", ".join(comparison.corpus_names) or run.text_in_words
+    corpus = run.text_in_words if comparison.corpus is None else comparison.corpus.in_words
     dtypes = ", ".join(dict.fromkeys(run.server.dtype for run in comparison.files))
     return (
         f"Base: {run.model}. Corpus: {corpus}. Method: {run.method}, context length {run.context_length:,}, stride "

@@ -23,7 +23,7 @@ from scoremode.comparison.report_tables import effect_cells, pair_matrices, part
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import computed_differently, in_words, summary
 from scoremode.comparison.tables import Column, best_at_each_size, group_notes, group_tables
-from scoremode.runs.report import weights_in_words
+from scoremode.runs import weights_in_words
 
 TEMPLATES = Path(__file__).with_name("templates")
 MAX_BYTES = 30_000_000

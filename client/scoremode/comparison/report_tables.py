@@ -29,7 +29,6 @@ from scoremode.comparison.tables import Column
 
 NUM_PARTED = 10
 """Answers that part first, which the report lists."""
-_TOKENS_BEFORE = 16
 _FAR_FEWER = 2
 """From this many digits of difference after the point, the figures of a column each keep their own digits."""
 
@@ -86,9 +85,7 @@ def parted_answers(run: RunFile) -> list[Column]:
     order = np.argsort(agreement.lengths, kind="stable")
     windows = order[agreement.parts[order]][:NUM_PARTED]
     at = (starts + agreement.lengths)[windows]
-    before = [
-        run.token_ids[max(start, end - _TOKENS_BEFORE) : end] for start, end in zip(starts[windows], at, strict=True)
-    ]
+    before = [run.token_ids[max(start, end - 16) : end] for start, end in zip(starts[windows], at, strict=True)]
     next_ids = {
         "next in the answer": run.token_ids,
         "original's top token": run.reference_top_token_ids,

@@ -11,9 +11,6 @@ from matplotlib.ticker import LogLocator, NullLocator
 from scoremode.comparison.plot_style import HEIGHT, Theme, add_tip, legend, marker, new_axes, plain_log_axis
 from scoremode.comparison.sizes import MIN_FRONT, Point, pareto_front
 
-_LOG_RATIO = 8.0
-"""Values that lie farther apart than this share a log axis."""
-
 
 def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float | None, theme: Theme) -> Drawing:
     """A value against size, or by run where the size is not known; `floor` is the noise floor, if there is one."""
@@ -98,9 +95,9 @@ def _draw_by_run(all_points: Sequence[Point], value: str, floor: float | None, t
 
 
 def _set_scale(axes: Axes, all_points: Sequence[Point], floor: float | None, which: str) -> None:
-    """A log axis where values lie far apart. It needs its limits before its ticks."""
+    """A log axis where the largest value is more than eight times the smallest. It needs its limits before its ticks."""
     values = [point.value for point in all_points] + ([floor] if floor else [])
-    if min(values) <= 0 or max(values) / min(values) <= _LOG_RATIO:
+    if min(values) <= 0 or max(values) / min(values) <= 8:
         return
     ends = [*values, *(end for point in all_points for end in (point.low, point.high) if end > 0)]
     (axes.set_xlim if which == "x" else axes.set_ylim)(max(min(ends), min(values) / 10) / 2, max(ends) * 2)

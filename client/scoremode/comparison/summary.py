@@ -11,7 +11,7 @@ from scoremode.comparison.groups import tokens_before
 from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
 from scoremode.kld import times_the_floor
-from scoremode.runs.lanes import lane_difference
+from scoremode.runs import lane_difference
 from scoremode.wire.protocol import ComputedBy, ServedModel
 
 

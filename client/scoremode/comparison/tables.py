@@ -12,7 +12,7 @@ from scoremode.comparison.figures import METRICS, EngineLog, Figure, RunComparis
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.sizes import MIN_FRONT, pareto_front, points
 from scoremode.comparison.summary import agreements, summary
-from scoremode.runs.presets import comparable_with
+from scoremode.runs import comparable_with
 
 CsvRow = dict[str, object]
 _CSV_HEADER = (

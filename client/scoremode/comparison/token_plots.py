@@ -27,8 +27,6 @@ Numbered = Sequence[tuple[int, RunFile]]
 
 _CURVE_POINTS = 400
 """As many as a plot can show; one point per token would make a file of many megabytes."""
-_SETTLED = 0.02
-"""After this share of the text a running mean is fit to set the limits of an axis."""
 _Z_95 = 1.959964
 
 
@@ -155,7 +153,8 @@ def draw_running_difference(base: RunFile, runs: Numbered, theme: Theme) -> Draw
     settled = []
     for index, run in runs:
         means = running_difference(run, base)
-        settled.append(means[int(num_tokens * _SETTLED) :])
+        # After the first fiftieth of the text, a running mean is fit to set the limits of the axis.
+        settled.append(means[num_tokens // 50 :])
         form = "{1:+.4f} nats over {0:,.0f} tokens"
         draw_curve(axes, theme, index, shown + 1, means[shown], run.label, run.label, form)
     axes.axhline(0, color=theme.quiet, linewidth=1)

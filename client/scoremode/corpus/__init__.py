@@ -7,8 +7,7 @@ from scoremode.client import AsyncScoreClient
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT, DocumentScorer
 from scoremode.corpus.settings import CorpusProgress, OnCorpusProgress, find_inputs
 from scoremode.errors import extra
-from scoremode.runs.plan import server_header
-from scoremode.runs.pool import Pool
+from scoremode.runs import Pool, server_header
 
 __all__ = ["CorpusProgress", "OnCorpusProgress", "score_corpus"]
 

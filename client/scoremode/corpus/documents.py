@@ -20,7 +20,7 @@ from scoremode.client import AsyncScoreClient
 from scoremode.errors import APIStatusError, ResponseError, ScoremodeError
 from scoremode.metrics import bits_per_byte, exp
 from scoremode.results import Score
-from scoremode.runs.pool import Pool
+from scoremode.runs import Pool
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
 from scoremode.wire.retries import INTERNAL_ERROR
 

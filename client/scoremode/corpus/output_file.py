@@ -15,8 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from scoremode.errors import OutputError, file_errors
-from scoremode.runs.journal import AppendedFile, check_same_run
-from scoremode.runs.output import sync_folder
+from scoremode.runs import AppendedFile, check_same_run, sync_folder
 
 HEADER_KEY = b"scoremode"
 _ROW_GROUP_BYTES = 64 << 20

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from scoremode.corpus.documents import AnyDocument, Document, DocumentResult, ScoredDocument, UnscoredDocument
 from scoremode.errors import CorpusError
-from scoremode.runs.corpora import json_row
+from scoremode.runs import json_row
 
 _BATCH_ROWS = 256
 """Few, because each may be a long document."""

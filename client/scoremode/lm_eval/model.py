@@ -25,7 +25,7 @@ from scoremode._sync_client import ScoreClient
 from scoremode._tasks import Result
 from scoremode._texts import printable
 from scoremode.client import AsyncScoreClient
-from scoremode.runs.pool import Job, Pool
+from scoremode.runs import Job, Pool
 from scoremode.wire.calls import LISTING_BYTES, call
 from scoremode.wire.requests import DEFAULT_TIMEOUT
 from scoremode.wire.retries import PATIENT_RETRY_FOR

@@ -1,1 +1,102 @@
-"""Runs over the windows of a text: perplexity, KL divergence and recording, their journals and results."""
+"""Runs over the windows of a text, as a library: what `ppl-client` measures, records and exports, their journals and
+results, and the servers that share a run."""
+
+from scoremode.runs.answers import record_answers
+from scoremode.runs.calibration import DEFAULT_THRESHOLD, Calibration, FinishedRun, Overlap, measure_overlap
+from scoremode.runs.corpora import (
+    DEFAULT_COLUMN,
+    DEFAULT_SPLIT,
+    HUB_ALIASES,
+    PROMPT_COLUMNS,
+    Corpus,
+    json_row,
+    load_corpus,
+    load_prompts,
+    local_path,
+    read_file,
+    read_rows,
+)
+from scoremode.runs.divergence import ComparedModel, DivergentToken, KldMeasurement, measure_kld, measure_noise_floor
+from scoremode.runs.evaluate import Evaluation, evaluate
+from scoremode.runs.export import OnBytes, export_llama_cpp
+from scoremode.runs.journal import AppendedFile, Journal, Measurement, check_same_run, open_locked
+from scoremode.runs.lanes import in_lane, lane_difference
+from scoremode.runs.layers import Cost, LayersMeasurement, PartCost, PartKind, measure_layers
+from scoremode.runs.output import ARRAYS_SUFFIX, JOURNAL_SUFFIX, Output, sync_folder
+from scoremode.runs.plan import Plan, WindowNlls, identity, server_header, tokenize_texts
+from scoremode.runs.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY, Job, Pool, patient_client
+from scoremode.runs.presets import PRESETS, Preset, comparable_with, window_settings
+from scoremode.runs.recipe import Recipe, make_recipe, tensor_bytes
+from scoremode.runs.recording import Recording, record_reference
+from scoremode.runs.report import RECORD_VERSION, Arrays, reference_in_words, weights_in_words
+from scoremode.runs.run import OnProgress, Progress
+
+__all__ = [
+    "ARRAYS_SUFFIX",
+    "DEFAULT_COLUMN",
+    "DEFAULT_CONCURRENCY",
+    "DEFAULT_SPLIT",
+    "DEFAULT_THRESHOLD",
+    "HUB_ALIASES",
+    "JOURNAL_SUFFIX",
+    "MAX_CONCURRENCY",
+    "PRESETS",
+    "PROMPT_COLUMNS",
+    "RECORD_VERSION",
+    "AppendedFile",
+    "Arrays",
+    "Calibration",
+    "ComparedModel",
+    "Corpus",
+    "Cost",
+    "DivergentToken",
+    "Evaluation",
+    "FinishedRun",
+    "Job",
+    "Journal",
+    "KldMeasurement",
+    "LayersMeasurement",
+    "Measurement",
+    "OnBytes",
+    "OnProgress",
+    "Output",
+    "Overlap",
+    "PartCost",
+    "PartKind",
+    "Plan",
+    "Pool",
+    "Preset",
+    "Progress",
+    "Recipe",
+    "Recording",
+    "WindowNlls",
+    "check_same_run",
+    "comparable_with",
+    "evaluate",
+    "export_llama_cpp",
+    "identity",
+    "in_lane",
+    "json_row",
+    "lane_difference",
+    "load_corpus",
+    "load_prompts",
+    "local_path",
+    "make_recipe",
+    "measure_kld",
+    "measure_layers",
+    "measure_noise_floor",
+    "measure_overlap",
+    "open_locked",
+    "patient_client",
+    "read_file",
+    "read_rows",
+    "record_answers",
+    "record_reference",
+    "reference_in_words",
+    "server_header",
+    "sync_folder",
+    "tensor_bytes",
+    "tokenize_texts",
+    "weights_in_words",
+    "window_settings",
+]

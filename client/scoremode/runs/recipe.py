@@ -9,7 +9,6 @@ from pathlib import Path
 from scoremode.errors import RunError, file_errors
 from scoremode.runs.layers import Cost, LayersMeasurement, PartCost
 
-_HEADER_SIZE = 8
 _LARGEST_HEADER = 1 << 28
 
 
@@ -101,7 +100,7 @@ def tensor_bytes(folder: Path, *, in_16_bits: bool = False) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for path in files:
         with file_errors(RunError, f"read {path}"), path.open("rb") as file:
-            size = int.from_bytes(file.read(_HEADER_SIZE), "little")
+            size = int.from_bytes(file.read(8), "little")
             content = file.read(size) if size <= _LARGEST_HEADER else b""
         try:
             header = json.loads(content)

@@ -19,8 +19,15 @@ from pydantic import (
 
 from scoremode._texts import faults
 from scoremode.errors import ScoremodeError, file_errors
-from scoremode.runs.corpora import DEFAULT_COLUMN, DEFAULT_SPLIT, Corpus, load_corpus, local_path
-from scoremode.runs.presets import Preset, window_settings
+from scoremode.runs import (
+    DEFAULT_COLUMN,
+    DEFAULT_SPLIT,
+    Corpus,
+    Preset,
+    load_corpus,
+    local_path,
+    window_settings,
+)
 from scoremode.windows import TextMethod, WindowSettings, resolve_stride
 from scoremode.wire.protocol import Lane
 from scoremode.wire.requests import server_root

@@ -29,8 +29,6 @@ STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.5
 _SECONDS_PER_LINE = 60.0
 """Between lines that say that a server is still loading."""
-_TAIL_LINES = 200
-"""Of a log, in which an error is looked for."""
 # No part of a name is read twice, however long a line is.
 _ERROR = re.compile(r"(?<![\w.])[\w.]++(?:(?<=Error)|(?<=Exception)|(?<=Exit)): .+")
 _SUMMARY_OF_VLLM = "Engine core initialization failed"
@@ -173,7 +171,8 @@ async def _end_group(process: Process) -> None:
 
 def _reason(log: Path) -> str:
     """The last error in a log, or else its last line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-_TAIL_LINES:]
+    # Errors further up are not those that ended it.
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-200:]
     errors = [match[0] for line in lines if (match := _ERROR.search(line)) and _SUMMARY_OF_VLLM not in line]
     return f" (log {log}): {(errors or lines or ['it printed nothing'])[-1]}"
 

@@ -10,9 +10,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from scoremode.runs.corpora import Corpus
-from scoremode.runs.output import ARRAYS_SUFFIX, JOURNAL_SUFFIX
-from scoremode.runs.plan import identity
+from scoremode.runs import (
+    ARRAYS_SUFFIX,
+    JOURNAL_SUFFIX,
+    Corpus,
+    identity,
+)
 from scoremode.sweep.plan import ModelEntry, SweepPlan
 from scoremode.wire.protocol import ServerInfo
 

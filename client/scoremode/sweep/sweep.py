@@ -18,18 +18,25 @@ from scoremode.comparison.plots import write_plots
 from scoremode.comparison.report import write_report
 from scoremode.errors import NotFoundError, OutputError, RunError, ScoremodeError, file_errors
 from scoremode.results import NUM_TOP
-from scoremode.runs.calibration import FinishedRun
-from scoremode.runs.corpora import Corpus
-from scoremode.runs.divergence import KldMeasurement, measure_kld, measure_noise_floor
-from scoremode.runs.evaluate import Evaluation, evaluate
-from scoremode.runs.export import export_llama_cpp
-from scoremode.runs.journal import Journal, Measurement, open_locked
-from scoremode.runs.lanes import in_lane
-from scoremode.runs.output import Output
-from scoremode.runs.plan import WindowNlls
-from scoremode.runs.pool import patient_client
-from scoremode.runs.recording import record_reference
-from scoremode.runs.run import OnProgress
+from scoremode.runs import (
+    Corpus,
+    Evaluation,
+    FinishedRun,
+    Journal,
+    KldMeasurement,
+    Measurement,
+    OnProgress,
+    Output,
+    WindowNlls,
+    evaluate,
+    export_llama_cpp,
+    in_lane,
+    measure_kld,
+    measure_noise_floor,
+    open_locked,
+    patient_client,
+    record_reference,
+)
 from scoremode.sweep import reuse
 from scoremode.sweep.plan import GgufOptions, ModelEntry, SweepPlan, check_local_models
 from scoremode.sweep.processes import ProcessError, measure_file, model_server

@@ -185,7 +185,7 @@ class ServedLayers(ReferenceLayers):
 
 
 class KeptWithReference(BaseModel):
-    """What a server stores with a reference besides its model and text, and tells of it."""
+    """A server keeps this with a reference, in addition to its model and its text, and tells of it."""
 
     created: Annotated[int, Field(ge=0, lt=2**36)]
     corpus: CorpusInfo | None = None

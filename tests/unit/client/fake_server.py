@@ -23,7 +23,7 @@ import numpy as np
 
 from scoremode import AsyncScoreClient, Recording, record_reference
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.runs.corpora import Corpus
+from scoremode.runs import Corpus
 from scoremode.windows import cut_windows, resolve_stride
 
 BOS, MAX_MODEL_LEN, VOCAB_SIZE = 256, 64, 257

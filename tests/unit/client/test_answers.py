@@ -8,8 +8,7 @@ import pytest
 from fake_server import BOS, MAX_MODEL_LEN, FakeServer, StoredReference, client_of, compare, error, ok
 
 from scoremode import CorpusError, NotFoundError, OutputError, ResponseError, TransportError, measure_kld
-from scoremode.runs.answers import record_answers
-from scoremode.runs.corpora import load_prompts
+from scoremode.runs import load_prompts, record_answers
 from scoremode.wire.references import AnswerSettings
 
 QUESTION, ANSWER = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from scoremode.runs import tokenize_texts
 from scoremode.runs.calibration import NGRAM, Calibration, measure_overlap
-from scoremode.runs.plan import tokenize_texts
 from tests.unit.client.fake_server import FakeServer, client_of
 
 

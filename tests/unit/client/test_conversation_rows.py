@@ -9,8 +9,8 @@ import pytest
 from fake_server import FakeServer, changed, client_of, ok
 
 from scoremode import CorpusError, record_reference
+from scoremode.runs import load_corpus
 from scoremode.runs.conversations import token_classes
-from scoremode.runs.corpora import load_corpus
 from scoremode.runs.plan import make_plan
 from scoremode.windows import TOKEN_CLASSES
 

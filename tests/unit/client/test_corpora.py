@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from scoremode import CorpusError
-from scoremode.runs.corpora import load_corpus
+from scoremode.runs import load_corpus
 
 ROWS = ["", " = Title = \n", "One line\u2028still the same.", "Ünïcode", "last"]
 ROWS_SHA256 = hashlib.sha256("\n\n".join(ROWS).encode()).hexdigest()

@@ -31,7 +31,7 @@ from scoremode import (
     results,
 )
 from scoremode.kld import POSITION_DTYPES, KldPositions
-from scoremode.runs.journal import Journal
+from scoremode.runs import Journal
 
 NOISE = 0.5
 

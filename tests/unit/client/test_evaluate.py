@@ -7,8 +7,7 @@ from fake_server import BOS, FakeServer, changed, client_of, encoded, logprob
 
 from scoremode import METHODS, ResponseError, cut_windows
 from scoremode.metrics import TextMetrics
-from scoremode.runs.corpora import Corpus
-from scoremode.runs.evaluate import evaluate
+from scoremode.runs import Corpus, evaluate
 
 TEXT = "The quick brown fox jumps over the lazy dog, and on it goes."
 

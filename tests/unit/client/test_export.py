@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from scoremode.errors import OutputError, ResponseError, TransportError
-from scoremode.runs.export import OnBytes, export_llama_cpp
+from scoremode.runs import OnBytes, export_llama_cpp
 from tests.unit.client.fake_server import CutShort, FakeServer, StoredReference, client_of
 
 CONTEXT, NUM_WINDOWS = 16, 3

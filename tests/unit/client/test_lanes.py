@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scoremode.runs.lanes import lane_difference
+from scoremode.runs import lane_difference
 
 POSITIONS = np.tile(np.arange(1, 2048), 8)
 RANDOM = np.random.default_rng(31)

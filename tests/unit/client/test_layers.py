@@ -10,8 +10,7 @@ from safetensors.numpy import save_file
 
 from scoremode.cli.main import main
 from scoremode.errors import RunError, ServersDifferError
-from scoremode.runs.layers import measure_layers
-from scoremode.runs.recipe import make_recipe
+from scoremode.runs import make_recipe, measure_layers
 
 NOISE = 0.5
 NUM_PLACES = len(REST_OF_NOISE)

@@ -9,8 +9,7 @@ import pytest
 from fake_server import FINGERPRINT, FakeServer, Outcomes, client_of, error, ok, score_response
 
 from scoremode import BadRequestError, ResponseError, ServerError, ServersDifferError, TransportError
-from scoremode.runs.corpora import Corpus
-from scoremode.runs.evaluate import evaluate
+from scoremode.runs import Corpus, evaluate
 from scoremode.runs.pool import GRACE, Pool
 
 CORPUS = Corpus("fox", "The quick brown fox jumps over the lazy dog, and on it goes. " * 4, "made up", 1)

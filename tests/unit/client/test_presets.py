@@ -11,8 +11,7 @@ from fake_server import FakeServer, serve
 
 from scoremode.cli.main import main
 from scoremode.comparison import load_run
-from scoremode.runs import presets
-from scoremode.runs.corpora import load_corpus
+from scoremode.runs import load_corpus, presets
 from scoremode.windows import WindowError, cut_windows
 from tests.texts import WIKITEXT
 

@@ -8,7 +8,7 @@ import pytest
 from fake_server import INFO, CutShort, Outcomes, error, events, result_event, window_event
 
 from scoremode import APIStatusError, NotFoundError, RateLimitError, ServerError, TransportError
-from scoremode.runs.pool import patient_client
+from scoremode.runs import patient_client
 from scoremode.wire.retries import FIRST_CONTACT_SECONDS, LONGEST_BACKOFF, RETRIES_OF_INTERNAL_ERRORS
 
 OK = httpx.Response(200, json=INFO)

@@ -10,7 +10,7 @@ from fake_server import INFO, StoredReference
 
 from scoremode.cli.kld import as_text
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.runs.divergence import DivergentToken, KldMeasurement
+from scoremode.runs import DivergentToken, KldMeasurement
 from scoremode.wire.protocol import ServerInfo
 from scoremode.wire.references import CorpusInfo, NoiseFloor, Reference
 

@@ -3,7 +3,7 @@
 import pytest
 
 from scoremode.cli import progress
-from scoremode.runs.run import Progress
+from scoremode.runs import Progress
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

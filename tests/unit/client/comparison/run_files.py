@@ -9,10 +9,13 @@ from fake_server import INFO
 
 from scoremode import NoiseFloor, Reference, ServerInfo, Window, perplexity
 from scoremode.comparison import RunFile, load_run
-from scoremode.runs.corpora import Corpus
-from scoremode.runs.evaluate import Evaluation
-from scoremode.runs.output import Output
-from scoremode.runs.plan import Plan, WindowNlls
+from scoremode.runs import (
+    Corpus,
+    Evaluation,
+    Output,
+    Plan,
+    WindowNlls,
+)
 
 TEXT = "a text of some length"
 OWN = {"fingerprint": "of the model"}

@@ -27,7 +27,7 @@ from scoremode.comparison.card import card, write_card
 from scoremode.comparison.plots import write_plots
 from scoremode.comparison.report import write_report
 from scoremode.errors import RunError
-from scoremode.runs.corpora import Corpus, load_corpus
+from scoremode.runs import Corpus, load_corpus
 
 HEADER = [
     *("quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "median KLD", "99 % KLD", "99.9 % KLD"),

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import combinations, pairwise
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -214,8 +215,9 @@ def test_formats_have_colors_and_runs_have_markers(comparison):
 
 def test_a_picture_says_what_was_measured(comparison):
     for plot in plots(comparison):
-        words = as_svg(plot.draw(DARK), text_as_paths=False)
-        assert f"{NUM_TOKENS:,} tokens" in words
+        # The lines of the picture.
+        words = " ".join(ElementTree.fromstring(as_svg(plot.draw(DARK), text_as_paths=False)).itertext())
+        assert f"{NUM_TOKENS:,} tokens scored" in " ".join(words.split())
         assert "sliding, context length 2,048" in words
 
 

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save
 from scoremode.cli.main import main
 from scoremode.comparison import load_run
 from scoremode.errors import RunError
-from scoremode.runs.corpora import Corpus
+from scoremode.runs import Corpus
 
 NLLS = made_up_nlls(1)
 KLD = np.abs(made_up_nlls(2) - made_up_nlls(3)).astype(np.float32)

@@ -8,7 +8,7 @@ from fake_server import BOS, MAX_MODEL_LEN, FakeServer, changed, client_of, erro
 from scoremode import ResponseError, ServerError
 from scoremode.corpus import documents
 from scoremode.corpus.documents import Document, DocumentScorer, ScoredDocument, UnscoredDocument, cut_into_requests
-from scoremode.runs.pool import Pool
+from scoremode.runs import Pool
 from scoremode.windows import WindowError
 
 CONTEXT = MAX_MODEL_LEN - 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fake_server import INFO
 
-from scoremode.runs.corpora import Corpus
+from scoremode.runs import Corpus
 from scoremode.sweep import PlanError, SweepPlan, read_plan
 from scoremode.sweep.plan import ModelEntry
 from scoremode.sweep.reuse import changes, is_complete, prepare_resume, running_marks, served_marks, text_marks

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from scoremode import OutputError
 from scoremode.cli.main import main
-from scoremode.runs.journal import open_locked
+from scoremode.runs import open_locked
 from scoremode.sweep import SweepPlan, SweepResult, compare_runs, run_sweep
 from scoremode.sweep.processes import ProcessError, _resolved
 from scoremode.wire.base_file import BaseFile
