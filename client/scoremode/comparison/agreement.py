@@ -19,8 +19,6 @@ from scoremode.kld import Floats, agreement_lengths, num_ties
 AgreementFigures = dict[str, Any]
 """Fields of `RunFigures`."""
 _QUANTILES = {"agreement_p10": 0.1, "agreement_p25": 0.25, "agreement_median": 0.5, "agreement_p75": 0.75}
-_ROUNDING = 1e-9
-"""A product of shares may miss a half by as much."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,8 +65,8 @@ class Agreement:
 
 def _quantiles(tokens: NDArray[np.integer] | Floats, shares: Floats, fraction: float) -> Floats:
     """[any], the tokens before the first of these at which a row of shares [any, tokens] has fallen by a fraction."""
-    # Shares never rise.
-    first = (shares > 1 - fraction + _ROUNDING).sum(axis=1)
+    # Shares never rise. A product of them may miss a half by a rounding.
+    first = (shares > 1 - fraction + 1e-9).sum(axis=1)
     values: Floats = np.append(np.asarray(tokens, np.float64) - 1, np.inf)[first]
     return values
 

@@ -25,8 +25,6 @@ FEW_WINDOWS = 40
 """A text with fewer windows is cut into at least so many segments, if it is long enough."""
 MANY_UNITS = 2000
 """More windows than these are joined: an interval gains nothing by them, and resamples take longer."""
-_MIN_SEGMENT = 16
-"""Tokens of the shortest segment."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +53,8 @@ def cut_units(window_sizes: NDArray[np.int32], window_documents: NDArray[np.int3
     if len(sizes) < FEW_WINDOWS:
         name = "segments of windows"
         num_segments = -(-FEW_WINDOWS // len(sizes))
-        # Parts of a window differ by one at most.
-        parts = [max(1, min(num_segments, size // _MIN_SEGMENT)) for size in sizes]
+        # Parts of a window have sixteen tokens or more, and differ by one at most.
+        parts = [max(1, min(num_segments, size // 16)) for size in sizes]
         ends = [np.linspace(0, size, num + 1).astype(np.intp) for size, num in zip(sizes, parts, strict=True)]
         sizes = np.concatenate([np.diff(each) for each in ends])
     elif len(sizes) > MANY_UNITS:

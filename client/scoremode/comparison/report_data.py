@@ -23,8 +23,6 @@ MAX_TOKENS = 1024
 """Of a passage."""
 NUM_LISTED = 50
 """Most divergent tokens of a run whose passages are kept before all others."""
-_SHARE_OF_TOPS = 0.06
-"""Of all bytes, at most."""
 _BYTES_OF_TOPS = (4 + 2 * NUM_TOP * 6) * 4 // 3 + 1
 """Of a position of a run, at most."""
 MAX_PROMPT = 4000
@@ -79,7 +77,8 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
     token of the kept passages, in order. `tokens`, `tops` and the like are places in `vocabulary`.
     """
     passages = cut_passages(runs[0].window_sizes)
-    tops = _shown_tops(runs, int(_SHARE_OF_TOPS * max_bytes / (_BYTES_OF_TOPS * len(runs))))
+    # At most 6 % of all bytes.
+    tops = _shown_tops(runs, int(0.06 * max_bytes / (_BYTES_OF_TOPS * len(runs))))
     arrays = [array for run in runs for array in (run.token_ids, run.top_token_ids, run.reference_top_token_ids)]
     ids = [*(array for array in arrays if array is not None), *(top.token_ids[..., :NUM_TOP] for top in tops.values())]
     vocabulary = np.unique(np.concatenate([np.unique(array) for array in ids]))

@@ -95,7 +95,7 @@ def _draw_by_run(all_points: Sequence[Point], value: str, floor: float | None, t
 
 
 def _set_scale(axes: Axes, all_points: Sequence[Point], floor: float | None, which: str) -> None:
-    """A log axis where the largest value is more than eight times the smallest. It needs its limits before its ticks."""
+    """A log axis if the largest value is more than eight times the smallest. It needs its limits before its ticks."""
     values = [point.value for point in all_points] + ([floor] if floor else [])
     if min(values) <= 0 or max(values) / min(values) <= 8:
         return

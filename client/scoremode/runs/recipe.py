@@ -9,8 +9,6 @@ from pathlib import Path
 from scoremode.errors import RunError, file_errors
 from scoremode.runs.layers import Cost, LayersMeasurement, PartCost
 
-_LARGEST_HEADER = 1 << 28
-
 
 @dataclass(frozen=True, slots=True)
 class KeptBlock:
@@ -101,7 +99,7 @@ def tensor_bytes(folder: Path, *, in_16_bits: bool = False) -> dict[str, int]:
     for path in files:
         with file_errors(RunError, f"read {path}"), path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            content = file.read(size) if size <= _LARGEST_HEADER else b""
+            content = file.read(size) if size <= 1 << 28 else b""
         try:
             header = json.loads(content)
             header.pop("__metadata__", None)
