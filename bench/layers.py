@@ -24,13 +24,7 @@ from tables import table
 
 from scoremode import AsyncScoreClient
 from scoremode.cli.layers import as_text
-from scoremode.runs import (
-    LayersMeasurement,
-    load_corpus,
-    make_recipe,
-    measure_layers,
-    record_reference,
-)
+from scoremode.runs import LayersMeasurement, load_corpus, make_recipe, measure_layers, record_reference
 
 NAME = "layers"
 HEADER = ("kept", "blocks", "KLD", "saved", "predicted saving", "ratio", "saved more than predicted")

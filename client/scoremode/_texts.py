@@ -2,7 +2,7 @@
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +55,16 @@ def model_name(model: str) -> str:
     return Path(model).name if is_path else model
 
 
-def faults(error: ValidationError) -> list[str]:
+def faults(error: ValidationError) -> Iterator[str]:
     """Say what pydantic refused, each after its place, such as `settings.stride: Input should be greater than 0`."""
-    details = error.errors(include_url=False, include_context=False, include_input=False)
-    places = [".".join(map(str, detail["loc"])) for detail in details]
-    messages = [detail["msg"].removeprefix("Value error, ") for detail in details]
-    return [": ".join(filter(None, pair)) for pair in zip(places, messages, strict=True)]
+    for detail in error.errors(include_url=False, include_context=False, include_input=False):
+        place, message = ".".join(map(str, detail["loc"])), detail["msg"].removeprefix("Value error, ")
+        yield ": ".join(filter(None, (place, message)))
 
 
 def first_fault(error: ValidationError) -> str:
     """The first of `faults`, for what others wrote: it may have millions."""
-    return faults(error)[0]
+    return next(faults(error))
 
 
 def two_columns(rows: Sequence[tuple[str, str]]) -> str:

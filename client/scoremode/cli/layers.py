@@ -21,16 +21,7 @@ from scoremode.cli.options import (
 )
 from scoremode.cli.progress import progress_bar
 from scoremode.cli.running import compared_rows, connected, measure_each, write_and_print
-from scoremode.runs import (
-    Cost,
-    LayersMeasurement,
-    Output,
-    PartCost,
-    Recipe,
-    make_recipe,
-    measure_layers,
-    tensor_bytes,
-)
+from scoremode.runs import Cost, LayersMeasurement, Output, PartCost, Recipe, make_recipe, measure_layers, tensor_bytes
 
 
 def check(options: argparse.Namespace) -> None:

@@ -10,14 +10,7 @@ from typing import Any, NoReturn
 
 from scoremode._texts import json_object, printable
 from scoremode._version import __version__
-from scoremode.runs import (
-    DEFAULT_CONCURRENCY,
-    DEFAULT_THRESHOLD,
-    MAX_CONCURRENCY,
-    PRESETS,
-    corpora,
-    window_settings,
-)
+from scoremode.runs import DEFAULT_CONCURRENCY, DEFAULT_THRESHOLD, MAX_CONCURRENCY, PRESETS, corpora, window_settings
 from scoremode.windows import METHODS, Method
 from scoremode.wire.protocol import LANES
 from scoremode.wire.requests import API_KEY_VARIABLE, DEFAULT_TIMEOUT, server_root

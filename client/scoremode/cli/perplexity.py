@@ -32,14 +32,7 @@ from scoremode.cli.running import (
     windows_of,
     write_and_print,
 )
-from scoremode.runs import (
-    Evaluation,
-    Output,
-    Overlap,
-    evaluate,
-    measure_overlap,
-    weights_in_words,
-)
+from scoremode.runs import Evaluation, Output, Overlap, evaluate, measure_overlap, weights_in_words
 
 
 def check(options: argparse.Namespace) -> None:

@@ -16,12 +16,7 @@ from scoremode.comparison.report import TEMPLATES, policy_hash, template_of
 from scoremode.comparison.run_file import labels_of
 from scoremode.comparison.tables import Column, aligned, paragraphs
 from scoremode.errors import RunError, file_errors
-from scoremode.runs import (
-    Cost,
-    PartCost,
-    PartKind,
-    weights_in_words,
-)
+from scoremode.runs import Cost, PartCost, PartKind, weights_in_words
 from scoremode.wire.protocol import ServerInfo
 from scoremode.wire.references import Reference
 

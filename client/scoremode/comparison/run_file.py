@@ -18,13 +18,7 @@ from scoremode._texts import first_fault, model_name, printable
 from scoremode.errors import RunError, file_errors
 from scoremode.kld import POSITION_DTYPES, Floats
 from scoremode.results import TOP_DTYPES, TopTokens
-from scoremode.runs import (
-    ARRAYS_SUFFIX,
-    RECORD_VERSION,
-    Arrays,
-    in_lane,
-    weights_in_words,
-)
+from scoremode.runs import ARRAYS_SUFFIX, RECORD_VERSION, Arrays, in_lane, weights_in_words
 from scoremode.windows import Method
 from scoremode.wire.arrays import wrong_value
 from scoremode.wire.protocol import LOWEST_LOGPROB, Lane, ServerInfo

@@ -10,12 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from scoremode.runs import (
-    ARRAYS_SUFFIX,
-    JOURNAL_SUFFIX,
-    Corpus,
-    identity,
-)
+from scoremode.runs import ARRAYS_SUFFIX, JOURNAL_SUFFIX, Corpus, identity
 from scoremode.sweep.plan import ModelEntry, SweepPlan
 from scoremode.wire.protocol import ServerInfo
 

@@ -12,12 +12,7 @@ from fake_server import INFO, FakeServer, serve
 
 from scoremode import OutputError, ServerInfo, cut_windows
 from scoremode.cli.main import main
-from scoremode.runs import (
-    Corpus,
-    Output,
-    Plan,
-    WindowNlls,
-)
+from scoremode.runs import Corpus, Output, Plan, WindowNlls
 from scoremode.runs.journal import Journal, count_windows
 
 # Values that only a shortest repr and float64 bring back: float32 widened, a denormal, a negative zero.

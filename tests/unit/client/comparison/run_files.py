@@ -9,13 +9,7 @@ from fake_server import INFO
 
 from scoremode import NoiseFloor, Reference, ServerInfo, Window, perplexity
 from scoremode.comparison import RunFile, load_run
-from scoremode.runs import (
-    Corpus,
-    Evaluation,
-    Output,
-    Plan,
-    WindowNlls,
-)
+from scoremode.runs import Corpus, Evaluation, Output, Plan, WindowNlls
 
 TEXT = "a text of some length"
 OWN = {"fingerprint": "of the model"}
