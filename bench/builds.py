@@ -2,8 +2,8 @@
 
     python bench/builds.py TOKENIZER LOGS --build before=FOLDER --build after=FOLDER [OPTION...] [any vllm serve flag]
 
-TOKENIZER is the folder of any model's tokenizer, LOGS a folder for the servers' logs, all figures (builds.json) and,
-while it runs, references. FOLDER holds an installed wheel. It goes first on its server's PYTHONPATH; several, joined by
+TOKENIZER is the folder of any BPE tokenizer, LOGS a folder for the servers' logs, all figures (builds.json) and, while
+it runs, references. FOLDER holds an installed wheel. It goes first on its server's PYTHONPATH; several, joined by
 colons, may bring another vLLM too:
 
     bench/build_wheel.sh REVISION wheels && pip install --no-deps --no-index --target FOLDER wheels/scoremode-*.whl

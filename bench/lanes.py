@@ -2,7 +2,7 @@
 
     python bench/lanes.py TOKENIZER LOGS [OPTION...] [any vllm serve flag]
 
-TOKENIZER is the folder of any model's tokenizer, LOGS a folder for logs, shapes and references. Servers with dummy
+TOKENIZER is the folder of any BPE tokenizer, LOGS a folder for logs, shapes and references. Servers with dummy
 weights of `--shape` start at once and are measured one after another: in each turn one generates greedily after BATCH
 prompts of 33 random tokens up to LENGTH tokens, then scores what it generated in the decode lane, and compares the
 windows of a reference in the decode lane. The table has rates in tokens a second and paired ratios over generation's;

@@ -2,7 +2,7 @@
 
     python bench/memory.py TOKENIZER LOGS [OPTION...] [any vllm serve flag]
 
-TOKENIZER is the folder of any model's tokenizer, LOGS a folder for the servers' logs. Each server has dummy weights and
+TOKENIZER is the folder of any BPE tokenizer, LOGS a folder for the servers' logs. Each server has dummy weights and
 `--gpu-memory-utilization 0.95`, and gets one load after another, all requests in flight at once. PyTorch keeps device
 memory that it once took, so what scoring needs is the growth of the peak over that of prefill only; memory that is
 reserved and already taken shows as no growth.

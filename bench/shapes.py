@@ -1,4 +1,4 @@
-"""Full-size models with nothing in them: a config.json and a small tokenizer, for `--load-format dummy`.
+"""Full-size models with nothing in them: a config.json and a filled-up tokenizer, for `--load-format dummy`.
 
 Shapes are those of Llama 3.1 8B, Llama 3.2 1B and Llama 3.1 70B.
 """
@@ -53,7 +53,8 @@ W4A16: dict[str, Any] = {
 
 
 def write_shape(name: str, tokenizer: Path, folder: Path, **changes: Any) -> Path:
-    """A model folder of the shape `name`, such as `8b` or `8b-w4a16`, with the tokenizer files of another model."""
+    """A model folder of the shape `name`, such as `8b` or `8b-w4a16`, with the tokenizer of another model, which gets
+    as many tokens as the shape has."""
     size, _, quantized = name.partition("-")
     config = {**COMMON, **SHAPES[size], **changes}
     config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
@@ -62,6 +63,11 @@ def write_shape(name: str, tokenizer: Path, folder: Path, **changes: Any) -> Pat
     model = folder / name
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(config, indent=2))
-    for file in tokenizer.glob("tokenizer*"):
-        shutil.copy(file, model)
+    shutil.copy(tokenizer / "tokenizer_config.json", model)
+    filled = json.loads((tokenizer / "tokenizer.json").read_text())
+    vocabulary = filled["model"]["vocab"]
+    end = 1 + max([*vocabulary.values(), *(token["id"] for token in filled["added_tokens"])])
+    # Tokens without a text would be alike, and alike tokens take answers more time.
+    vocabulary |= {f"filler{token_id}": token_id for token_id in range(end, config["vocab_size"])}
+    (model / "tokenizer.json").write_text(json.dumps(filled))
     return model

@@ -26,8 +26,9 @@ STORED_BYTES = 64 * 1024**2
 MAX_STORED_COLUMNS = 32
 """JSON of rows with more columns is not stored: one prompt with its top 100 would evict a hundred questions."""
 
-_UNKNOWN, _WHOLE, _WITHIN_CHARACTER = range(3)
-"""Kinds of tokens: not in the table yet, complete characters, or ending within a character."""
+_UNKNOWN, _UNIQUE, _SHARED, _WITHIN_CHARACTER = range(4)
+"""Kinds of tokens: not in the table yet, with a text of its own, with another token's text, or ending within a
+character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ class Entries(NamedTuple):
     logprobs: list[bytes]
     repeats: list[int]
     """Places in the top k that have their row's actual token."""
+    ambiguous: list[int]
+    """Places of tokens whose text another token may have."""
     completed: list[tuple[int, str]]
     """Places of tokens that end within a character, and their texts."""
 
@@ -90,28 +93,29 @@ class TokenPieces:
         after: what is after its rank, with its own text: `,"decoded_token":"a"}`.
         texts: the text alone: `"a"`.
         lengths: characters of the text.
-        hashes: of texts, int32.
     """
 
     def __init__(self, strings: TokenStrings) -> None:
         self._strings = strings
         self.before, self.after, self.texts = (np.zeros(0, object) for _ in range(3))
         self.lengths = np.zeros(0, np.int64)
-        self.hashes = np.zeros(0, np.int32)
         self._kinds = np.zeros(0, np.uint8)
+        self._first_with_text: dict[str, int] = {}
 
-    def fill(self, token_ids: np.ndarray) -> list[int]:
-        """Add these tokens [n]. Returns the places of those that end within a character."""
+    def fill(self, token_ids: np.ndarray) -> tuple[list[int], list[int]]:
+        """Add these tokens [n]. Returns the places of those whose text another token may have, and among them of those
+        that end within a character."""
         size = int(token_ids.max(initial=0)) + 1
         if size > len(self._kinds):
-            for table in (self.before, self.after, self.texts, self.lengths, self.hashes, self._kinds):
+            for table in (self.before, self.after, self.texts, self.lengths, self._kinds):
                 table.resize(size, refcheck=False)
         kinds = self._kinds[token_ids]
         # Searching bytes is faster than reducing a short array.
         if _UNKNOWN in kinds.tobytes():
             self._add(np.unique(token_ids[kinds == _UNKNOWN]).tolist())
             kinds = self._kinds[token_ids]
-        return cast(list[int], np.flatnonzero(kinds == _WITHIN_CHARACTER).tolist())
+        ambiguous = np.flatnonzero(kinds > _UNIQUE)
+        return ambiguous.tolist(), ambiguous[kinds[ambiguous] == _WITHIN_CHARACTER].tolist()
 
     def _add(self, token_ids: list[int]) -> None:
         for token_id, text in zip(token_ids, self._strings.texts_of(token_ids), strict=True):
@@ -119,8 +123,12 @@ class TokenPieces:
             self.texts[token_id] = orjson.dumps(text)
             self.after[token_id] = _after_rank(text)
             self.lengths[token_id] = len(text)
-            self.hashes[token_id] = _hash(text)
-            self._kinds[token_id] = _WITHIN_CHARACTER if text.endswith(INCOMPLETE) else _WHOLE
+            if text.endswith(INCOMPLETE):
+                self._kinds[token_id] = _WITHIN_CHARACTER
+            elif (first := self._first_with_text.setdefault(text, token_id)) == token_id:
+                self._kinds[token_id] = _UNIQUE
+            else:
+                self._kinds[[first, token_id]] = _SHARED
 
 
 class LogprobsWriter:
@@ -195,12 +203,12 @@ class LogprobsWriter:
     def _entries(self, token_ids: Sequence[int], rows: Rows, start: int) -> Entries:
         """Collect the entries to write for rows of a prompt, the first of which is row `start`."""
         ids = rows.token_ids
-        within = self._pieces.fill(ids.ravel())
+        ambiguous, within = self._pieces.fill(ids.ravel())
         logprobs = orjson.dumps(json_logprobs(rows.logprobs).ravel(), option=orjson.OPT_SERIALIZE_NUMPY)
         repeats: np.ndarray = ids == ids[:, :1]
         repeats[:, 0] = False
         completed = self._strings.texts_within(token_ids, start + 1, ids, within) if within else []
-        return Entries(logprobs[1:-1].split(b","), np.flatnonzero(repeats).tolist(), completed)
+        return Entries(logprobs[1:-1].split(b","), np.flatnonzero(repeats).tolist(), ambiguous, completed)
 
     def _full(self, rows: Rows, entries: Entries) -> bytes:
         """vLLM's `prompt_logprobs`. Each entry has five pieces: what divides it from the one before it, the token's id,
@@ -230,19 +238,16 @@ class LogprobsWriter:
         if style.as_token_ids:
             names = [b'"%b"' % format_token_id_placeholder(token_id).encode() for token_id in ids.tolist()]
             lengths = np.array(list(map(len, names[::num_columns])), np.int64) - 2
-            hashes = ids
         else:
             names, lengths = self._pieces.texts[ids].tolist(), self._pieces.lengths[ids[::num_columns]]
-            hashes = self._pieces.hashes[ids]
             for place, text in entries.completed:
                 names[place] = orjson.dumps(text)
-                hashes[place] = _hash(text)
                 if place % num_columns == 0:
                     lengths[place // num_columns] = len(text)
         return OpenAI(
             b",".join(names[::num_columns]),
             b",".join(entries.logprobs[::num_columns]),
-            _top(names, hashes, rows.logprobs, entries, style.num_top),
+            _top(names, rows.logprobs, entries, style.num_top),
             lengths,
         )
 
@@ -293,10 +298,10 @@ def _left_out(entries: Entries, shape: tuple[int, ...], num_top: int) -> list[in
     return cast(list[int], np.flatnonzero(~shown | (shown.cumsum(axis=1) > num_top + 1)).tolist())
 
 
-def _top(names: list[bytes], hashes: np.ndarray, logprobs: np.ndarray, entries: Entries, num_top: int) -> bytes:
+def _top(names: list[bytes], logprobs: np.ndarray, entries: Entries, num_top: int) -> bytes:
     """OpenAI's `top_logprobs` of rows with these names and logprobs [rows, columns]. Each entry has four pieces.
 
-    Different tokens may have one text. Only rows with equal `hashes` are searched for them.
+    Different tokens may have one name. Only rows with ambiguous tokens are searched for them.
     """
     num_columns, left_out = logprobs.shape[1], _left_out(entries, logprobs.shape, num_top)
     pieces = [b","] * (4 * len(names))
@@ -305,9 +310,7 @@ def _top(names: list[bytes], hashes: np.ndarray, logprobs: np.ndarray, entries: 
     pieces[2::4] = [b":"] * len(names)
     pieces[3::4] = entries.logprobs
     hidden = set(left_out)
-    shown = hashes.astype(np.int32).reshape(logprobs.shape)
-    shown.flat[left_out] = -1 - np.arange(len(left_out))
-    for row in np.flatnonzero((np.diff(np.sort(shown, axis=1)) == 0).any(axis=1)).tolist():
+    for row in {place // num_columns for place in entries.ambiguous}:
         places = set(range(row * num_columns, (row + 1) * num_columns)) - hidden
         best = _most_likely(names, logprobs.flat, sorted(places))
         left_out += places - best.keys()
@@ -326,11 +329,6 @@ def _most_likely(names: list[bytes], logprobs: "np.flatiter[Any]", places: Itera
         if first not in best or logprobs[place] > logprobs[best[first]]:
             best[first] = place
     return best
-
-
-def _hash(text: str) -> int:
-    """A hash of 31 bits."""
-    return hash(text) & 0x7FFFFFFF
 
 
 def _rank(rank: int) -> bytes:
