@@ -118,11 +118,12 @@ class TokenPieces:
         return ambiguous.tolist(), ambiguous[kinds[ambiguous] == _WITHIN_CHARACTER].tolist()
 
     def _add(self, token_ids: list[int]) -> None:
-        for token_id, text in zip(token_ids, self._strings.texts_of(token_ids), strict=True):
-            self.before[token_id] = b'"%d":{"logprob":' % token_id
-            self.texts[token_id] = orjson.dumps(text)
-            self.after[token_id] = _after_rank(text)
-            self.lengths[token_id] = len(text)
+        texts = self._strings.texts_of(token_ids)
+        self.before[token_ids] = [b'"%d":{"logprob":' % token_id for token_id in token_ids]
+        self.texts[token_ids] = list(map(orjson.dumps, texts))
+        self.after[token_ids] = list(map(_after_rank, texts))
+        self.lengths[token_ids] = list(map(len, texts))
+        for token_id, text in zip(token_ids, texts, strict=True):
             if text.endswith(INCOMPLETE):
                 self._kinds[token_id] = _WITHIN_CHARACTER
             elif (first := self._first_with_text.setdefault(text, token_id)) == token_id:
@@ -254,7 +255,7 @@ class LogprobsWriter:
 
 def openai_logprobs(pieces: Iterable[Written], sampled: Sequence[OpenAI] = ()) -> Iterator[bytes]:
     """Yields an empty part per piece, after which other tasks may run, and then OpenAI's `logprobs` of the prompt and
-    of the sampled token as one part."""
+    of the sampled token."""
     parts: list[OpenAI] = []
     for piece in pieces:
         assert piece.openai is not None
@@ -262,19 +263,23 @@ def openai_logprobs(pieces: Iterable[Written], sampled: Sequence[OpenAI] = ()) -
         yield b""
     parts += sampled
     lengths = np.concatenate([part.lengths for part in parts])
-    yield b'{"text_offset":%b,"token_logprobs":[%b],"tokens":[%b],"top_logprobs":[%b]}' % (
-        orjson.dumps(lengths.cumsum() - lengths, option=orjson.OPT_SERIALIZE_NUMPY),
-        b",".join([part.logprobs for part in parts]),
-        b",".join([part.names for part in parts]),
-        b",".join([part.top for part in parts]),
-    )
+    # The longest are parts of their own, so that they are copied once less.
+    offsets = orjson.dumps(lengths.cumsum() - lengths, option=orjson.OPT_SERIALIZE_NUMPY)
+    yield b'{"text_offset":%b,"token_logprobs":[' % offsets
+    yield b",".join([part.logprobs for part in parts])
+    yield b'],"tokens":['
+    yield b",".join([part.names for part in parts])
+    yield b'],"top_logprobs":['
+    yield b",".join([part.top for part in parts])
+    yield b"]}"
 
 
 def prompt_logprobs(pieces: Iterable[Written]) -> Iterator[bytes]:
-    """vLLM's `prompt_logprobs`, as many parts as pieces and one more."""
+    """vLLM's `prompt_logprobs`, each piece as it is stored."""
     opening = b"["
     for piece in pieces:
-        yield opening + piece.full
+        yield opening
+        yield piece.full
         opening = b","
     yield b"]"
 
