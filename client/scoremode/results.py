@@ -5,11 +5,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, NonNegativeInt, PlainValidator, TypeAdapter
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    NonNegativeInt,
+    PlainSerializer,
+    PlainValidator,
+    TypeAdapter,
+    model_validator,
+)
 
 from scoremode.errors import ResponseError
 from scoremode.kld import POSITION_DTYPES, KldPositions
@@ -25,7 +35,7 @@ from scoremode.wire.arrays import (
 )
 from scoremode.wire.calls import EventReader
 from scoremode.wire.protocol import LOWEST_LOGPROB, ROUNDING, Int32, Many, Rank
-from scoremode.wire.references import KldStatistics, KldWindow
+from scoremode.wire.references import KldStatistics
 
 
 def _logprobs(sent: object) -> NDArray[np.float32]:
@@ -126,51 +136,6 @@ MAX_TOP_POSITIONS = 20_000
 TOP_DTYPES = {"positions": "<i4", "token_ids": "<i4", "logprobs": "<f4"}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KldWindowValues:
-    """One window of a reference, compared with the served model."""
-
-    index: int
-    """Of the window in the reference, from 0."""
-    positions: KldPositions
-    top_logprobs: TopLogprobs | None = None
-    """The served model's; when asked for."""
-    reference_top_logprobs: TopLogprobs | None = None
-    mean_batch: float | None = None
-    """As in `Score`."""
-
-    @property
-    def num_scored(self) -> int:
-        return len(self.positions)
-
-    def to_line(self) -> dict[str, object]:
-        """The window as a journal has it, exact to the last bit."""
-        tops = (self.top_logprobs, self.reference_top_logprobs)
-        return {
-            "index": self.index,
-            "num_scored": self.num_scored,
-            "positions": encode_positions(self.positions),
-            "tops": [encode_top_logprobs(top.token_ids, top.logprobs) for top in tops if top is not None],
-            "mean_batch": self.mean_batch,
-        }
-
-
-_WINDOW = TypeAdapter(KldWindow)
-
-
-def _window(sent: object) -> KldWindowValues:
-    window = _WINDOW.validate_python(sent)
-    positions = decode_positions(window)
-    if len(positions) != window["num_scored"]:
-        raise ResponseError(
-            f"the server gave {len(positions)} positions for the {window['num_scored']} of window {window['index']}"
-        )
-    top, reference_top = (decode_top_logprobs(window.get(name)) for name in ("top_logprobs", "reference_top_logprobs"))
-    if any(each is not None and len(each) != len(positions) for each in (top, reference_top)):
-        raise ResponseError(f"the server's top_logprobs are not of the {len(positions)} of window {window['index']}")
-    return KldWindowValues(window["index"], positions, top, reference_top)
-
-
 class JournalLine(BaseModel):
     """A window as a journal has it."""
 
@@ -182,6 +147,66 @@ class JournalLine(BaseModel):
     def to_line(self) -> dict[str, object]:
         """The window as JSON, exact to the last bit."""
         return self.model_dump()
+
+
+def decode_positions(fields: Mapping[str, Any]) -> KldPositions:
+    """Arrays in base64, by the names of `KldPositions`, to arrays."""
+    arrays = {name: decode_array(name, fields.get(name), dtype) for name, dtype in POSITION_DTYPES.items()}
+    for name, array in arrays.items():
+        if wrong := wrong_value(name, array):
+            raise ResponseError(f"{wrong} in the server's {name}")
+    try:
+        return KldPositions(**arrays)
+    except ValueError as error:
+        raise ResponseError(f"the server's answer has {error}") from error
+
+
+def encode_positions(positions: KldPositions) -> dict[str, str]:
+    """The arrays in base64, as `decode_positions` takes them."""
+    return {name: encode_array(getattr(positions, name), dtype) for name, dtype in POSITION_DTYPES.items()}
+
+
+_Top = Annotated[
+    TopLogprobs,
+    PlainValidator(decode_top_logprobs),
+    PlainSerializer(lambda top: encode_top_logprobs(top.token_ids, top.logprobs)),
+]
+
+
+class KldWindowValues(JournalLine):
+    """One window of a reference, compared with the served model."""
+
+    num_scored: int
+    positions: Annotated[KldPositions, PlainValidator(decode_positions), PlainSerializer(encode_positions)]
+    tops: list[_Top] = Field([], max_length=2)
+    """The served model's top tokens and the reference's; when asked for."""
+    mean_batch: float | None = None
+    """As in `Score`."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if len(self.positions) != self.num_scored:
+            raise ResponseError(
+                f"the server gave {len(self.positions)} positions for the {self.num_scored} of window {self.index}"
+            )
+        if any(len(top) != self.num_scored for top in self.tops):
+            raise ResponseError(f"the server's top_logprobs are not of the {self.num_scored} of window {self.index}")
+        return self
+
+    @property
+    def top_logprobs(self) -> TopLogprobs | None:
+        """The served model's; when asked for."""
+        return self.tops[0] if self.tops else None
+
+    @property
+    def reference_top_logprobs(self) -> TopLogprobs | None:
+        return self.tops[1] if len(self.tops) > 1 else None
+
+
+def _window(event: Any) -> KldWindowValues:
+    tops = [event[name] for name in ("top_logprobs", "reference_top_logprobs") if event.get(name) is not None]
+    counts = {name: event.get(name) for name in ("index", "num_scored")}
+    return KldWindowValues.model_validate({**counts, "positions": event, "tops": tops})
 
 
 class ResumedKld(JournalLine):
@@ -251,28 +276,10 @@ class TopTokens:
 
 def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> TopTokens:
     """The top tokens of all windows in order, where their positions diverge most; a ValueError if some are missing."""
-    pairs = [[top for top in (each.top_logprobs, each.reference_top_logprobs) if top is not None] for each in windows]
-    ids = np.concatenate([np.stack([top.token_ids for top in pair], axis=1) for pair in pairs])
-    logprobs = np.concatenate([np.stack([top.logprobs for top in pair], axis=1) for pair in pairs])
+    ids = np.concatenate([np.stack([top.token_ids for top in window.tops], axis=1) for window in windows])
+    logprobs = np.concatenate([np.stack([top.logprobs for top in window.tops], axis=1) for window in windows])
     largest = np.argsort(-kld, kind="stable")[:MAX_TOP_POSITIONS]
     return TopTokens(np.arange(len(kld)), ids, logprobs, len(kld)).at(largest)
-
-
-def decode_positions(fields: Mapping[str, Any]) -> KldPositions:
-    """Arrays in base64, by the names of `KldPositions`, to arrays."""
-    arrays = {name: decode_array(name, fields.get(name), dtype) for name, dtype in POSITION_DTYPES.items()}
-    for name, array in arrays.items():
-        if wrong := wrong_value(name, array):
-            raise ResponseError(f"{wrong} in the server's {name}")
-    try:
-        return KldPositions(**arrays)
-    except ValueError as error:
-        raise ResponseError(f"the server's answer has {error}") from error
-
-
-def encode_positions(positions: KldPositions) -> dict[str, str]:
-    """The arrays in base64, as `decode_positions` takes them."""
-    return {name: encode_array(getattr(positions, name), dtype) for name, dtype in POSITION_DTYPES.items()}
 
 
 def kld_reader(
@@ -290,7 +297,10 @@ def kld_reader(
     def read_result(event: object) -> KldResult:
         result = _RESULT.validate_python(event)
         first, last = result.windows if requested is None else requested
-        data = [replace(each, mean_batch=result.mean_batch) for each in sorted(windows, key=attrgetter("index"))]
+        data = [
+            window.model_copy(update={"mean_batch": result.mean_batch})
+            for window in sorted(windows, key=attrgetter("index"))
+        ]
         indices = [window.index for window in data]
         if result.windows != (first, last) or len(indices) != last - first or indices != list(range(first, last)):
             raise ResponseError("the server did not compare the windows that it was asked for")

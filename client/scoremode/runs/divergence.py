@@ -8,39 +8,23 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from scoremode._texts import model_name
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, ScoremodeError, ServersDifferError
 from scoremode.kld import POSITION_DTYPES, KldPositions, agreement_lengths, of_answers, statistics
 from scoremode.metrics import exp, finite_or_none
-from scoremode.results import (
-    TOP_DTYPES,
-    JournalLine,
-    KldWindowValues,
-    TopTokens,
-    decode_positions,
-    most_divergent,
-)
+from scoremode.results import TOP_DTYPES, KldWindowValues, TopTokens, most_divergent
 from scoremode.runs.lanes import lane_fields, mean_batch
 from scoremode.runs.plan import differences, server_header
 from scoremode.runs.pool import Pool
 from scoremode.runs.report import Arrays, origin_arrays, record_beginning, record_end
 from scoremode.runs.run import OnProgress, Run, StartJournal, measure
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
-from scoremode.wire.arrays import decode_top_logprobs
-from scoremode.wire.protocol import Lane, ServerInfo, TopLogprobArrays
+from scoremode.wire.protocol import Lane, ServerInfo
 from scoremode.wire.references import DivergentPosition, KldStatistics, Reference, ReferenceLayers, WindowOrigins
 
 _log = logging.getLogger(__name__)
-
-
-class _Line(JournalLine):
-    num_scored: int
-    positions: dict[str, str]
-    tops: list[TopLogprobArrays] = Field([], max_length=2)
-    mean_batch: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,13 +73,7 @@ class KldPlan(ComparedModel):
         }
 
     def from_line(self, line: dict[str, object]) -> KldWindowValues:
-        fields = _Line.model_validate(line)
-        top, reference_top = [*map(decode_top_logprobs, fields.tops), None, None][:2]
-        positions = decode_positions(fields.positions)
-        window = KldWindowValues(fields.index, positions, top, reference_top, fields.mean_batch)
-        if fields.num_scored != window.num_scored:
-            raise ValueError("not a window of this run")
-        return window
+        return KldWindowValues.model_validate(line)
 
 
 @dataclass(frozen=True, slots=True)
