@@ -32,8 +32,7 @@ from scoremode.metrics import perplexity
 from scoremode.results import KldResult, KldWindowValues, Score
 from scoremode.runs import KldMeasurement, Recording, measure_kld, measure_noise_floor, record_reference
 from scoremode.windows import METHODS, Method, Window, cut_windows
-from scoremode.wire.protocol import PerplexityResponse, PerplexityWindow, ServerInfo
-from scoremode.wire.references import KldStatistics, NoiseFloor, Reference
+from scoremode.wire import KldStatistics, NoiseFloor, PerplexityResponse, PerplexityWindow, Reference, ServerInfo
 
 __all__ = [
     "METHODS",

@@ -13,29 +13,27 @@ import httpx
 
 from scoremode.results import KldResult, KldWindowValues, Score, kld_reader, parse_scores
 from scoremode.windows import WindowSettings
-from scoremode.wire.calls import BYTES_PER_BYTE, FIXED_BYTES, LISTING_BYTES, Answer, BytesReader, Call, call, stream
-from scoremode.wire.protocol import (
+from scoremode.wire import (
     MAX_CANDIDATES,
+    Answers,
     Candidates,
     Continuations,
+    CorpusInfo,
     Lane,
     Messages,
     PerplexityResponse,
     Prompt,
-    ServerInfo,
-    Text,
-    Tools,
-    TurnSequence,
-)
-from scoremode.wire.references import (
-    Answers,
-    CorpusInfo,
     Reference,
     ReferenceDeleted,
     ReferenceList,
     ReferenceWindows,
     ServedLayers,
+    ServerInfo,
+    Text,
+    Tools,
+    TurnSequence,
 )
+from scoremode.wire.calls import BYTES_PER_BYTE, FIXED_BYTES, LISTING_BYTES, Answer, BytesReader, Call, call, stream
 from scoremode.wire.requests import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scoremode.metrics import exp, finite_or_none
-from scoremode.wire.references import ConfidenceBucket, DeltaPFigures, DivergentPosition, KldFigures, KldStatistics
+from scoremode.wire import ConfidenceBucket, DeltaPFigures, DivergentPosition, KldFigures, KldStatistics
 
 Floats = NDArray[np.float64]
 

@@ -23,7 +23,13 @@ from pydantic import (
 
 from scoremode.errors import ResponseError
 from scoremode.kld import POSITION_DTYPES, KldPositions
-from scoremode.wire.arrays import (
+from scoremode.wire import (
+    LOWEST_LOGPROB,
+    ROUNDING,
+    Int32,
+    KldStatistics,
+    Many,
+    Rank,
     TopLogprobs,
     check_logprobs,
     decode_array,
@@ -34,8 +40,6 @@ from scoremode.wire.arrays import (
     wrong_value,
 )
 from scoremode.wire.calls import EventReader
-from scoremode.wire.protocol import LOWEST_LOGPROB, ROUNDING, Int32, Many, Rank
-from scoremode.wire.references import KldStatistics
 
 
 def _logprobs(sent: object) -> NDArray[np.float32]:

@@ -22,7 +22,7 @@ from scoremode.metrics import bits_per_byte, exp
 from scoremode.results import Score
 from scoremode.runs import Pool
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
-from scoremode.wire.retries import INTERNAL_ERROR
+from scoremode.wire import INTERNAL_ERROR
 
 _REQUEST_BYTES = 32_768
 """Of text in a request of several documents: some 8,000 tokens, a step of the engine."""

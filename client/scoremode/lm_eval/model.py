@@ -26,9 +26,7 @@ from scoremode._tasks import Result
 from scoremode._texts import printable
 from scoremode.client import AsyncScoreClient
 from scoremode.runs import Job, Pool
-from scoremode.wire.calls import LISTING_BYTES, call
-from scoremode.wire.requests import DEFAULT_TIMEOUT
-from scoremode.wire.retries import PATIENT_RETRY_FOR
+from scoremode.wire import DEFAULT_TIMEOUT, LISTING_BYTES, PATIENT_RETRY_FOR, call
 
 MAX_PROMPTS, MAX_TOKENS = 32, 65_536
 """Of one request to `/v1/score`."""

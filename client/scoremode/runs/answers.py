@@ -20,8 +20,7 @@ from scoremode.runs.plan import TEXTS_AT_ONCE, server_header
 from scoremode.runs.pool import Pool
 from scoremode.runs.recording import Recording, record_reference
 from scoremode.runs.run import OnProgress, measure
-from scoremode.wire.protocol import ServerInfo
-from scoremode.wire.references import Answer, Answers, AnswerSettings, Reference, ReferenceAnswers
+from scoremode.wire import Answer, Answers, AnswerSettings, Reference, ReferenceAnswers, ServerInfo
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from scoremode.metrics import count_words
 from scoremode.runs import presets
 from scoremode.runs.conversations import MEDIA, OPTIONAL_COLUMNS, RENDERED, Conversation, read_conversation
 from scoremode.runs.presets import Preset
-from scoremode.wire.references import Answers, CorpusInfo
+from scoremode.wire import Answers, CorpusInfo
 
 DEFAULT_SPLIT = "test"
 DEFAULT_COLUMN = "text"

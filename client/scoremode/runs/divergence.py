@@ -21,8 +21,7 @@ from scoremode.runs.pool import Pool
 from scoremode.runs.report import Arrays, origin_arrays, record_beginning, record_end
 from scoremode.runs.run import OnProgress, Run, StartJournal, measure
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
-from scoremode.wire.protocol import Lane, ServerInfo
-from scoremode.wire.references import DivergentPosition, KldStatistics, Reference, ReferenceLayers, WindowOrigins
+from scoremode.wire import DivergentPosition, KldStatistics, Lane, Reference, ReferenceLayers, ServerInfo, WindowOrigins
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from scoremode.runs.pool import Pool
 from scoremode.runs.report import Arrays, origin_arrays, record_beginning, record_end
 from scoremode.runs.run import OnProgress, StartJournal, measure
 from scoremode.windows import WindowSettings
-from scoremode.wire.protocol import Lane
+from scoremode.wire import Lane
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scoremode.kld import Floats, standard_error
-from scoremode.wire.protocol import Lane
+from scoremode.wire import Lane
 
 AGREEMENT = 0.001
 """Nats in the mean, below which a difference is rounding: 0.1 % of a perplexity."""

@@ -25,7 +25,7 @@ from scoremode.runs.plan import server_header
 from scoremode.runs.pool import Pool
 from scoremode.runs.report import record_beginning
 from scoremode.runs.run import OnProgress, StartJournal, measure
-from scoremode.wire.references import BlockKind
+from scoremode.wire import BlockKind
 
 PartKind = BlockKind | Literal["embeddings", "head"]
 

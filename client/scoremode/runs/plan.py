@@ -25,8 +25,7 @@ from scoremode.windows import (
     turn_prompts,
     turn_windows,
 )
-from scoremode.wire.protocol import ROUNDING, Lane, Many, Nats, Rank, ServerInfo
-from scoremode.wire.references import WindowOrigins
+from scoremode.wire import ROUNDING, Lane, Many, Nats, Rank, ServerInfo, WindowOrigins
 
 _log = logging.getLogger(__name__)
 

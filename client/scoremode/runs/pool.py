@@ -11,8 +11,7 @@ from scoremode._tasks import Result, results_of
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import RateLimitError, ScoremodeError, ServerError, ServersDifferError, TransportError
 from scoremode.runs.plan import differences, identity
-from scoremode.wire.protocol import ServerInfo
-from scoremode.wire.retries import FIRST_CONTACT_SECONDS, PATIENT_RETRY_FOR, TIMED_OUT
+from scoremode.wire import FIRST_CONTACT_SECONDS, PATIENT_RETRY_FOR, TIMED_OUT, ServerInfo
 
 _log = logging.getLogger(__name__)
 

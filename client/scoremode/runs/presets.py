@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from scoremode.windows import Method, WindowError, WindowSettings
-from scoremode.wire.references import CorpusInfo
+from scoremode.wire import CorpusInfo
 
 Preset = Literal["llama.cpp", "exl3", "gptq", "lm-eval", "hf"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)

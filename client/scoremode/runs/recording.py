@@ -11,9 +11,7 @@ from scoremode.errors import NotFoundError, RateLimitError, ServerError, Transpo
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.run import OnProgress, Progress
 from scoremode.windows import WindowSettings
-from scoremode.wire.protocol import PerplexityWindow
-from scoremode.wire.references import Reference
-from scoremode.wire.requests import OnWindow
+from scoremode.wire import OnWindow, PerplexityWindow, Reference
 
 _log = logging.getLogger(__name__)
 

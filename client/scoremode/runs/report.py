@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from scoremode._texts import model_name
 from scoremode._version import __version__
 from scoremode.runs.conversations import token_classes
-from scoremode.wire.protocol import ServedModel, ServerInfo
-from scoremode.wire.references import Reference, WindowOrigins
+from scoremode.wire import Reference, ServedModel, ServerInfo, WindowOrigins
 
 RECORD_VERSION = 1
 """Of the JSON of every `kind`: fields may be added; none changes its meaning or is removed."""

@@ -21,8 +21,7 @@ from scoremode._texts import faults
 from scoremode.errors import ScoremodeError, file_errors
 from scoremode.runs import DEFAULT_COLUMN, DEFAULT_SPLIT, Corpus, Preset, load_corpus, local_path, window_settings
 from scoremode.windows import TextMethod, WindowSettings, resolve_stride
-from scoremode.wire.protocol import Lane
-from scoremode.wire.requests import server_root
+from scoremode.wire import Lane, server_root
 
 
 class PlanError(ScoremodeError):

@@ -12,7 +12,7 @@ from typing import Any
 
 from scoremode.runs import ARRAYS_SUFFIX, JOURNAL_SUFFIX, Corpus, identity
 from scoremode.sweep.plan import ModelEntry, SweepPlan
-from scoremode.wire.protocol import ServerInfo
+from scoremode.wire import ServerInfo
 
 _log = logging.getLogger(__name__)
 

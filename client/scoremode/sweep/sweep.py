@@ -41,7 +41,7 @@ from scoremode.sweep import reuse
 from scoremode.sweep.plan import GgufOptions, ModelEntry, SweepPlan, check_local_models
 from scoremode.sweep.processes import ProcessError, measure_file, model_server
 from scoremode.windows import WindowError
-from scoremode.wire.protocol import Lane, PerplexityWindow
+from scoremode.wire import Lane, PerplexityWindow
 
 _log = logging.getLogger(__name__)
 
