@@ -49,7 +49,7 @@ from scoremode.runs import (
     measure_noise_floor,
     measure_overlap,
 )
-from scoremode.wire.references import ConfidenceBucket
+from scoremode.wire import ConfidenceBucket
 
 _QUANTILES = {
     "Maximum": "max",

@@ -12,9 +12,14 @@ from scoremode._texts import json_object, printable
 from scoremode._version import __version__
 from scoremode.runs import DEFAULT_CONCURRENCY, DEFAULT_THRESHOLD, MAX_CONCURRENCY, PRESETS, corpora, window_settings
 from scoremode.windows import METHODS, Method
-from scoremode.wire.protocol import LANES
-from scoremode.wire.requests import API_KEY_VARIABLE, DEFAULT_TIMEOUT, server_root
-from scoremode.wire.retries import FIRST_CONTACT_SECONDS, PATIENT_RETRY_FOR
+from scoremode.wire import (
+    API_KEY_VARIABLE,
+    DEFAULT_TIMEOUT,
+    FIRST_CONTACT_SECONDS,
+    LANES,
+    PATIENT_RETRY_FOR,
+    server_root,
+)
 
 DEFAULT_URL = "http://localhost:8000"
 DEFAULT_METHOD: Method = "sliding"

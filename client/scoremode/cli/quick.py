@@ -10,7 +10,7 @@ from scoremode.cli import sweep
 from scoremode.cli.options import COUNT, QUIET, Command, Group, Option, check_report, refuse
 from scoremode.errors import extra
 from scoremode.runs import PRESETS
-from scoremode.wire.protocol import LANES
+from scoremode.wire import LANES
 
 _PRESET = "llama.cpp"
 

@@ -37,7 +37,7 @@ from scoremode.runs import (
     record_reference,
     reference_in_words,
 )
-from scoremode.wire.references import REFERENCE_NAME, AnswerSettings
+from scoremode.wire import REFERENCE_NAME, AnswerSettings
 
 LAYERS_CONTEXT = 1024
 LAYERS_TOKENS = 4 * LAYERS_CONTEXT + 1

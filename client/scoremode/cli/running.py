@@ -32,8 +32,7 @@ from scoremode.runs import (
     weights_in_words,
 )
 from scoremode.windows import WindowSettings
-from scoremode.wire.protocol import Lane, ServerInfo
-from scoremode.wire.references import CorpusInfo, Reference
+from scoremode.wire import CorpusInfo, Lane, Reference, ServerInfo
 
 OnStep = TypeVar("OnStep")
 Rows = list[tuple[str, str]]

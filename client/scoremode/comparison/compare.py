@@ -17,7 +17,7 @@ from scoremode.errors import RunError
 from scoremode.kld import Floats, quantile, standard_error
 from scoremode.metrics import bits_per_byte, exp
 from scoremode.windows import EXHAUSTIVE_METHODS
-from scoremode.wire.protocol import ServedModel
+from scoremode.wire import ServedModel
 
 LEAST_LN_RATIO = 5e-5
 """Smallest abs(ln(PPL ratio)) that counts: batches of other shapes alone change a model's perplexity by this much."""

@@ -14,7 +14,7 @@ from scoremode._texts import printable
 from scoremode.comparison.groups import Group
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import MOST_FLOORS
-from scoremode.wire.references import CorpusInfo
+from scoremode.wire import CorpusInfo
 
 Verdict = Literal["better", "worse", "no difference shown"]
 OPPOSITE: dict[Verdict, Verdict] = {"better": "worse", "worse": "better", "no difference shown": "no difference shown"}

@@ -17,8 +17,7 @@ from scoremode.comparison.run_file import labels_of
 from scoremode.comparison.tables import Column, aligned, paragraphs
 from scoremode.errors import RunError, file_errors
 from scoremode.runs import Cost, PartCost, PartKind, weights_in_words
-from scoremode.wire.protocol import ServerInfo
-from scoremode.wire.references import Reference
+from scoremode.wire import Reference, ServerInfo
 
 _COLORS: dict[PartKind, str] = {
     **dict.fromkeys(("mlp", "moe"), LIGHT.run(1)),

@@ -20,9 +20,7 @@ from scoremode.kld import POSITION_DTYPES, Floats
 from scoremode.results import TOP_DTYPES, TopTokens
 from scoremode.runs import ARRAYS_SUFFIX, RECORD_VERSION, Arrays, in_lane, weights_in_words
 from scoremode.windows import Method
-from scoremode.wire.arrays import wrong_value
-from scoremode.wire.protocol import LOWEST_LOGPROB, Lane, ServerInfo
-from scoremode.wire.references import CorpusInfo, Reference
+from scoremode.wire import LOWEST_LOGPROB, CorpusInfo, Lane, Reference, ServerInfo, wrong_value
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
 from scoremode.kld import times_the_floor
 from scoremode.runs import lane_difference
-from scoremode.wire.protocol import ComputedBy, ServedModel
+from scoremode.wire import ComputedBy, ServedModel
 
 
 def summary(comparison: RunComparison) -> list[str]:
