@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from scoremode import ScoreClient
 from scoremode.kld import KldPositions
 from scoremode.runs import load_corpus
-from scoremode.wire.protocol import Lane
+from scoremode.wire import Lane
 
 Windows = list[list[int]]
 Logprobs = Sequence[np.ndarray]

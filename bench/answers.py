@@ -37,8 +37,7 @@ from scoremode import AsyncScoreClient
 from scoremode.kld import KldPositions, agreement_lengths
 from scoremode.results import KldWindowValues
 from scoremode.runs import load_prompts, record_answers
-from scoremode.wire.protocol import Lane
-from scoremode.wire.references import AnswerSettings
+from scoremode.wire import AnswerSettings, Lane
 from scoremode.wire.requests import NEUTRAL_SAMPLING
 
 NAME = "answers"

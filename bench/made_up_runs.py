@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.results import MAX_TOP_POSITIONS, NUM_TOP, TopTokens
 from scoremode.runs import KldMeasurement, Output
-from scoremode.wire.protocol import ServerInfo
-from scoremode.wire.references import NoiseFloor, Reference
+from scoremode.wire import NoiseFloor, Reference, ServerInfo
 
 NUM_PARAMETERS = 134_515_008
 NOISE_FLOOR = 3e-6

@@ -35,7 +35,7 @@ from transformers import AutoTokenizer
 
 from scoremode import AsyncScoreClient, ScoremodeError
 from scoremode.windows import cut_windows
-from scoremode.wire.protocol import PerplexityWindow
+from scoremode.wire import PerplexityWindow
 
 sys.path.append(str(Path(__file__).parents[1]))
 

@@ -11,8 +11,7 @@ from fake_server import INFO, StoredReference
 from scoremode.cli.kld import as_text
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.runs import DivergentToken, KldMeasurement
-from scoremode.wire.protocol import ServerInfo
-from scoremode.wire.references import CorpusInfo, NoiseFloor, Reference
+from scoremode.wire import CorpusInfo, NoiseFloor, Reference, ServerInfo
 
 SETTINGS = {"name": "base", "prompt": "the text of two windows", "method": "disjoint", "context_length": 8}
 SHOWN = {

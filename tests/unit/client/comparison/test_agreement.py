@@ -15,8 +15,7 @@ from scoremode.comparison.plots import plots
 from scoremode.comparison.report import write_report
 from scoremode.errors import RunError
 from scoremode.kld import agreement_lengths, num_ties
-from scoremode.wire.protocol import ServerInfo
-from scoremode.wire.references import NoiseFloor, ReferenceAnswers, WindowOrigins
+from scoremode.wire import NoiseFloor, ReferenceAnswers, ServerInfo, WindowOrigins
 
 SIZES = [4, 4, 4, 2, 4]
 LENGTHS = [4, 1, 2, 2, 2]

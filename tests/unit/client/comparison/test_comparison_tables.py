@@ -10,8 +10,7 @@ from run_files import kld_run, made_up_kld, made_up_nlls, made_up_reference, per
 
 from scoremode.comparison import as_csv, as_markdown, as_text, card, compare, summary, verdict_line
 from scoremode.comparison.summary import SATURATION
-from scoremode.wire.protocol import ComputedBy
-from scoremode.wire.references import NoiseFloor
+from scoremode.wire import ComputedBy, NoiseFloor
 
 SIZE = {"weight_bytes": 1_500_000_000, "num_parameters": 3_000_000_000, "quantization": "awq"}
 A100 = ComputedBy(
