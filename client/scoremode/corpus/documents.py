@@ -26,15 +26,8 @@ from scoremode.wire import INTERNAL_ERROR
 
 _REQUEST_BYTES = 32_768
 """Of text in a request of several documents: some 8,000 tokens, a step of the engine."""
-_REQUEST_DOCUMENTS = 256
 REQUESTS_IN_FLIGHT = 32
 """At each server: with requests of this size more than an engine is handed at once, and less than it keeps waiting."""
-
-_REQUEST_TOKENS = 8_192
-_FEWEST_BYTES = 3
-"""A token, of what a document that fits the context is taken to have. One with more bytes than the context so has is
-tokenized before it is scored, which takes a second request. Any other is sent as text; the server refuses the request
-if it is too long after all."""
 _REFUSED = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY})
 
 
@@ -79,7 +72,7 @@ def cut_into_requests(documents: Sequence[AnyDocument]) -> Iterator[tuple[int, i
     first = num_bytes = 0
     for index, document in enumerate(documents):
         num_bytes += document.num_bytes
-        if num_bytes >= _REQUEST_BYTES or index + 1 - first >= _REQUEST_DOCUMENTS:
+        if num_bytes >= _REQUEST_BYTES or index + 1 - first >= 256:
             yield first, index + 1
             first, num_bytes = index + 1, 0
     if first < len(documents):
@@ -100,7 +93,10 @@ class DocumentScorer:
         """Score any number of documents, many in a request where they fit the context. One that a server refuses has no
         figures."""
         with_text = [document for document in documents if isinstance(document, Document)]
-        limit = self.context_length * _FEWEST_BYTES
+        # A document that fits is taken to have three bytes a token at most. One with more is tokenized before it is
+        # scored, which takes a second request. Any other is sent as text; the server refuses the request if it is too
+        # long after all.
+        limit = 3 * self.context_length
         short, long = await results_of(
             [
                 self._score_texts([document for document in with_text if document.num_bytes <= limit]),
@@ -162,7 +158,7 @@ class DocumentScorer:
 
     async def _score_tokens(self, tokens: list[int], num_bytes: int) -> DocumentResult:
         windows = cut_windows(len(tokens), "rolling", self.context_length, prefix_token_id=self.prefix_token_id)
-        in_request = max(1, _REQUEST_TOKENS // self.context_length)
+        in_request = max(1, 8_192 // self.context_length)
         try:
             parts = await results_of(
                 self._score_windows(tokens, windows[first : first + in_request])

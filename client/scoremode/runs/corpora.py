@@ -33,8 +33,6 @@ PROMPT_COLUMNS = ("messages", "conversations", "prompt")
 
 MAX_LABEL = 1024
 """Characters, as the server takes them."""
-NO_LABEL = "(no label)"
-"""The label of rows whose `by` column is empty."""
 
 _Row = tuple[str, Mapping[str, Any]]
 """Where a row is, in words, and its values by column."""
@@ -236,7 +234,7 @@ def load_prompts(
 
 
 def _label(value: Any) -> str:
-    return NO_LABEL if value in (None, "") else str(value)
+    return "(no label)" if value in (None, "") else str(value)
 
 
 def _with_conversations(

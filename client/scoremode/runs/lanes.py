@@ -10,9 +10,6 @@ from numpy.typing import NDArray
 from scoremode.kld import Floats, standard_error
 from scoremode.wire import Lane
 
-AGREEMENT = 0.001
-"""Nats in the mean, below which a difference is rounding: 0.1 % of a perplexity."""
-
 
 def mean_batch(batches: Iterable[float | None]) -> float | None:
     means = [batch for batch in batches if batch is not None]
@@ -79,4 +76,5 @@ def lane_difference(
 
 
 def _is_different(off: Floats) -> bool:
-    return len(off) > 1 and bool(abs(off.mean()) > max(AGREEMENT, 3 * standard_error(off)))
+    """Whether the mean is more than rounding, which is 0.001 nats or 0.1 % of a perplexity, and than its error."""
+    return len(off) > 1 and bool(abs(off.mean()) > max(0.001, 3 * standard_error(off)))

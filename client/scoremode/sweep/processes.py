@@ -27,12 +27,10 @@ _log = logging.getLogger(__name__)
 STOP_SECONDS = 60.0
 """Until a server is killed that was asked to end: its own `--shutdown-timeout` is 30."""
 _POLL_SECONDS = 0.5
-_SECONDS_PER_LINE = 60.0
-"""Between lines that say that a server is still loading."""
-# No part of a name is read twice, however long a line is.
-_ERROR = re.compile(r"(?<![\w.])[\w.]++(?:(?<=Error)|(?<=Exception)|(?<=Exit)): .+")
 _SUMMARY_OF_VLLM = "Engine core initialization failed"
 """Of an error that only says that there is another."""
+# No part of a name is read twice, however long a line is.
+_ERROR = re.compile(r"(?<![\w.])[\w.]++(?:(?<=Error)|(?<=Exception)|(?<=Exit)): .+")
 
 
 class ProcessError(ScoremodeError):
@@ -140,7 +138,7 @@ async def _healthy(url: str) -> None:
     started = last_line = time.monotonic()
     async with httpx.AsyncClient(base_url=url, timeout=5, trust_env=False) as http:
         while True:
-            if (now := time.monotonic()) - last_line > _SECONDS_PER_LINE:
+            if (now := time.monotonic()) - last_line > 60:
                 last_line = now
                 _log.info("still loading after %.0f s", now - started)
             with suppress(httpx.TransportError):

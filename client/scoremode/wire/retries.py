@@ -32,7 +32,6 @@ that still answers 500 after that is alive and will do so again, as it does wher
 RETRIES_OF_TIMEOUTS = 2
 """Of a request that the server gave up after its `--request-timeout`: it works, and will hardly be faster later. A 504
 of another type is a proxy's, whose server may be restarting."""
-_TYPE_OF_TIMEOUTS = "GatewayTimeoutError"
 
 PATIENT_RETRY_FOR = 600.0
 """Seconds: `retry_for` of commands, whose runs take long."""
@@ -44,8 +43,6 @@ _FIRST_CONTACT_HINT = (
 
 FIRST_WAIT = 0.5
 LONGEST_BACKOFF = 8.0
-LONGEST_RETRY_AFTER = 60.0
-"""Seconds. The client does not wait for a server that asks for more, unless `retry_for` allows it."""
 
 
 class Retries:
@@ -128,7 +125,7 @@ class Attempts(AbstractContextManager["Attempts"]):
         if error.status_code == INTERNAL_ERROR and self._retries.retry_for is not None:
             self._num_internal_errors += 1
             return self._num_internal_errors <= RETRIES_OF_INTERNAL_ERRORS
-        if error.type == _TYPE_OF_TIMEOUTS:
+        if error.type == "GatewayTimeoutError":
             self._num_timeouts += 1
             return self._num_timeouts <= RETRIES_OF_TIMEOUTS
         return error.status_code in RETRIED_STATUS_CODES
@@ -142,7 +139,8 @@ class Attempts(AbstractContextManager["Attempts"]):
             self._first_failure = now
         limit = retries.limit(busy=busy)
         if limit is None:
-            longest = LONGEST_RETRY_AFTER
+            # The client does not wait for a server that asks for more, unless `retry_for` allows it.
+            longest = 60.0
             is_over = self._num_failures > retries.max_retries
         else:
             longest = self._first_failure + limit - now
