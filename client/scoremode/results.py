@@ -55,6 +55,13 @@ def _candidate_logprobs(sent: object) -> NDArray[np.float32]:
     return logprobs
 
 
+_Top = Annotated[
+    TopLogprobs,
+    PlainValidator(decode_top_logprobs),
+    PlainSerializer(lambda top: encode_top_logprobs(top.token_ids, top.logprobs)),
+]
+
+
 @dataclass(frozen=True, eq=False)
 class Score:
     """One scored text, or one continuation. Lists and arrays run over `token_ids`; log-probabilities are in nats."""
@@ -76,7 +83,7 @@ class Score:
     """Whether every scored token was the most likely one; with `return_ranks` or continuations."""
     tokens: Many[str] | None = None
     """With `return_tokens`."""
-    top_logprobs: Annotated[TopLogprobs | None, PlainValidator(decode_top_logprobs)] = None
+    top_logprobs: _Top | None = None
     """The most likely tokens at each position; when asked for."""
     candidate_logprobs: Annotated[NDArray[np.float32] | None, PlainValidator(_candidate_logprobs)] = None
     """[n, m], of the candidates at each position, in the order in which they were given; NaN without context;
@@ -168,13 +175,6 @@ def decode_positions(fields: Mapping[str, Any]) -> KldPositions:
 def encode_positions(positions: KldPositions) -> dict[str, str]:
     """The arrays in base64, as `decode_positions` takes them."""
     return {name: encode_array(getattr(positions, name), dtype) for name, dtype in POSITION_DTYPES.items()}
-
-
-_Top = Annotated[
-    TopLogprobs,
-    PlainValidator(decode_top_logprobs),
-    PlainSerializer(lambda top: encode_top_logprobs(top.token_ids, top.logprobs)),
-]
 
 
 class KldWindowValues(JournalLine):

@@ -53,10 +53,8 @@ def check_logprobs(name: str, logprobs: NDArray[np.float32]) -> None:
         )
 
 
-def decode_top_logprobs(sent: object) -> TopLogprobs | None:
-    """The arrays of an answer, which are `TopLogprobArrays`; None where there are none."""
-    if sent is None:
-        return None
+def decode_top_logprobs(sent: object) -> TopLogprobs:
+    """The arrays of an answer, which are `TopLogprobArrays`."""
     top = TopLogprobs(*decode_arrays("top_logprobs", sent, token_ids="<i4", logprobs="<f4"))
     check_logprobs("top_logprobs", top.logprobs)
     return top
