@@ -136,13 +136,13 @@ def _read_figure(path: Path, name: str, text: str) -> Figure:
 def with_logs(
     comparison: RunComparison, llama_cpp: Iterable[tuple[str, str]], qbench: Iterable[str] = ()
 ) -> RunComparison:
-    """A comparison with logs of llama-perplexity, by labels and paths, and qbench's results. RunError if a log cannot
+    """A comparison with more logs of llama-perplexity, by labels and paths, or qbench's results. RunError if one cannot
     be read, is of other windows than the runs, or of another base than their reference, or a label occurs twice."""
     logs = [load_log(path, label) for label, path in llama_cpp]
     logs += [figures for path in qbench for figures in load_qbench(path)]
     for figures in logs:
         _check(comparison, figures.run)
-    extended = replace(comparison, logs=logs)
+    extended = replace(comparison, logs=[*comparison.logs, *logs])
     check_labels([figures.run.label for figures in extended.rows])
     return extended
 

@@ -4,16 +4,15 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import httpx
 
 from scoremode.client import AsyncScoreClient
-from scoremode.comparison import RunComparison, RunFigures, RunFile, check_comparable, compare, load_run, with_logs
+from scoremode.comparison import RunComparison, RunFile, check_comparable, compare, load_run, with_logs
 from scoremode.comparison.card import write_card
-from scoremode.comparison.figures import EngineLog
 from scoremode.comparison.plots import write_plots
 from scoremode.comparison.report import write_report
 from scoremode.errors import NotFoundError, OutputError, RunError, ScoremodeError, file_errors
@@ -124,13 +123,11 @@ def compare_runs(plan: SweepPlan, folder: Path, result: SweepResult) -> RunCompa
     if not runs:
         return None
     comparison, output = compare(runs), folder / plan.output
-    logs: list[RunFigures[EngineLog]] = []
     for label, path in result.logs.items():
         try:
-            logs += with_logs(comparison, [(label, str(path))]).logs
+            comparison = with_logs(comparison, [(label, str(path))])
         except RunError as error:
             result.failures[label] = str(error)
-    comparison = replace(comparison, logs=logs)
     if plan.compare.plots is not None:
         write_plots(comparison, output / plan.compare.plots)
     if plan.compare.html is not None:
