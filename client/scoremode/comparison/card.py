@@ -99,7 +99,7 @@ def _cells(rows: Sequence[RunFigures], name: str, digits: int | None = None, sig
     metric = METRICS[name]
     texts = []
     for row in rows:
-        value = getattr(row.run if metric.of_run else row, name)
+        value = row.value(name)
         is_figure = isinstance(value, Figure)
         cell = with_errors(value, digits, scale=metric.scale, sign=sign) if is_figure else plain(value, digits)
         error = cell.errors[:1] if is_figure and digits is None and value.stderr is not None else ()

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, Literal
+from typing import Any, Generic, Literal
 
 from typing_extensions import TypeVar
 
@@ -74,8 +74,8 @@ METRICS = {
         Metric("kld", "mean KLD, nats", "mean KL", 6),
         Metric("ppl_ratio", "over that of {base}", "PPL ratio", 4),
         Metric("perplexity", "perplexity", "perplexity", 4),
-        Metric("gib", "GiB", "GiB", 3, of_run=True),
-        Metric("bits_per_weight", "bits per weight", "bits per weight", 2, of_run=True),
+        Metric("gib", "GiB", "GiB", 3, of_run=True, has_fixed_digits=True),
+        Metric("bits_per_weight", "bits per weight", "bits per weight", 2, of_run=True, has_fixed_digits=True),
         Metric("bits_per_byte", "bits per byte", "bits per byte", 4),
         Metric("kld_median", "median KLD", "median KL", 6),
         Metric("kld_p95", "95 %", "", 4),
@@ -95,7 +95,7 @@ METRICS = {
         Metric("agreement_floor_share", "floor, to the end, %", "floor, to the end", 1, "%", has_fixed_digits=True),
         Metric("expected_agreement", "sampled: same for, mean tokens", "sampled: same for", 1, has_fixed_digits=True),
         Metric("ppl_change", "change of perplexity, %", "", 2, "%"),
-        Metric("tokens_per_second", "tokens/s", "tokens/s", 0, of_run=True),
+        Metric("tokens_per_second", "tokens/s", "tokens/s", 0, of_run=True, has_fixed_digits=True),
     )
 }
 """In the order of the report's columns: those first that a phone shows. docs/compare.md describes them."""
@@ -173,9 +173,9 @@ class RunFigures(Generic[M]):
         """The change of the perplexity as a share of the base's; None for the base itself."""
         return None if self.ppl_ratio is None else self.ppl_ratio.mapped(lambda ratio: ratio - 1, 1)
 
-    def has(self, name: str) -> bool:
-        """Whether a figure is known."""
-        return getattr(self, name) is not None
+    def value(self, name: str) -> Any:
+        """The `Figure` or the number of a metric; None where it is not known."""
+        return getattr(self.run if METRICS[name].of_run else self, name)
 
     @property
     def has_no_divergence(self) -> bool:
@@ -243,10 +243,6 @@ class RunComparison:
         """The pairs with the base, by the label of the other run."""
         # They come first.
         return {pair.second.label: pair for pair in self.pairs[: len(self.runs) - 1]}
-
-    def values(self, metric: Metric) -> list[Figure | float | None]:
-        """A figure of every row; None where it is not known."""
-        return [getattr(row.run if metric.of_run else row, metric.name) for row in self.rows]
 
     def intervals_in_words(self, beginning: str) -> str:
         """After `beginning`, how intervals were computed; or why there are none."""

@@ -52,17 +52,16 @@ def run_table(comparison: RunComparison) -> tuple[list[str], list[list[Cell]]]:
 
 
 def _column(comparison: RunComparison, metric: Metric) -> list[Cell]:
-    values = comparison.values(metric)
+    values = [row.value(metric.name) for row in comparison.rows]
     if metric.name == "delta_p_rms":
         # A model that does not diverge has 0: the root would show what its divergence does not.
         nothing = Figure(0.0, None, None, None)
         values = [
             nothing if row.has_no_divergence else value for row, value in zip(comparison.rows, values, strict=True)
         ]
-    has_fixed_digits = metric.of_run or metric.has_fixed_digits
-    digits = metric.digits if has_fixed_digits else None
+    digits = metric.digits if metric.has_fixed_digits else None
     finest = [digits_of(value, metric.scale) for value in values if isinstance(value, Figure)]
-    if not has_fixed_digits and finest and max(finest) - min(finest) < _FAR_FEWER:
+    if not metric.has_fixed_digits and finest and max(finest) - min(finest) < _FAR_FEWER:
         # All with the digits of the finest.
         digits = max(finest)
     return [cell_of(metric, value, digits, metric.unit) for value in values]

@@ -4,7 +4,8 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import chain
 
 from scoremode._texts import printable
 from scoremode.comparison.bootstrap import MIN_UNITS
@@ -53,7 +54,13 @@ _AGREEMENT_SECTIONS = (
     ("expected_agreement",),
 )
 """Metrics of the tables of runs whose reference has answers."""
-_GROUP_AGREEMENT = ("agreement_median", "agreement_share", "expected_agreement")
+_GROUP_SECTIONS = (
+    ("perplexity", "ppl_ratio"),
+    ("kld", "same_top_p"),
+    ("agreement_median", "agreement_share", "expected_agreement"),
+)
+"""Metrics of the tables of groups."""
+Rows = Sequence[RunFigures[RunFile | EngineLog]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +129,7 @@ def _csv_rows(comparison: RunComparison) -> Iterator[CsvRow]:
             row = _csv_row(pair.second, name, getattr(pair, name))
             yield {**row, "base": pair.first.label, "verdict": verdict}
     for group, figures in comparison.groups:
-        for name in ("num_scored", "perplexity", "ppl_ratio", "kld", "same_top_p", *_GROUP_AGREEMENT):
+        for name in ("num_scored", *chain(*_GROUP_SECTIONS)):
             row = _csv_row(figures.run, name, getattr(group if name == "num_scored" else figures, name))
             base = comparison.base.label if name == "ppl_ratio" else ""
             yield {**row, "base": base, "by": group.by, "group": group.name}
@@ -172,11 +179,10 @@ def measured_by(comparison: RunComparison) -> str:
     return "; ".join(dict.fromkeys(filter(None, parts)))
 
 
-def _column(name: str, values: Iterable[Figure | float | None], base: str = "") -> Column:
-    """The figures of some rows, each with its errors."""
+def _cells(name: str, values: Iterable[Figure | float | None]) -> list[str]:
+    """Values of a metric, each with its errors."""
     metric = METRICS[name]
-    cells = [cell_of(metric, value, metric.digits) for value in values]
-    return Column(metric.heading.format(base=base), [cell.in_text for cell in cells])
+    return [cell_of(metric, value, metric.digits).in_text for value in values]
 
 
 def _tables(comparison: RunComparison) -> list[list[list[Column]]]:
@@ -186,30 +192,35 @@ def _tables(comparison: RunComparison) -> list[list[list[Column]]]:
 
 
 def _run_sections(comparison: RunComparison) -> list[list[Column]]:
-    rows, base = comparison.rows, comparison.base.label
-    values = {name: comparison.values(metric) for name, metric in METRICS.items()}
+    rows = comparison.rows
     label = Column("run", [row.run.label for row in rows], right=False)
     weights = Column("weights", [row.run.weights for row in rows], right=False)
     has_kld = any(row.kld is not None for row in rows)
     sections = _RUN_SECTIONS if has_kld else _RUN_SECTIONS[:2]
-    columns = [[label, *(_column(name, values[name], base) for name in names)] for names in sections]
+    columns = [[label, *_figures(rows, names, comparison.base.label)] for names in sections]
     columns[0].insert(1, weights)
-    return [*columns, *_agreement_sections(rows)]
+    return [*columns, *_known_sections([label], rows, _AGREEMENT_SECTIONS)]
 
 
-def _agreement_sections(rows: Sequence[RunFigures[RunFile | EngineLog]]) -> list[list[Column]]:
-    """The sections on answers, of the figures that are known of any of these runs."""
-    label = Column("run", [row.run.label for row in rows], right=False)
-    sections = [[name for name in names if any(row.has(name) for row in rows)] for names in _AGREEMENT_SECTIONS]
-    return [
-        [label, *(_column(name, [getattr(row, name) for row in rows]) for name in names)] for names in sections if names
-    ]
+def _known_sections(
+    labels: Sequence[Column], rows: Rows, sections: Iterable[Sequence[str]], base: str = ""
+) -> list[list[Column]]:
+    """The sections of a table after the labels of its rows, without figures that no row has."""
+    known = [[name for name in names if any(row.value(name) is not None for row in rows)] for names in sections]
+    return [[*labels, *_figures(rows, names, base)] for names in known if names]
+
+
+def _figures(rows: Rows, names: Iterable[str], base: str) -> Iterator[Column]:
+    """One column for each metric, each figure with its errors."""
+    for name in names:
+        yield Column(METRICS[name].heading.format(base=base), _cells(name, [row.value(name) for row in rows]))
 
 
 def agreement_as_text(comparison: RunComparison) -> list[str]:
     """Tables on answers and sentences on them, for a terminal; none where the reference has no answers."""
-    rows = [row for row in comparison.runs if row.has("agreement_share") or row.has("expected_agreement")]
-    sections = ["\n".join(aligned(section)) for section in _agreement_sections(rows)]
+    rows = [row for row in comparison.runs if row.agreement_share or row.expected_agreement]
+    label = Column("run", [row.run.label for row in rows], right=False)
+    sections = ["\n".join(aligned(section)) for section in _known_sections([label], rows, _AGREEMENT_SECTIONS)]
     return ["====== Agreement of answers ======", *sections, *agreements(comparison.runs)] if sections else []
 
 
@@ -221,11 +232,10 @@ def _pair_sections(comparison: RunComparison) -> list[list[Column]]:
         Column("run", [pair.second.label for pair in pairs], right=False),
         Column("compared with", [pair.first.label for pair in pairs], right=False),
     ]
-    ratios = replace(_column("ppl_ratio", [pair.ppl_ratio for pair in pairs]), header="perplexity ratio")
+    ratios = Column("perplexity ratio", _cells("ppl_ratio", [pair.ppl_ratio for pair in pairs]))
     sections = [[*labels, ratios, Column("by perplexity", [pair.verdict for pair in pairs], right=False)]]
     if any(pair.kld_difference is not None for pair in pairs):
-        differences = _column("kld", [pair.kld_difference for pair in pairs])
-        differences = replace(differences, header="mean KLD difference, nats")
+        differences = Column("mean KLD difference, nats", _cells("kld", [pair.kld_difference for pair in pairs]))
         verdicts = Column("by KLD", [pair.kld_verdict or "-" for pair in pairs], right=False)
         sections.append([*labels, differences, verdicts])
     return sections
@@ -241,13 +251,12 @@ def best_at_each_size(comparison: RunComparison) -> list[Column]:
     return [
         Column("best at each size", [point.label for point in front], right=False),
         Column(axis, [f"{point.size:.2f}" for point in front]),
-        _column(name, [getattr(comparison.runs[point.index], name) for point in front]),
+        *_figures([comparison.runs[point.index] for point in front], [name], comparison.base.label),
     ]
 
 
 def group_tables(comparison: RunComparison) -> Iterator[list[list[Column]]]:
     """Sections of a table for each way in which the text is divided."""
-    base = comparison.base.label
     for by in dict.fromkeys(group.by for group, _ in comparison.groups):
         groups, rows = zip(*(pair for pair in comparison.groups if pair[0].by == by), strict=True)
         labels = [
@@ -255,15 +264,7 @@ def group_tables(comparison: RunComparison) -> Iterator[list[list[Column]]]:
             Column("tokens", [f"{group.num_scored:,}" for group in groups]),
             Column("run", [row.run.label for row in rows], right=False),
         ]
-        sections: list[tuple[str, ...]] = [("perplexity", "ppl_ratio") if comparison.pairs else ("perplexity",)]
-        if any(row.kld is not None for row in rows):
-            sections.append(("kld", "same_top_p"))
-        if of_answers := tuple(name for name in _GROUP_AGREEMENT if any(row.has(name) for row in rows)):
-            sections.append(of_answers)
-        yield [
-            [*labels, *(_column(name, [getattr(row, name) for row in rows], base) for name in names)]
-            for names in sections
-        ]
+        yield _known_sections(labels, rows, _GROUP_SECTIONS, comparison.base.label)
 
 
 def group_notes(comparison: RunComparison) -> list[str]:
