@@ -70,8 +70,8 @@ def marker(index: int) -> str:
     return MARKERS[index % len(MARKERS)]
 
 
-def new_axes(theme: Theme, height: float = HEIGHT) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH, height), dpi=100, layout="constrained", facecolor=theme.paper)
+def new_axes(theme: Theme) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, HEIGHT), dpi=100, layout="constrained", facecolor=theme.paper)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor=theme.paper)
     figure.supxlabel(fill(theme.note, 100), fontsize=7, color=theme.quiet)

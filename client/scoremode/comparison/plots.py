@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
 from scoremode.comparison import size_plots, sizes, token_plots
 from scoremode.comparison.agreement import Agreement, agreement_of, floor_of, has_answers
 from scoremode.comparison.figures import NEGLIGIBLE_KLD, Figure, RunComparison
-from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg
+from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg, new_axes
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.sizes import Point, is_simulated
 from scoremode.comparison.tables import measured_by, short_labels
@@ -30,7 +32,7 @@ class Plot:
     """What it shows, in words, for readers who cannot see it."""
     caption: str
     """Only what is specific to this plot: `common_caption` has what applies to all plots."""
-    drawn: Callable[[Theme], Drawing]
+    drawn: Callable[[Drawing, Axes, Theme], None]
     formats: Sequence[int] = ()
     """The color of each run: runs of one format share it."""
     note: str = ""
@@ -38,9 +40,11 @@ class Plot:
 
     def draw(self, theme: Theme) -> Drawing:
         """The picture, with names as they are: text between two `$` is not a formula."""
-        colors = tuple(theme.run(index) for index in self.formats)
+        theme = replace(theme, runs=tuple(theme.run(index) for index in self.formats), note=self.note)
         with matplotlib.rc_context({"text.parse_math": False}):
-            return self.drawn(replace(theme, runs=colors, note=self.note))
+            drawing, axes = new_axes(theme)
+            self.drawn(drawing, axes, theme)
+            return drawing
 
 
 def plots(comparison: RunComparison) -> list[Plot]:
@@ -93,7 +97,7 @@ def _perplexity(comparison: RunComparison) -> Plot | None:
         "perplexity",
         f"Perplexity against {size or 'runs'}",
         f"Perplexity{_front(size, points)}. {_not_drawn(comparison, comparison.files, points)}".rstrip(),
-        lambda theme: size_plots.draw(points, size, "perplexity", None, theme),
+        partial(size_plots.draw, points, size, "perplexity", None),
     )
 
 
@@ -109,7 +113,7 @@ def _perplexity_ratio(comparison: RunComparison) -> Plot | None:
         f"Logarithm of the perplexity over that of {base}, against {size or 'runs'}",
         f"ln(perplexity / perplexity of {base}), paired token by token,{_front(size, points)}. At 0 a run is as good "
         f"as {base}, and 0.01 is 1 % more. {_not_drawn(comparison, comparison.files, points)}".rstrip(),
-        lambda theme: size_plots.draw(points, size, "ln(perplexity / the base's)", None, theme),
+        partial(size_plots.draw, points, size, "ln(perplexity / the base's)", None),
     )
 
 
@@ -126,7 +130,7 @@ def _mean_kld(comparison: RunComparison) -> Plot | None:
         f"Mean KL divergence against {size or 'runs'}",
         f"Mean KL divergence from the reference ({', '.join(names)}){_front(size, points)}. "
         f"{_without_place(comparison, points)}{_floor(comparison)}",
-        lambda theme: size_plots.draw(points, size, "mean KL divergence (nats)", floor, theme),
+        partial(size_plots.draw, points, size, "mean KL divergence (nats)", floor),
     )
 
 
@@ -139,7 +143,7 @@ def _kld_distribution(comparison: RunComparison, runs: token_plots.Numbered) -> 
         "Share of tokens by KL divergence",
         f"Share of tokens whose KL divergence from the reference is larger.{unbounded} "
         f"{_without_place(comparison, [run for _, run in runs])}{_floor(comparison)}",
-        lambda theme: token_plots.draw_kld_distribution(runs, floor, theme),
+        partial(token_plots.draw_kld_distribution, runs, floor),
     )
 
 
@@ -150,7 +154,7 @@ def _kld_by_confidence(comparison: RunComparison, runs: token_plots.Numbered) ->
         "Mean KL divergence of the tokens, grouped by the probability that the reference gave its top token, the most "
         f"confident at the right. {_without_place(comparison, [run for _, run in runs])}Infinite values are left out. "
         "Intervals are 95 %, from errors that take windows as independent and tokens within one as dependent.",
-        lambda theme: token_plots.draw_kld_by_confidence(runs, theme),
+        partial(token_plots.draw_kld_by_confidence, runs),
     )
 
 
@@ -170,7 +174,7 @@ def _agreement(comparison: RunComparison) -> Plot | None:
         "Share of the original's answers of which a run gives at least so many tokens too, by its top token after each "
         "beginning of the answer. Answers that end before they part are censored: the curve is the Kaplan-Meier "
         f"estimate. No errors are drawn.{missing}",
-        lambda theme: token_plots.draw_agreement(runs, floors, theme),
+        partial(token_plots.draw_agreement, runs, floors),
     )
 
 
@@ -184,7 +188,7 @@ def _running_difference(comparison: RunComparison) -> Plot | None:
         "Running difference of NLL along the text",
         f"Mean NLL less that of {base.label}, over the text up to a token. A difference that is one of the models and "
         "not of a few passages is level long before the end. No errors are drawn.",
-        lambda theme: token_plots.draw_running_difference(base, runs, theme),
+        partial(token_plots.draw_running_difference, base, runs),
     )
 
 

@@ -8,19 +8,26 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import LogLocator, NullLocator
 
-from scoremode.comparison.plot_style import HEIGHT, Theme, add_tip, legend, marker, new_axes, plain_log_axis
+from scoremode.comparison.plot_style import HEIGHT, Theme, add_tip, legend, marker, plain_log_axis
 from scoremode.comparison.sizes import MIN_FRONT, Point, pareto_front
 
 
-def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float | None, theme: Theme) -> Drawing:
+def draw(
+    all_points: Sequence[Point],
+    size: str | None,
+    value: str,
+    floor: float | None,
+    drawing: Drawing,
+    axes: Axes,
+    theme: Theme,
+) -> None:
     """A value against size, or by run where the size is not known; `floor` is the noise floor, if there is one."""
     if size is None:
-        return _draw_by_run(all_points, value, floor, theme)
-    drawing, axes = new_axes(theme)
+        _draw_by_run(all_points, value, floor, drawing, axes, theme)
+        return
     _set_scale(axes, all_points, floor, "y")
     _set_size_scale(axes, [point.size for point in all_points])
-    axes.set_xlabel(size)
-    axes.set_ylabel(value)
+    axes.set(xlabel=size, ylabel=value)
     axes.margins(y=0.12)
     for point in all_points:
         _draw_point(axes, point, point.size, theme, size)
@@ -34,7 +41,6 @@ def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float
         _draw_front(axes, all_points, theme)
     legend(drawing, axes, theme)
     _label_points(drawing, axes, all_points, theme)
-    return drawing
 
 
 def _draw_front(axes: Axes, all_points: Sequence[Point], theme: Theme) -> None:
@@ -80,8 +86,10 @@ def _label_points(drawing: Drawing, axes: Axes, all_points: Sequence[Point], the
     )
 
 
-def _draw_by_run(all_points: Sequence[Point], value: str, floor: float | None, theme: Theme) -> Drawing:
-    drawing, axes = new_axes(theme, height=max(HEIGHT / 2, 1.4 + 0.4 * len(all_points)))
+def _draw_by_run(
+    all_points: Sequence[Point], value: str, floor: float | None, drawing: Drawing, axes: Axes, theme: Theme
+) -> None:
+    drawing.set_figheight(max(HEIGHT / 2, 1.4 + 0.4 * len(all_points)))
     _set_scale(axes, all_points, floor, "x")
     for row, point in enumerate(all_points):
         _draw_point(axes, point, row, theme, None)
@@ -91,7 +99,6 @@ def _draw_by_run(all_points: Sequence[Point], value: str, floor: float | None, t
     if floor:
         axes.axvline(floor, color=theme.quiet, linewidth=1, linestyle=(0, (1, 2)), label="noise floor")
     legend(drawing, axes, theme)
-    return drawing
 
 
 def _set_scale(axes: Axes, all_points: Sequence[Point], floor: float | None, which: str) -> None:

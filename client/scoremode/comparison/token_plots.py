@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
@@ -16,7 +17,6 @@ from scoremode.comparison.plot_style import (
     legend,
     legend_label,
     marker,
-    new_axes,
     plain_log_axis,
 )
 from scoremode.comparison.run_file import RunFile
@@ -30,9 +30,8 @@ _CURVE_POINTS = 400
 _Z_95 = 1.959964
 
 
-def draw_kld_distribution(runs: Numbered, floor: float | None, theme: Theme) -> Drawing:
+def draw_kld_distribution(runs: Numbered, floor: float | None, drawing: Drawing, axes: Axes, theme: Theme) -> None:
     """The share of tokens whose KL divergence is larger, both axes logarithmic."""
-    drawing, axes = new_axes(theme)
     positive = [values[(values > 0) & np.isfinite(values)] for values in (_kld(run) for _, run in runs)]
     low = min((np.quantile(values, 0.002) for values in positive if len(values)), default=1e-6)
     high = max((values.max() for values in positive if len(values)), default=1.0)
@@ -49,10 +48,8 @@ def draw_kld_distribution(runs: Numbered, floor: float | None, theme: Theme) -> 
     axes.set_ylim(max(0.5 / max(len(run.nlls) for _, run in runs), 1e-7), 1.3)
     plain_log_axis(axes, "x")
     plain_log_axis(axes, "y")
-    axes.set_xlabel("KL divergence of a token (nats)")
-    axes.set_ylabel("share of tokens with more")
+    axes.set(xlabel="KL divergence of a token (nats)", ylabel="share of tokens with more")
     legend(drawing, axes, theme)
-    return drawing
 
 
 def survival(values: Floats, thresholds: Floats) -> Floats:
@@ -62,10 +59,13 @@ def survival(values: Floats, thresholds: Floats) -> Floats:
 
 
 def draw_agreement(
-    runs: Sequence[tuple[int, RunFile, Agreement]], floors: Mapping[str, Agreement], theme: Theme
-) -> Drawing:
+    runs: Sequence[tuple[int, RunFile, Agreement]],
+    floors: Mapping[str, Agreement],
+    drawing: Drawing,
+    axes: Axes,
+    theme: Theme,
+) -> None:
     """The share of answers that are the same for at least so many tokens, of runs and of the original in lanes."""
-    drawing, axes = new_axes(theme)
     curves = [(index, run.label, agreement) for index, run, agreement in runs]
     for index, label, agreement in [*curves, *((None, label, floor) for label, floor in floors.items())]:
         tokens, shares = agreement.survival()
@@ -79,19 +79,16 @@ def draw_agreement(
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.set_xlabel("tokens of the answer")
-    axes.set_ylabel("share of answers that are the same")
+    axes.set(xlabel="tokens of the answer", ylabel="share of answers that are the same")
     legend(drawing, axes, theme)
-    return drawing
 
 
 def _percent(share: float) -> str:
     return f"{share:.1%}" if share >= 0.001 else "< 0.1%"
 
 
-def draw_kld_by_confidence(runs: Numbered, theme: Theme) -> Drawing:
+def draw_kld_by_confidence(runs: Numbered, drawing: Drawing, axes: Axes, theme: Theme) -> None:
     """Mean KL divergence of the tokens where the reference was so sure of its top token."""
-    drawing, axes = new_axes(theme)
     edges = CONFIDENCE_EDGES
     means, errors = zip(*(confidence_means(run) for _, run in runs), strict=True)
     for place, (index, run) in enumerate(runs):
@@ -118,10 +115,8 @@ def draw_kld_by_confidence(runs: Numbered, theme: Theme) -> Drawing:
     axes.set_xticks(range(len(counts)), names)
     axes.tick_params(axis="x", length=0)
     axes.grid(visible=False, axis="x")
-    axes.set_xlabel("the reference's top probability, and the share of tokens")
-    axes.set_ylabel("mean KL divergence (nats)")
+    axes.set(xlabel="the reference's top probability, and the share of tokens", ylabel="mean KL divergence (nats)")
     legend(drawing, axes, theme)
-    return drawing
 
 
 def confidence_means(run: RunFile) -> tuple[Floats, Floats]:
@@ -145,9 +140,8 @@ def _buckets(run: RunFile) -> NDArray[np.intp]:
     return bucket_of(run.reference_confidence)
 
 
-def draw_running_difference(base: RunFile, runs: Numbered, theme: Theme) -> Drawing:
+def draw_running_difference(base: RunFile, runs: Numbered, drawing: Drawing, axes: Axes, theme: Theme) -> None:
     """Mean NLL less the base's over the text up to a token: a difference that holds is level at the right."""
-    drawing, axes = new_axes(theme)
     num_tokens = len(base.nlls)
     shown = np.unique(np.linspace(0, num_tokens - 1, _CURVE_POINTS).astype(int))
     settled = []
@@ -163,10 +157,8 @@ def draw_running_difference(base: RunFile, runs: Numbered, theme: Theme) -> Draw
     axes.set_ylim(low - margin, high + margin)
     axes.set_xlim(0, num_tokens)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("tokens so far")
-    axes.set_ylabel("mean NLL less the base's (nats)")
+    axes.set(xlabel="tokens so far", ylabel="mean NLL less the base's (nats)")
     legend(drawing, axes, theme)
-    return drawing
 
 
 def running_difference(run: RunFile, base: RunFile) -> Floats:

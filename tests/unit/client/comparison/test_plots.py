@@ -10,7 +10,7 @@ from made_up_runs import MODELS, NOISE_FLOOR, NUM_PARAMETERS, write_runs
 from PIL import Image
 
 from scoremode.comparison import Figure, as_text, compare, load_runs, size_plots
-from scoremode.comparison.plot_style import DARK, LIGHT, as_svg
+from scoremode.comparison.plot_style import DARK, LIGHT, as_svg, new_axes
 from scoremode.comparison.plots import plots, write_plots
 from scoremode.comparison.run_file import with_bits
 from scoremode.comparison.sizes import Point
@@ -105,11 +105,13 @@ def test_the_pareto_front_has_what_no_run_beats_in_both():
     """From the top to the first, and from the last to the right."""
     values = {"small": (3, 9.0), "beaten": (5, 8.0), "middle": (4, 7.0), "as good, larger": (6, 7.0), "best": (8, 6.0)}
     points = [Point(0, name, size, value, value, value) for name, (size, value) in values.items()]
-    axes = size_plots.draw(points, "size", "value", None, LIGHT).axes[0]
+    drawing, axes = new_axes(LIGHT)
+    size_plots.draw(points, "size", "value", None, drawing, axes, LIGHT)
     line = next(line for line in axes.lines if line.get_label() == "Pareto front")
     ends = (3, axes.get_ylim()[1]), (axes.get_xlim()[1], 6)
     assert np.array_equal(line.get_xydata(), [ends[0], (3, 9), (4, 7), (8, 6), ends[1]])
-    few = size_plots.draw(points[:2], "size", "value", None, LIGHT).axes[0]
+    drawing, few = new_axes(LIGHT)
+    size_plots.draw(points[:2], "size", "value", None, drawing, few, LIGHT)
     assert "Pareto front" not in [line.get_label() for line in few.lines]
 
 
