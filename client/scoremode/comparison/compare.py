@@ -51,7 +51,6 @@ def compare(
     runs, warnings = _with_base_first(runs, base)
     groups = [*groups_of(runs)]
     values = {(run.label, name): series for run in runs for name, series in _series(run).items()}
-    noise_floors = _noise_floors(runs)
     klds = [run.kld for run in runs if run.kld is not None]
     # Infinities are expected, and what cannot be computed with them is None or NaN in the end.
     with np.errstate(invalid="ignore", over="ignore"):
@@ -66,12 +65,12 @@ def compare(
             seed=seed,
         )
         sample = _Sample(values, text_resamples)
-        floors = [noise_floors.get((run.reference_identity, run.lane)) for run in runs]
         counts = answer_counts(runs, num_resamples, seed)
-        agreements = [agreement_figures(run, counts) | floor_figures(run, runs) for run in runs]
         figures = [
-            sample.run_figures(run, runs[0], agreement, floor)
-            for run, agreement, floor in zip(runs, agreements, floors, strict=True)
+            sample.run_figures(
+                run, runs[0], agreement_figures(run, counts) | floor_figures(run, runs), _noise_floor(run, runs)
+            )
+            for run in runs
         ]
         group_figures: list[tuple[Group, RunFigures]] = []
         for group, resamples in zip(groups, group_resamples, strict=True):
@@ -244,10 +243,10 @@ def _series(run: RunFile) -> dict[str, Floats]:
     return {name: np.asarray(values, np.float64) for name, values in series.items() if values is not None}
 
 
-def _noise_floors(runs: Sequence[RunFile]) -> dict[object, float]:
-    """By reference and lane, the largest that any run has: runs from before it was measured have none."""
-    floors = sorted((run.noise_floor, run.reference_identity, run.lane) for run in runs if run.noise_floor is not None)
-    return {(identity, lane): floor for floor, identity, lane in floors}
+def _noise_floor(run: RunFile, runs: Sequence[RunFile]) -> float | None:
+    """The largest that is known to any run of one reference and lane: runs from before it was measured have none."""
+    alike = [each for each in runs if (each.reference_identity, each.lane) == (run.reference_identity, run.lane)]
+    return max((each.noise_floor for each in alike if each.noise_floor is not None), default=None)
 
 
 def _exponential(of: Figure) -> Figure:
