@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode.comparison.bootstrap import MIN_UNITS, document_counts
+from scoremode.comparison.bootstrap import MIN_UNITS, unit_counts
 from scoremode.comparison.figures import Figure
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import Floats, agreement_lengths, num_ties
@@ -99,9 +99,10 @@ def floor_of(run: RunFile, runs: Sequence[RunFile]) -> Agreement | None:
 
 def answer_counts(runs: Sequence[RunFile], num_resamples: int, seed: int) -> Floats | None:
     """How often each answer is drawn, [resamples, answers]; None without answers, or with too few of them."""
-    if all(run.reference is None or run.reference.answers is None for run in runs):
+    num_answers = runs[0].num_windows
+    if num_answers < MIN_UNITS or all(run.reference is None or run.reference.answers is None for run in runs):
         return None
-    return document_counts(runs[0].num_windows, num_resamples, seed)
+    return np.stack([*unit_counts(num_answers, 1, num_resamples, seed)])
 
 
 def agreement_figures(

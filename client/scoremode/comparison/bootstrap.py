@@ -117,13 +117,13 @@ def resample(
     # resample that has none of its targets.
     with np.errstate(invalid="ignore", divide="ignore"):
         means = np.empty((num_resamples, 1 + len(groups), series.shape[1]))
-        for row, counts in enumerate(_counts(num_units, length, num_resamples, seed)):
+        for row, counts in enumerate(unit_counts(num_units, length, num_resamples, seed)):
             means[row] = (counts @ sums).reshape(means.shape[1:]) / (counts @ sizes)[:, None]
     factors = [_factor(each[each > 0], length, units.are_documents) for each in sizes.T]
     return [Resamples(means[:, place], words, factor) for place, factor in enumerate(factors)]
 
 
-def _counts(num_units: int, length: int, num_resamples: int, seed: int) -> Iterator[Floats]:
+def unit_counts(num_units: int, length: int, num_resamples: int, seed: int) -> Iterator[Floats]:
     """How often each unit is drawn, [units], in one resample after another."""
     # Takes five seconds, which a file that cannot be read need not wait for.
     from arch.bootstrap import StationaryBootstrap
@@ -131,13 +131,6 @@ def _counts(num_units: int, length: int, num_resamples: int, seed: int) -> Itera
     bootstrap = StationaryBootstrap(length, np.arange(num_units), seed=np.random.default_rng(seed))
     for (drawn,), _ in bootstrap.bootstrap(num_resamples):
         yield np.bincount(drawn, minlength=num_units).astype(np.float64)
-
-
-def document_counts(num_documents: int, num_resamples: int, seed: int) -> Floats | None:
-    """How often each document is drawn in the resamples of `resample`, [resamples, documents]; None for too few."""
-    if num_documents < MIN_UNITS:
-        return None
-    return np.stack([*_counts(num_documents, 1, num_resamples, seed)])
 
 
 def _factor(sizes: Floats, length: int, are_documents: bool) -> float:
