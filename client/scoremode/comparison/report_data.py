@@ -55,10 +55,6 @@ class Passages:
         """[passages], of values of all tokens."""
         return np.add.reduceat(values, self.start) / self.size
 
-    def positions(self, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """[n], the tokens of some passages."""
-        return np.repeat(chosen, self.size)
-
 
 def cut_passages(window_sizes: NDArray[np.int32]) -> Passages:
     """Windows without targets have none."""
@@ -104,7 +100,7 @@ def _data(
     tops: Mapping[int, TopTokens],
     vocabulary: NDArray[np.int32],
 ) -> dict[str, Any]:
-    positions, classes = passages.positions(kept), first_known(runs, "classes")
+    positions, classes = np.repeat(kept, passages.size), first_known(runs, "classes")
     domain_names, window_domains = domains(runs) or ((), None)
     texts = {token: text for run in runs for token, text in run.token_texts.items()}
     series = _series(runs, passages, positions, vocabulary)
