@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic import BaseModel, ValidationError
 
 from scoremode._texts import first_fault, model_name, printable
 from scoremode.comparison.compare import check_labels
@@ -27,8 +26,7 @@ _COLORS: dict[PartKind, str] = {
 _MIXER_COLOR = LIGHT.run(0)
 
 
-@checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore"))
-class LayersRun:
+class LayersRun(BaseModel):
     """A run as its file has it."""
 
     kind: Literal["layers"]
@@ -44,9 +42,6 @@ class LayersRun:
     def parts(self) -> list[PartCost]:
         """In the order of the model."""
         return [self.embeddings, *self.blocks, self.head]
-
-
-_RUN = TypeAdapter(LayersRun)
 
 
 class _AnyRun(BaseModel):
@@ -77,7 +72,7 @@ def _load(path: Path) -> LayersRun:
     with file_errors(RunError, f"read {path}"):
         content = path.read_bytes()
     try:
-        return _RUN.validate_json(content)
+        return LayersRun.model_validate_json(content)
     except ValidationError as error:
         reason = f"{path} is not a run of ppl-client layers, which are compared with each other alone"
         raise RunError(f"{reason}: {first_fault(error)}") from None

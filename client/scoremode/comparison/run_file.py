@@ -6,11 +6,11 @@ from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
@@ -34,7 +34,7 @@ class _Record:
     """The fields that are read from a run's JSON."""
 
     kind: Literal["perplexity", "kld"]
-    model: str
+    model: Annotated[str, AfterValidator(model_name)]
     """The name that it was served under."""
     server: ServerInfo
     """As it was when the run began."""
@@ -241,14 +241,12 @@ def _run(path: Path, record: _Record, arrays: Arrays, label: str | None = None) 
     values: dict[str, Any] = {part.name: getattr(record, part.name) for part in fields(record)}
     values |= {name: arrays.get(name) for name in _OPTIONAL_ARRAYS}
     values |= {name: arrays[name].astype(np.float64) for name in ("kld", "reference_confidence") if name in arrays}
-    reference, model = record.reference, model_name(record.model)
-    if reference is not None:
+    if (reference := record.reference) is not None:
         values["reference"] = reference.model_copy(update={"model": model_name(reference.model)})
-    values["model"] = model
     return RunFile(
         **values,
         path=path,
-        label=model if label is None else printable(label),
+        label=record.model if label is None else printable(label),
         window_sizes=arrays["window_sizes"],
         token_ids=arrays["token_ids"],
         nlls=_nlls(arrays["logprobs"]),
