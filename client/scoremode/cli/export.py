@@ -11,10 +11,6 @@ from scoremode.cli.running import connected
 from scoremode.runs import export_llama_cpp
 
 
-def check(options: argparse.Namespace) -> None:
-    check_one_server(options, "export", "has all windows")
-
-
 async def run(options: argparse.Namespace) -> None:
     async with connected(options, export_bar(quiet=options.quiet)) as ([client], on_bytes):
         size = await export_llama_cpp(
@@ -45,7 +41,7 @@ COMMAND = Command(
         Group("output", [QUIET]),
     ],
     lambda options: asyncio.run(run(options)),
-    check,
+    lambda options: check_one_server(options, "export", "has all windows"),
     success="the file is written",
     if_interrupted=": the same command resumes it",
     example="ppl-client export --url http://localhost:8000 --reference base --llama-cpp base.kld",
