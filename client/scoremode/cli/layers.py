@@ -1,7 +1,6 @@
 """`ppl-client layers`: what each block of a served model's decoder layers costs, and which to keep in 16 bits."""
 
 import argparse
-from collections import defaultdict
 from itertools import accumulate
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from scoremode.cli.options import (
 )
 from scoremode.cli.progress import progress_bar
 from scoremode.cli.running import compared_rows, connected, measure_each, write_and_print
-from scoremode.runs import Cost, LayersMeasurement, Output, PartCost, Recipe, make_recipe, measure_layers, tensor_bytes
+from scoremode.runs import Cost, LayersMeasurement, Output, Recipe, make_recipe, measure_layers, tensor_bytes
 
 
 def check(options: argparse.Namespace) -> None:
@@ -93,13 +92,10 @@ def as_text(measurement: LayersMeasurement) -> str:
 
 
 def _kinds(measurement: LayersMeasurement) -> list[str]:
-    of_kinds: dict[str, list[PartCost]] = defaultdict(list)
-    for part in measurement.parts:
-        of_kinds[part.kind].append(part)
     lines = ["====== By kind ======", f"{'kind':16}  {'parts':>5}  {'cost in nats':>12}  {'share':>7}"]
-    for kind, parts in of_kinds.items():
-        cost = sum(part.cost for part in parts)
-        lines.append(f"{kind:16}  {len(parts):5}  {cost:12.6f}  {_share(cost, measurement.whole)}")
+    for kind in dict.fromkeys(part.kind for part in measurement.parts):
+        costs = [part.cost for part in measurement.parts if part.kind == kind]
+        lines.append(f"{kind:16}  {len(costs):5}  {sum(costs):12.6f}  {_share(sum(costs), measurement.whole)}")
     return lines
 
 
