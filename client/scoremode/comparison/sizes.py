@@ -32,31 +32,26 @@ def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple
     simulated quantizations, whose files have another size than what they simulate."""
     runs = comparison.files
     sized = [run for run in runs if not is_simulated(run, comparison.base)]
-    axis: str | None = None
+    known = [name for name in _AXES if all(run.is_reference or getattr(run, name) is not None for run in sized)]
+    name = comparison.size if comparison.size in known else next(iter(known), None)
     sizes: list[float | None] = [0.0] * len(runs)
-    for name in sorted(_AXES, key=lambda name: name != comparison.size):
-        if all(run.is_reference or getattr(run, name) is not None for run in sized):
-            axis, sizes = _AXES[name], [getattr(run, name) if run in sized else None for run in runs]
-            break
+    if name is not None:
+        sizes = [getattr(run, name) if run in sized else None for run in runs]
     drawn = []
     for index, (run, size, figure) in enumerate(zip(runs, sizes, figures, strict=True)):
         if figure is not None and size is not None and math.isfinite(figure.value):
             ends = (figure.value if end is None or math.isinf(end) else end for end in (figure.low, figure.high))
             drawn.append(Point(index, run.label, size, figure.value, *ends))
-    return axis, drawn
+    return None if name is None else _AXES[name], drawn
 
 
 def is_simulated(run: RunFile, base: RunFile) -> bool:
     """Whether a run is of other weights of the base's dtype and size, so its files do not say what it would take."""
     server, original = run.server, base.server
-    if run is base or run.simulated_bits is not None or server.weight_bytes is None:
-        return False
-    if server.fingerprint in (None, original.fingerprint):
-        return False
-    return server.quantization is None and (server.dtype, server.weight_bytes) == (
-        original.dtype,
-        original.weight_bytes,
-    )
+    has_other_weights = server.fingerprint not in (None, original.fingerprint)
+    is_as_large = server.weight_bytes is not None and server.weight_bytes == original.weight_bytes
+    is_as_stored = server.quantization is None and server.dtype == original.dtype
+    return run.simulated_bits is None and has_other_weights and is_as_large and is_as_stored
 
 
 def pareto_front(all_points: Sequence[Point]) -> list[Point]:
