@@ -55,10 +55,9 @@ class _QbenchModel(BaseModel):
     bpw_layer: float | None = None
 
 
-def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
+def load_log(path: Path, label: str) -> RunFigures[EngineLog]:
     """Read what `llama-perplexity`, with `--kl-divergence` or without, printed on stdout and stderr.
     RunError if it cannot be read, or has no final figures."""
-    path = Path(path)
     with file_errors(RunError, f"read {path}"):
         text = path.read_text(encoding_of(path), errors="replace")
     lines = (line.partition(":") for line in text.split("\n"))
@@ -90,10 +89,9 @@ def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
     )
 
 
-def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:
+def load_qbench(path: Path) -> list[RunFigures[EngineLog]]:
     """Read the `results` of ExLlamaV3's eval/qbench.py: a row per model with a perplexity, except its reference, and
     the noise floor. RunError if it cannot be read, or has no reference."""
-    path = Path(path)
     with file_errors(RunError, f"read {path}"):
         text = path.read_text(encoding_of(path), errors="replace")
     try:
@@ -138,8 +136,8 @@ def with_logs(
 ) -> RunComparison:
     """A comparison with more logs of llama-perplexity, by labels and paths, or qbench's results. RunError if one cannot
     be read, is of other windows than the runs, or of another base than their reference, or a label occurs twice."""
-    logs = [load_log(path, label) for label, path in llama_cpp]
-    logs += [figures for path in qbench for figures in load_qbench(path)]
+    logs = [load_log(Path(path), label) for label, path in llama_cpp]
+    logs += [figures for path in qbench for figures in load_qbench(Path(path))]
     for figures in logs:
         _check(comparison, figures.run)
     extended = replace(comparison, logs=[*comparison.logs, *logs])
