@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
 from scoremode.comparison import size_plots, sizes, token_plots
-from scoremode.comparison.agreement import Agreement, agreement_of, floor_of, has_answers
+from scoremode.comparison.agreement import agreement_of, floor_of, has_answers
 from scoremode.comparison.figures import NEGLIGIBLE_KLD, Figure, RunComparison
 from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg, new_axes
 from scoremode.comparison.run_file import RunFile
@@ -71,9 +71,8 @@ def plots(comparison: RunComparison) -> list[Plot]:
     ]
 
 
-def write_plots(comparison: RunComparison, folder: str | Path) -> list[Path]:
+def write_plots(comparison: RunComparison, folder: Path) -> list[Path]:
     """Write every plot as SVG and PNG for light and dark pages, and the captions as `captions.md`; return the files."""
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     contents: dict[str, bytes] = {}
     all_plots = plots(comparison)
@@ -160,13 +159,13 @@ def _kld_by_confidence(comparison: RunComparison, runs: token_plots.Numbered) ->
 
 def _agreement(comparison: RunComparison) -> Plot | None:
     files = comparison.files
-    runs = [(index, run, agreement_of(run)) for index, run in enumerate(files) if has_answers(run, are_greedy=True)]
+    runs = [(index, run) for index, run in enumerate(files) if has_answers(run, are_greedy=True)]
     if not runs:
         return None
-    floors: dict[str, Agreement] = {}
-    for _, run, _ in runs:
-        if not run.as_noise_floor and (floor := floor_of(run, files)) is not None:
-            floors[f"the original itself ({run.lane})"] = floor
+    with_floors = ((run.lane, floor_of(run, files)) for _, run in runs if not run.as_noise_floor)
+    floors = {lane: floor for lane, floor in with_floors if floor is not None}
+    curves: list[token_plots.Curve] = [(index, run.label, agreement_of(run)) for index, run in runs]
+    curves += [(None, f"the original itself ({lane})", floor) for lane, floor in floors.items()]
     missing = "" if floors else " How the original agrees with itself was not measured (ppl-client kld --floor)."
     return Plot(
         "agreement",
@@ -174,7 +173,7 @@ def _agreement(comparison: RunComparison) -> Plot | None:
         "Share of the original's answers of which a run gives at least so many tokens too, by its top token after each "
         "beginning of the answer. Answers that end before they part are censored: the curve is the Kaplan-Meier "
         f"estimate. No errors are drawn.{missing}",
-        partial(token_plots.draw_agreement, runs, floors),
+        partial(token_plots.draw_agreement, curves),
     )
 
 

@@ -1,6 +1,6 @@
 """Plots of single tokens: how their values are distributed, and where in the text runs begin to differ."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -24,6 +24,9 @@ from scoremode.kld import CONFIDENCE_EDGES, Floats, bucket_of, clustered_standar
 
 Numbered = Sequence[tuple[int, RunFile]]
 """Runs with their places in the comparison, which decide their colors."""
+
+Curve = tuple[int | None, str, Agreement]
+"""A run's place and label, or no place and the label of a floor."""
 
 _CURVE_POINTS = 400
 """As many as a plot can show; one point per token would make a file of many megabytes."""
@@ -58,16 +61,9 @@ def survival(values: Floats, thresholds: Floats) -> Floats:
     return np.where(above > 0, above / len(values), np.nan)
 
 
-def draw_agreement(
-    runs: Sequence[tuple[int, RunFile, Agreement]],
-    floors: Mapping[str, Agreement],
-    drawing: Drawing,
-    axes: Axes,
-    theme: Theme,
-) -> None:
+def draw_agreement(curves: Sequence[Curve], drawing: Drawing, axes: Axes, theme: Theme) -> None:
     """The share of answers that are the same for at least so many tokens, of runs and of the original in lanes."""
-    curves = [(index, run.label, agreement) for index, run, agreement in runs]
-    for index, label, agreement in [*curves, *((None, label, floor) for label, floor in floors.items())]:
+    for index, label, agreement in curves:
         tokens, shares = agreement.survival()
         longest = int(agreement.sizes.max())
         shown = np.unique(np.linspace(0, longest, _CURVE_POINTS).astype(int))
