@@ -128,11 +128,10 @@ class CachedRequest:
             self.has_waited = True
             await other.has_ended.wait()
         self._blocks_found |= self.store.get(self.block_hashes, self.num_columns)
-        missing, last = self._missing(run), needed[-1]
-        if missing == [last] and last < len(self.block_hashes) and self.request.spec.identity is None:
+        last = needed[-1]
+        if self._missing(run) == [last] and last < len(self.block_hashes) and self.request.spec.identity is None:
             await self._run_last_block(last)
-            missing = self._missing(run)
-        return missing
+        return self._missing(run)
 
     async def _run_last_block(self, block: int) -> None:
         """Score the tokens up to the end of the only missing block, the last one that a pass left out.
