@@ -133,7 +133,7 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
             "continuations",
             "the request has 90000",
         ),
-        ("a first position", CONTINUED | {"logprobs_from": 1}, "logprobs_from", "logprobs_from: a continuation's"),
+        ("a first position", CONTINUED | {"logprobs_from": 1}, "logprobs_from", "logprobs_from: logprobs of a turn or"),
         (
             *("an answer too large", {"prompt": [[5] * 2000] * 40, CANDIDATES: [7] * 250}),
             *("prompt", "the answer would have 20080000 logprobs", 413),

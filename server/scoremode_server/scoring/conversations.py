@@ -7,7 +7,7 @@ renders in another way once more messages follow, such as without its reasoning,
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -60,9 +60,13 @@ class Conversations:
     def tokenizer(self) -> Any:
         return self.online.renderer.tokenizer
 
-    async def sequences(self, request: MessagesFields) -> list[TurnSequence]:
+    async def sequences(self, request: MessagesFields, excluded: Sequence[str] = ()) -> list[TurnSequence]:
         """Sequences of the conversations of a request, each of which has at least one turn to score. TooLargeError if
-        they have too many tokens, BusyError if too many other requests have conversations."""
+        they have too many tokens, BusyError if too many other requests have conversations. The fields `excluded` cannot
+        be given with messages."""
+        for name in excluded:
+            if getattr(request, name) is not None:
+                raise RequestError(f"{name} cannot be given with messages", name)
         if not isinstance(self.online.renderer, HfRenderer) or self.online.use_harmony or self.tokenizer is None:
             raise RequestError("messages: this server renders conversations without a Jinja template", "messages")
         refused = self.online.validate_chat_template(

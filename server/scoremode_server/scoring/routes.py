@@ -127,8 +127,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             **lane,
         )
         to_score = (each.sequence_to_score() for each in passes)
-        async with aclosing(core.scorer.scores(to_score, settings)) as scores:
-            answers = [answer async for answer in scores]
+        answers = [answer async for answer in core.scorer.scores(to_score, settings)]
 
         def write() -> Response:
             strings, num_cached = core.tokenizer.strings, sum(answer.num_cached_tokens for answer in answers)

@@ -80,6 +80,8 @@ class ScoringPass:
 async def read_sequences(request: ScoreRequest, core: Core) -> tuple[list[RequestedSequence], list[ScoringPass]]:
     """The sequences of a request, in the order of its prompts or conversations, and the passes that score them.
     TooLargeError if texts with their continuations are too long in all."""
+    if request.logprobs_from != 0 and (request.messages is not None or request.continuations is not None):
+        raise RequestError("logprobs_from: logprobs of a turn or a continuation begin where it does", "logprobs_from")
     if request.messages is not None:
         sequences = await _turns(request, core)
     elif request.prompt is None:
@@ -94,12 +96,7 @@ async def read_sequences(request: ScoreRequest, core: Core) -> tuple[list[Reques
 
 async def _turns(request: ScoreRequest, core: Core) -> list[RequestedSequence]:
     """Each turn after the tokens before it."""
-    conversations = await core.conversations.sequences(request)
-    for field in ("prompt", "continuations"):
-        if getattr(request, field) is not None:
-            raise RequestError(f"{field} cannot be given with messages", field)
-    if request.logprobs_from != 0:
-        raise RequestError("logprobs_from: a turn's logprobs begin where it does", "logprobs_from")
+    conversations = await core.conversations.sequences(request, ["prompt", "continuations"])
     sequences, counts = list[RequestedSequence](), Counter[int]()
     for each in conversations:
         index, token_ids = each["conversation"], each["token_ids"]
@@ -164,8 +161,6 @@ async def _prompts(prompts: list[str | list[int]], request: ScoreRequest, core: 
 
 def _continuations(request: ScoreRequest, num_prompts: int) -> list[list[Any]]:
     given: Any = request.continuations
-    if request.logprobs_from != 0:
-        raise RequestError("logprobs_from: a continuation's logprobs begin where it does", "logprobs_from")
     if not given:
         raise RequestError("continuations is empty: leave it out to score the prompt", "continuations")
     if isinstance(given[0], str) or not given[0] or isinstance(given[0][0], int):

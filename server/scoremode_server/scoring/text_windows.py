@@ -121,10 +121,8 @@ async def cut_texts(request: PerplexityRequest, core: Core) -> TextWindows:
 
 
 async def _turn_windows(request: PerplexityRequest, core: Core) -> TextWindows:
-    conversations = await core.conversations.sequences(request)
-    for field_name in ("prompt", "texts", "stride", "max_tokens", "add_special_tokens"):
-        if getattr(request, field_name) is not None:
-            raise RequestError(f"{field_name} cannot be given with messages", field_name)
+    excluded = ["prompt", "texts", "stride", "max_tokens", "add_special_tokens"]
+    conversations = await core.conversations.sequences(request, excluded)
     if "method" in request.model_fields_set and request.method != "conversation":
         raise RequestError(f"messages are scored by method 'conversation', not {request.method!r}", "method")
     context_length = resolve_context_length("conversation", request.context_length, core.limits.max_model_len)
