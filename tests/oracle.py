@@ -1,12 +1,12 @@
-"""The right numbers: transformers in float64 on the CPU, a short version of each perplexity method, and how far from
-them an engine that computes in float32 may be.
+"""The right numbers: transformers in float64 on the CPU, perplexity by each method, and how far from them an engine
+that computes in float32 may be.
 
 Nothing here imports from scoremode or vLLM. Logprobs are natural logarithms. Of n tokens, n - 1 are scored: entry i
 is about token i + 1, given tokens 0 to i.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -15,10 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-Tokens = Sequence[int]
-Score = Callable[[Tokens], np.ndarray]
-"""n tokens -> n - 1 logprobs."""
-
+from tests.window_loops import Tokens, fixed_length_loop, llama_perplexity, lm_eval_rolling, strided_rows
 
 # From float32's measured distance to float64 on SmolLM2, on CPUs with AVX2 and with AVX-512. Single tokens are at most
 # 4e-5 off, except near BOS, where activations are huge: FIRST_TOKENS is 1.5e-4 off in transformers and 3.8e-4 in vLLM.
@@ -127,51 +124,14 @@ def perplexity(
         return logprobs(model, [window])[0]
 
     pieces = {
-        "sliding": lambda: _fixed_length_loop(score, token_ids, context_length, stride),
-        "overlapping": lambda: _strided_rows(score, token_ids, context_length, stride),
-        "disjoint": lambda: _strided_rows(score, token_ids, context_length, context_length),
-        "llama.cpp": lambda: _llama_perplexity(score, token_ids, context_length, bos),
-        "rolling": lambda: _lm_eval_rolling(score, token_ids, context_length, prefix),
+        "sliding": lambda: fixed_length_loop(score, token_ids, context_length, stride),
+        "overlapping": lambda: strided_rows(score, token_ids, context_length, stride),
+        "disjoint": lambda: strided_rows(score, token_ids, context_length, context_length),
+        "llama.cpp": lambda: llama_perplexity(score, token_ids, context_length, bos),
+        "rolling": lambda: lm_eval_rolling(score, token_ids, context_length, prefix),
     }[method]()
     nlls = -np.concatenate(list(pieces)).astype(np.float64)
     return Result(math.exp(math.fsum(nlls) / len(nlls)), len(nlls), nlls)
-
-
-def _fixed_length_loop(score: Score, tokens: Tokens, length: int, stride: int) -> Iterator[np.ndarray]:
-    # Hugging Face, "Perplexity of fixed-length models". Its text weighs a window by one target fewer than the window
-    # has, an approximation of its own; here every target counts once.
-    scored_to = 1
-    for begin in range(0, len(tokens), stride):
-        end = min(begin + length, len(tokens))
-        # A window's own first token has no context in it.
-        fresh = end - max(scored_to, begin + 1)
-        yield score(tokens[begin:end])[-fresh:]
-        scored_to = end
-        if end == len(tokens):
-            return
-
-
-def _strided_rows(score: Score, tokens: Tokens, length: int, stride: int) -> Iterator[np.ndarray]:
-    # ExLlamaV3, eval/ppl.py: `for a in range(0, num_tokens - eval_len, eval_stride)`, all targets of each row.
-    for begin in range(0, len(tokens) - length, stride):
-        yield score(tokens[begin : begin + length])
-
-
-def _llama_perplexity(score: Score, tokens: Tokens, length: int, bos: int | None) -> Iterator[np.ndarray]:
-    # llama.cpp, tools/perplexity: logits from length / 2 on are used, each to predict the token after it.
-    for chunk in range(len(tokens) // length):
-        window = list(tokens[chunk * length : (chunk + 1) * length])
-        if bos is not None:
-            window[0] = bos
-        yield score(window)[length // 2 :]
-
-
-def _lm_eval_rolling(score: Score, tokens: Tokens, length: int, prefix: int) -> Iterator[np.ndarray]:
-    # lm-eval, get_rolling_token_windows with context_len 1: `length` tokens are fed to predict up to `length`.
-    with_prefix = [prefix, *tokens]
-    for predicted in range(0, len(tokens), length):
-        end = min(predicted + length, len(tokens))
-        yield score(with_prefix[max(0, end - length) : end + 1])[predicted - end :]
 
 
 def _targets(tokens: Tokens) -> torch.Tensor:

@@ -1,6 +1,8 @@
-"""Windows and perplexity: hand-worked examples, and the published algorithms, written anew here."""
+"""Windows and perplexity: hand-worked examples, lm-eval's function, and the loop of Hugging Face's documentation as
+`tests/window_loops.py` has it."""
 
 import math
+from itertools import chain
 
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from lm_eval.utils import get_rolling_token_windows
 
 from scoremode.metrics import count_words, perplexity
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length, resolve_stride, turn_prompts
+from tests.window_loops import fixed_length_loop
 
 BOS = 999
 
@@ -16,47 +19,33 @@ lengths = st.integers(min_value=0, max_value=120)
 contexts = st.integers(min_value=2, max_value=20)
 
 
-def conditioned_targets(windows: list[Window], num_tokens: int) -> list[tuple[list[int], int]]:
-    """What is asked of the model: for each target, in order, the tokens before it in its window, and itself."""
+Asked = tuple[list[int], int]
+"""What is asked of a model: the tokens before a target in its window, and the target."""
+
+
+def asked(window: list[int]) -> list[Asked]:
+    """Of all tokens of a window but its first."""
+    return [(window[:i], window[i]) for i in range(1, len(window))]
+
+
+def conditioned_targets(windows: list[Window], num_tokens: int) -> list[Asked]:
+    """For the targets of the windows, in order."""
     text = list(range(num_tokens))
-    asked = []
-    for window in windows:
-        sequence = window.token_ids(text)
-        asked += [(sequence[:i], sequence[i]) for i in range(window.first_scored, len(sequence))]
-    return asked
+    return [each for window in windows for each in asked(window.token_ids(text))[window.first_scored - 1 :]]
 
 
-def hugging_face_loop(num_tokens: int, max_length: int, stride: int) -> list[tuple[list[int], int]]:
-    """transformers' documentation, "Perplexity of fixed-length models": labels of what was scored before are -100,
-    and the model shifts the labels by one, so that a window's own first token is not a target."""
-    asked = []
-    previous_end = 0
-    for begin in range(0, num_tokens, stride):
-        end = min(begin + max_length, num_tokens)
-        target_length = end - previous_end
-        input_ids = list(range(begin, end))
-        labels = [-100] * (len(input_ids) - target_length) + input_ids[len(input_ids) - target_length :]
-        asked += [(input_ids[:i], labels[i]) for i in range(1, len(labels)) if labels[i] != -100]
-        previous_end = end
-        if end == num_tokens:
-            break
-    return asked
-
-
-def lm_eval_rolling(num_tokens: int, max_sequence: int, prefix: int) -> list[tuple[list[int], int]]:
+def lm_eval_rolling(num_tokens: int, max_sequence: int, prefix: int) -> list[Asked]:
     """Fed to lm-eval's model: a context, of which the last len(continuation) positions predict the continuation."""
-    asked = []
-    for context, continuation in get_rolling_token_windows(list(range(num_tokens)), prefix, max_sequence, 1):
-        offset = len(context) - len(continuation)
-        asked += [(context[: offset + i + 1], target) for i, target in enumerate(continuation)]
-    return asked
+    windows = get_rolling_token_windows(list(range(num_tokens)), prefix, max_sequence, 1)
+    return [each for context, predicted in windows for each in asked([*context, predicted[-1]])[-len(predicted) :]]
 
 
 @given(lengths, contexts, st.data())
 def test_sliding_is_hugging_faces_loop(num_tokens, context_length, data):
     stride = data.draw(st.integers(min_value=1, max_value=context_length))
     windows = cut_windows(num_tokens, "sliding", context_length, stride)
-    assert conditioned_targets(windows, num_tokens) == hugging_face_loop(num_tokens, context_length, stride)
+    expected = fixed_length_loop(asked, list(range(num_tokens)), context_length, stride)
+    assert conditioned_targets(windows, num_tokens) == list(chain.from_iterable(expected))
 
 
 @given(lengths, contexts)
