@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from itertools import accumulate, pairwise
 
 import pyarrow as pa
@@ -13,7 +10,7 @@ import pytest
 
 from scoremode.cli.main import main
 from tests import oracle
-from tests.doc_examples import TIMEOUT_SECONDS, examples
+from tests.doc_examples import examples, run
 
 
 def test_figures_are_those_of_an_oracle(server, client, random_model, wikitext, tmp_path):
@@ -62,17 +59,14 @@ pq.write_table(ScoreBatch("http://gpu1:8000")(pq.read_table("pages")), "scored")
     [WITHOUT_RAY, pytest.param(RAY_SETTINGS + WITH_RAY.replace("size=2", "size=1"), marks=pytest.mark.slow)],
     ids=["its class", "Ray"],
 )
-def test_a_dataset_is_scored_by_the_example(server, client, wikitext, tmp_path, code):
+def test_a_dataset_is_scored_by_the_example(server, client, wikitext, tmp_path, monkeypatch, code):
     """In a process of its own, as people have it: Ray leaves threads and signal handlers."""
     texts = [*(wikitext[start : start + 200] for start in range(0, 4000, 200)), None, ""]
     (tmp_path / "pages").mkdir()
     pq.write_table(pa.table({"text": texts, "place": range(len(texts))}), tmp_path / "pages" / "rows.parquet")
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": "/tmp"}
-    command = [sys.executable, "-c", code.replace("http://gpu1:8000", server).replace(', "http://gpu2:8000"', "")]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    run("python", code.replace("http://gpu1:8000", server).replace(', "http://gpu2:8000"', ""), tmp_path)
     rows = sorted(pq.read_table(tmp_path / "scored").to_pylist(), key=lambda row: row["place"])
     assert [row["text"] for row in rows] == texts
     for row in rows[:20]:
