@@ -478,6 +478,17 @@ async def record(server: Handler, **settings: object) -> Recording:
         return await record_reference(client, Corpus("fox", TEXT, "made up", 1), "base", **settings)
 
 
+NOISE = 0.5
+"""How far the model of such a server is away from the reference's."""
+
+
+async def with_reference(**settings: object) -> FakeServer:
+    """A server of another model than the one that has recorded `TEXT` as `base`."""
+    recording = FakeServer()
+    await record(recording, **settings)
+    return FakeServer(recording.references, noise=NOISE)
+
+
 def clients_of(servers: Iterable[Handler]) -> list[AsyncScoreClient]:
     """Clients of several servers, by the names a, b, c."""
     return [client_of(server, name) for server, name in zip(servers, "abc", strict=False)]

@@ -7,6 +7,7 @@ import httpx
 import numpy as np
 import pytest
 from fake_server import (
+    NOISE,
     TEXT,
     CutShort,
     FakeServer,
@@ -17,6 +18,7 @@ from fake_server import (
     events,
     record,
     token_text,
+    with_reference,
 )
 
 from scoremode import (
@@ -33,32 +35,18 @@ from scoremode import (
 from scoremode.kld import POSITION_DTYPES, KldPositions
 from scoremode.runs import Journal
 
-NOISE = 0.5
-
-
-async def recorded(**settings) -> dict:
-    """The references of a server that has recorded `TEXT` as `base`."""
-    await record(server := FakeServer(), **settings)
-    return server.references
-
 
 @pytest.fixture
-async def references():
-    return await recorded()
-
-
-@pytest.fixture
-def server(references):
-    """Serves another model than the reference's."""
-    return FakeServer(references, noise=NOISE)
+async def server() -> FakeServer:
+    return await with_reference()
 
 
 async def measure(*servers, **settings):
     return await measure_kld(clients_of(servers), "base", **settings)
 
 
-def expected_positions(references, noise=NOISE) -> KldPositions:
-    return KldPositions.concatenate([compare(*window, noise) for window in references["base"].windows])
+def expected_positions(server) -> KldPositions:
+    return KldPositions.concatenate([compare(*window, server.noise) for window in server.references["base"].windows])
 
 
 def same_positions(found: KldPositions, expected: KldPositions) -> bool:
@@ -68,11 +56,10 @@ def same_positions(found: KldPositions, expected: KldPositions) -> bool:
 
 @pytest.mark.parametrize("method", METHODS)
 async def test_every_position_of_every_window_is_there_in_order(method):
-    references = await recorded(method=method)
-    server, steps = FakeServer(references, noise=NOISE), []
+    server, steps = await with_reference(method=method), []
     measurement = await measure(server, concurrency=3, on_progress=steps.append)
-    expected = expected_positions(references)
-    assert measurement.window_sizes == [len(tokens) - first for tokens, first in references["base"].windows]
+    expected = expected_positions(server)
+    assert measurement.window_sizes == [len(tokens) - first for tokens, first in server.references["base"].windows]
     assert same_positions(measurement.positions, expected)
     assert measurement.statistics["kld"]["mean"] == pytest.approx(expected.kld.astype(float).mean(), rel=1e-12)
     assert steps[-1].mean == pytest.approx(measurement.statistics["kld"]["mean"])
@@ -80,23 +67,23 @@ async def test_every_position_of_every_window_is_there_in_order(method):
     assert sorted(server.compared) == list(range(len(steps)))
 
 
-async def test_later_comparisons_are_multiples_of_the_noise_floor(references, server):
+async def test_later_comparisons_are_multiples_of_the_noise_floor(server):
     assert (await measure(server)).kld_over_noise_floor is None
-    steps, same_model = [], FakeServer(references)
+    steps, same_model = [], FakeServer(server.references)
     floor = await measure_noise_floor(client_of(same_model), "base", on_progress=steps.append)
     assert floor.as_noise_floor
     assert floor.statistics["kld"]["mean"] == floor.reference.noise_floor.mean == 0
     assert [step.windows_done for step in steps] == [1, 2, 3, 4, 5]
-    assert same_positions(floor.positions, expected_positions(references, 0.0))
+    assert same_positions(floor.positions, expected_positions(same_model))
     assert (await measure(server)).kld_over_noise_floor is None, "nothing is 0 times"
-    references["base"].noise_floor["mean"] = 0.001
+    server.references["base"].noise_floor["mean"] = 0.001
     later = await measure(server)
     assert later.kld_over_noise_floor == pytest.approx(later.statistics["kld"]["mean"] / 0.001)
 
 
 async def test_servers_with_different_references_do_not_share_a_run(server):
     with pytest.raises(ServersDifferError, match="http://b has another reference 'base' than http://a") as caught:
-        await measure(server, FakeServer(await recorded(context_length=4), noise=NOISE))
+        await measure(server, await with_reference(context_length=4))
     assert "num_windows is 10 instead of 5" in str(caught.value)
 
 
@@ -128,11 +115,12 @@ async def measure_with_journal(server, path, **settings):
         )
 
 
-async def test_a_resumed_run_compares_missing_windows_and_has_all_top_tokens(references, server, tmp_path, monkeypatch):
+async def test_a_resumed_run_compares_missing_windows_and_has_all_top_tokens(server, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "MAX_TOP_POSITIONS", 9)
     path, settings = tmp_path / "run.json.journal", {"top_logprobs": 5, "return_token_texts": True}
+    lost = FakeServer(server.references, noise=NOISE, allowed=3)
     with pytest.raises(TransportError):
-        await measure_with_journal(FakeServer(references, noise=NOISE, allowed=3), path, concurrency=1, **settings)
+        await measure_with_journal(lost, path, concurrency=1, **settings)
     with pytest.raises(OutputError, match="top_logprobs is 5 instead of 2"):
         await measure_with_journal(server, path, top_logprobs=2)
     before, steps = path.read_bytes(), []
@@ -145,7 +133,7 @@ async def test_a_resumed_run_compares_missing_windows_and_has_all_top_tokens(ref
     measurement = await measure_with_journal(server, path, on_progress=steps.append, **settings)
     assert sorted(server.compared) == [3, 4]
     assert path.read_bytes().startswith(before)
-    assert same_positions(measurement.positions, expected_positions(references))
+    assert same_positions(measurement.positions, expected_positions(server))
     assert [(step.windows_done, step.num_resumed) for step in steps] == [(3, 3 * 7), (4, 3 * 7), (5, 3 * 7)]
     top, at = measurement.top_tokens, np.sort(np.argsort(-measurement.positions.kld)[:9])
     # What the server makes up depends on the place in a window of seven.
@@ -158,22 +146,23 @@ async def test_a_resumed_run_compares_missing_windows_and_has_all_top_tokens(ref
 @pytest.mark.parametrize("num_before", [0, 2])
 async def test_the_text_before_a_token_crosses_windows_and_not_documents(monkeypatch, num_before):
     """So many windows are of another document than the rest."""
-    reference = (await recorded(method="sliding"))["base"]
+    server = await with_reference(method="sliding")
+    reference = server.references["base"]
     origins = {
         **reference.origins(),
         "documents": [int(index >= num_before) for index in range(len(reference.windows))],
     }
     monkeypatch.setattr(reference, "origins", lambda: origins)
     start = sum(len(tokens) - first for tokens, first in reference.windows[:num_before])
-    measurement = await measure(FakeServer({"base": reference}, noise=NOISE))
+    measurement = await measure(server)
     for token in measurement.most_divergent:
         begin = start if token.index >= start else 0
         assert token.text_before == TEXT[max(begin, token.index - 16) : token.index]
 
 
-async def test_the_most_divergent_tokens_have_their_texts(references, server):
+async def test_the_most_divergent_tokens_have_their_texts(server):
     measurement = await measure(server)
-    targets = [token for tokens, first in references["base"].windows for token in tokens[first:]]
+    targets = [token for tokens, first in server.references["base"].windows for token in tokens[first:]]
     assert len(measurement.most_divergent) == 20
     for token in measurement.most_divergent:
         assert token.token == token_text(targets[token.index])

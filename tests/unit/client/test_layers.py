@@ -5,26 +5,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_server import FLOOR, MODULES, REST_OF_NOISE, TEXT, FakeServer, clients_of, compare, record, serve
+from fake_server import (
+    FLOOR,
+    MODULES,
+    NOISE,
+    REST_OF_NOISE,
+    TEXT,
+    FakeServer,
+    clients_of,
+    compare,
+    serve,
+    with_reference,
+)
 from safetensors.numpy import save_file
 
 from scoremode.cli.main import main
 from scoremode.errors import RunError, ServersDifferError
 from scoremode.runs import make_recipe, measure_layers
 
-NOISE = 0.5
 NUM_PLACES = len(REST_OF_NOISE)
-
-
-async def recorded(server: FakeServer, **settings) -> FakeServer:
-    await record(server, **{"layers": True, **settings})
-    return FakeServer(server.references, noise=NOISE)
 
 
 @pytest.fixture
 async def server() -> FakeServer:
-    """Serves another model than the reference's."""
-    return await recorded(FakeServer())
+    return await with_reference(layers=True)
 
 
 def sums_of(server: FakeServer) -> np.ndarray:
@@ -70,9 +74,9 @@ async def test_errors_are_paired_and_clustered_by_windows(server):
 
 async def test_what_cannot_be_measured_is_refused(server):
     with pytest.raises(RunError, match="was recorded without layers: record it"):
-        await measure(await recorded(FakeServer(), layers=False))
+        await measure(await with_reference())
     with pytest.raises(ServersDifferError, match="another reference"):
-        await measure(server, FakeServer((await recorded(FakeServer(), context_length=16)).references, noise=NOISE))
+        await measure(server, await with_reference(layers=True, context_length=16))
 
 
 def test_recording_says_what_it_takes_and_has_windows_of_its_own(capsys):
