@@ -52,7 +52,7 @@ def requests(rng: random.Random) -> Iterator[dict[str, Any]]:
     for change in OPTIONS:
         yield plain | change
     for length in (1, 2, 3, LONGEST - 1, LONGEST):
-        yield plain | {"prompt": token_ids(rng, length)}
+        yield plain | {"prompt": random_ids(rng, length)}
     for _ in range(NUM_RANDOM):
         request = dict(plain, prompt=some_prompt(rng), logprobs=rng.choice([0, 1, 2, 5, 20]))
         for change in rng.sample(OPTIONS, rng.randrange(4)):
@@ -87,14 +87,14 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def token_ids(rng: random.Random, length: int) -> list[int]:
+def random_ids(rng: random.Random, length: int) -> list[int]:
     """Of any kind, bytes and special tokens among them."""
     return [rng.randrange(VOCABULARY) for _ in range(length)]
 
 
 def some_prompt(rng: random.Random) -> Any:
     """Any of the four shapes."""
-    ids = [token_ids(rng, rng.choice([1, 2, 7, 30])) for _ in range(rng.randint(1, 3))]
+    ids = [random_ids(rng, rng.choice([1, 2, 7, 30])) for _ in range(rng.randint(1, 3))]
     return rng.choice([rng.choice(TEXTS), rng.sample(TEXTS, 2), ids[0], ids])
 
 
@@ -142,12 +142,12 @@ def prompts_that_begin_alike(rng: random.Random) -> Iterator[dict[str, Any]]:
     """Branches of branches, each sent twice, in two styles; parts of characters among their tokens."""
     plain = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
     for _ in range(NUM_PROMPTS):
-        prompt = token_ids(rng, rng.randint(40, 70))
+        prompt = random_ids(rng, rng.randint(40, 70))
         for _ in range(2):
-            branch = prompt + token_ids(rng, rng.randint(10, 40))
+            branch = prompt + random_ids(rng, rng.randint(10, 40))
             for style in ({}, {"return_tokens_as_token_ids": True, "logprobs": 3}):
                 for end in (1, 2, 3):
-                    yield plain | style | {"prompt": branch + token_ids(rng, end)}
+                    yield plain | style | {"prompt": branch + random_ids(rng, end)}
 
 
 def connect(url: str) -> httpx.Client:
@@ -201,7 +201,7 @@ def test_prompts_with_a_common_prefix_get_vllms_responses(url):
 
 
 def test_a_prompt_may_fill_the_context_if_nothing_is_generated(plugin_server, byte_fallback_model):
-    prompts = [token_ids(random.Random(23), length) for length in (128, 40, 128)]
+    prompts = [random_ids(random.Random(23), length) for length in (128, 40, 128)]
     with connect(plugin_server) as client:
         content = client.post("/v1/completions", json=SCORING | {"prompt": prompts, "max_tokens": 0}).json()
     found = [choice["logprobs"]["token_logprobs"][1:] for choice in content["choices"]]

@@ -2,7 +2,7 @@
 next to what the copy answers in transformers, and to exact distributions."""
 
 import json
-import os
+from contextlib import chdir
 from pathlib import Path
 
 import numpy as np
@@ -31,10 +31,9 @@ def record(server: str, prompts: Path, name: str, *options: str) -> int:
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
     """Where journals are kept."""
-    before, folder = Path.cwd(), tmp_path_factory.mktemp("answers")
-    os.chdir(folder)
-    yield folder
-    os.chdir(before)
+    folder = tmp_path_factory.mktemp("answers")
+    with chdir(folder):
+        yield folder
 
 
 @pytest.fixture(scope="module")

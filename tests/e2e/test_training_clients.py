@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from tests import oracle
-from tests.e2e.test_completions import SCORING, assert_same, connect, name_the_most_likely
+from tests.e2e.test_completions import SCORING, assert_same, connect, name_the_most_likely, random_ids
 
-VOCABULARY = 1024
 COMPLETIONS = "/v1/completions"
 GENERATE = "/inference/v1/generate"
 LARGE: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": 100, "temperature": 0}
@@ -25,8 +24,7 @@ of_trl = pytest.mark.filterwarnings("ignore:TRL currently supports vLLM versions
 
 def token_ids(length: int, *name: Any) -> list[int]:
     """Others for each name, so that a test finds nothing in the cache."""
-    rng = random.Random(repr((name, length)))
-    return [rng.randrange(VOCABULARY) for _ in range(length)]
+    return random_ids(random.Random(repr((name, length))), length)
 
 
 def both(url: str, path: str, body: dict[str, Any]) -> tuple[httpx.Response, httpx.Response]:
