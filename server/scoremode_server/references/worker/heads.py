@@ -100,24 +100,23 @@ class HeadLayer:
         # Of this rank's part.
         self.num_bytes = sum(map(math.prod, self._shapes)) * self._dtype.itemsize
 
-    def read(self, reference: StoredReference) -> None:
-        """Read this rank's part to the host. BrokenFileError if the file is not what was written."""
+    def read(self, reference: StoredReference) -> list[torch.Tensor]:
+        """Read this rank's part of weight and bias to the host. BrokenFileError if the file is not what was written."""
         tensors = [tensor for tensor in reference.read_head() if tensor is not None]
         with torch.inference_mode():
             parts = [_parameter(torch.empty(shape, dtype=self._dtype)) for shape in self._shapes]
             for part, tensor in zip(parts, tensors, strict=True):
                 self._layer.weight_loader(part, tensor)
-        self._weights = [part.data for part in parts]
+        return [part.data for part in parts]
 
-    def place(self, memory: torch.Tensor) -> None:
-        """Copy the weights that were read to memory [num_bytes] of the device, and free those on the host."""
+    def place(self, weights: list[torch.Tensor], memory: torch.Tensor) -> None:
+        """Copy what was read to memory [num_bytes] of the device."""
         with torch.inference_mode():
-            parts = memory.split([weight.nbytes for weight in self._weights])
+            parts = memory.split([weight.nbytes for weight in weights])
             placed = [
                 _parameter(copy_through_pinned(weight, part.view(weight.dtype).view(weight.shape)))
-                for weight, part in zip(self._weights, parts, strict=True)
+                for weight, part in zip(weights, parts, strict=True)
             ]
-            self._weights = []
             self._layer.weight, self._bias = placed[0], placed[1] if self._head.has_bias else None
             self._layer.quant_method.process_weights_after_loading(self._layer)
 
@@ -206,10 +205,10 @@ class LeasedHead:
         return self._layer.ready(local=local)
 
     def _load(self, layer: HeadLayer, mark: WindowMark) -> None:
-        layer.read(self._root.open_same(mark.reference, mark.identity))
+        weights = layer.read(self._root.open_same(mark.reference, mark.identity))
         # Reading may have taken so long that another head is loaded meanwhile, into the same memory.
         with self._placing:
             if layer is self._layer:
                 if layer.num_bytes > len(self._memory):
                     self._memory = torch.empty(layer.num_bytes, dtype=torch.uint8, device=self._memory.device)
-                layer.place(self._memory[: layer.num_bytes])
+                layer.place(weights, self._memory[: layer.num_bytes])

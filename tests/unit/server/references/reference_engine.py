@@ -76,11 +76,11 @@ class HeadInMemory:
     def __init__(self, head: HeadFormat) -> None:
         self.num_bytes = head.vocab_size * head.hidden_size * 4
 
-    def read(self, reference: StoredReference) -> None:
-        self.weight, _ = reference.read_head()
+    def read(self, reference: StoredReference) -> torch.Tensor:
+        return reference.read_head()[0]
 
-    def place(self, memory: torch.Tensor) -> None:
-        self.placed = memory.view(torch.float32).view(self.weight.shape).copy_(self.weight)
+    def place(self, weight: torch.Tensor, memory: torch.Tensor) -> None:
+        self.placed = memory.view(torch.float32).view(weight.shape).copy_(weight)
 
     def ready(self, *, local: bool) -> ReferenceHead:
         return ReferenceHead(lambda hidden_states: hidden_states @ self.placed.T, 4)

@@ -53,7 +53,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> list[HeadInMemory]:
     """Heads that were copied to the device, in order."""
     heads: list[HeadInMemory] = []
     place = HeadInMemory.place
-    monkeypatch.setattr(HeadInMemory, "place", lambda head, memory: (heads.append(head), place(head, memory)))
+    monkeypatch.setattr(HeadInMemory, "place", lambda head, *parts: (heads.append(head), place(head, *parts)))
     return heads
 
 

@@ -19,11 +19,11 @@ class Layer:
     def __init__(self, head: Any) -> None:
         self.memory = torch.empty(0)
 
-    def read(self, name: str) -> None:
-        self.name = name
+    def read(self, name: str) -> str:
+        return name
 
-    def place(self, memory: torch.Tensor) -> None:
-        self.memory = memory.fill_(ord(self.name))
+    def place(self, name: str, memory: torch.Tensor) -> None:
+        self.memory = memory.fill_(ord(name))
 
     def ready(self, *, local: bool) -> str:
         return chr(int(self.memory))
