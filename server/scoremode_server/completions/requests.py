@@ -35,14 +35,18 @@ class GenerateBody(GenerateRequest):
     token_ids: Many[int] = Field(min_length=1)
 
 
+def _num_top(request: CompletionRequest | ChatCompletionRequest, num_sampled: int | None) -> int | None:
+    """The number of top tokens that a request wants of its prompt; None if it wants no logprobs of it. With `echo` it
+    may be that of the sampled token."""
+    return num_sampled if request.prompt_logprobs is None and request.echo else request.prompt_logprobs
+
+
 def is_scoring_completion(request: CompletionRequest) -> bool:
     """Whether a request wants the top k of its prompt and one choice, not streamed. vLLM answers all others."""
-    num_logprobs = request.prompt_logprobs
-    if num_logprobs is None and request.echo:
-        num_logprobs = request.logprobs
+    num_top = _num_top(request, request.logprobs)
     return bool(
-        num_logprobs is not None
-        and num_logprobs >= 0
+        num_top is not None
+        and num_top >= 0
         and (request.logprobs is None or request.logprobs >= 0)
         # Without `echo`, vLLM refuses to generate nothing.
         and request.max_tokens in ((0, 1) if request.echo else (1,))
@@ -82,13 +86,11 @@ def is_scoring_generation(request: GenerateRequest) -> bool:
 def is_scoring_chat(request: ChatCompletionRequest) -> bool:
     """Whether a request wants the top k of its conversation of texts and one sampled token, not streamed. vLLM answers
     all others."""
-    num_logprobs = request.prompt_logprobs
-    if num_logprobs is None and request.echo:
-        num_logprobs = request.top_logprobs
+    num_top = _num_top(request, request.top_logprobs)
     most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     return bool(
-        num_logprobs is not None
-        and num_logprobs >= 0
+        num_top is not None
+        and num_top >= 0
         and most == 1
         and not (request.stream or request.use_beam_search)
         and all(isinstance(message.get("content"), str | None) for message in request.messages)

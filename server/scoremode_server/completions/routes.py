@@ -39,11 +39,12 @@ CHAT = "/v1/chat/completions"
 GENERATE = "/inference/v1/generate"
 
 HANDLERS = {
-    COMPLETIONS: ("openai_serving_completion", "create_completion", "prompt"),
-    CHAT: ("openai_serving_chat", "create_chat_completion", "messages"),
-    GENERATE: ("serving_tokens", "serve_tokens", "token_ids"),
+    COMPLETIONS: (ScoringCompletions, "openai_serving_completion", "create_completion", "prompt"),
+    CHAT: (ScoringHandler, "openai_serving_chat", "create_chat_completion", "messages"),
+    GENERATE: (ScoringHandler, "serving_tokens", "serve_tokens", "token_ids"),
 }
-"""vLLM's own: their names in the app's state, the methods that answer, and the fields with a request's sequences."""
+"""What answers scoring requests, and of vLLM's own handlers: their names in the app's state, the methods that answer,
+and the fields with a request's sequences."""
 
 STOCK_RESPONSES: dict[int | str, dict[str, Any]] = {
     **EVENT_RESPONSES,
@@ -75,9 +76,8 @@ def start(core: Core, state: State) -> None:
     """Put handlers into `app.state.scoremode_completions`, by route, where vLLM has one."""
     writer = LogprobsWriter(core.tokenizer.strings, core.scorer.engine.block_size)
     state.scoremode_completions = {}
-    for route, (name, method, param) in HANDLERS.items():
+    for route, (make_handler, name, method, param) in HANDLERS.items():
         if (stock := getattr(state, name, None)) is not None:
-            make_handler = ScoringCompletions if route == COMPLETIONS else ScoringHandler
             state.scoremode_completions[route] = make_handler(core, stock, route, method, param, writer)
 
 
