@@ -97,10 +97,8 @@ def _app_with_default_flags() -> FastAPI:
     return app_with_flags(api_key=None)
 
 
-def app_with_completions(
-    model: Path, size: EngineSize = LARGE, engine: HeldEngine | None = None
-) -> tuple[FastAPI, HeldEngine]:
-    """The app with our handlers of completions and of token ids around vLLM's, and its engine, which is not held."""
+def app_with_completions(model: Path, size: EngineSize = LARGE, engine: HeldEngine | None = None) -> FastAPI:
+    """The app with our handlers of completions and of token ids around vLLM's. Its engine is not held."""
     model_config = ModelConfig(str(model), dtype="float32")
     config, engine = VllmConfig(model_config=model_config), engine or HeldEngine(BLOCK_SIZE)
     config.parallel_config.worker_extension_cls = WORKER_EXTENSION
@@ -127,7 +125,7 @@ def app_with_completions(
     )
     app.state.serving_tokens = ServingTokens(engine, models, renderer, request_logger=None)
     _start_extensions(core, app.state)
-    return app, engine
+    return app
 
 
 @asynccontextmanager

@@ -23,8 +23,7 @@ PRIME_RL = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "prompt
 @pytest.mark.parametrize("body", [ECHO, TRL, PRIME_RL, ECHO | {"prompt_logprobs": 3}])
 async def test_a_large_response_is_written_in_parts_and_is_the_same(random_model: Path, monkeypatch, body):
     route = GENERATE if "token_ids" in body else COMPLETIONS
-    app, _ = app_with_completions(random_model)
-    async with client_of(app) as client:
+    async with client_of(app_with_completions(random_model)) as client:
         at_once = (await client.post(route, json=body, headers={"X-Request-Id": "the same"})).json()
         monkeypatch.setattr(handler, "WRITTEN_AT_ONCE", 0)
         in_parts = (await client.post(route, json=body, headers={"X-Request-Id": "the same"})).json()
@@ -33,8 +32,8 @@ async def test_a_large_response_is_written_in_parts_and_is_the_same(random_model
 
 
 async def test_the_generate_route_refuses_with_the_name_of_the_field(random_model: Path):
-    app, _ = app_with_completions(random_model, EngineSize(tokens=3072, sequences=192, max_scoring_tokens=3))
-    async with client_of(app) as client:
+    size = EngineSize(tokens=3072, sequences=192, max_scoring_tokens=3)
+    async with client_of(app_with_completions(random_model, size)) as client:
         for change, error in (
             ({"model": LONG_NAME}, (404, "model")),
             ({"token_ids": [5, -1]}, (400, "token_ids")),
@@ -51,7 +50,7 @@ async def test_the_generate_route_refuses_with_the_name_of_the_field(random_mode
 
 @pytest.mark.parametrize(("route", "body"), [(COMPLETIONS, ECHO | {"prompt": [5, 6, 7]}), (GENERATE, PRIME_RL)])
 async def test_an_answer_is_written_in_its_turn(random_model: Path, monkeypatch, route: str, body: dict[str, Any]):
-    app, _ = app_with_completions(random_model)
+    app = app_with_completions(random_model)
     handlers, turns, is_in_turn = app.state.scoremode_completions, set[str](), list[bool]()
 
     async def wait() -> None:

@@ -57,7 +57,8 @@ class NeverDone:
     ],
 )
 async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(random_model, route, body, num_sequences):
-    app, engine = app_with_completions(random_model)
+    app = app_with_completions(random_model)
+    engine = app.state.scoremode.client
     engine.let_go.clear()
     leave = asyncio.Event()
     leaves = asyncio.create_task(leaving(app, route, body, leave, "the same"))

@@ -26,7 +26,7 @@ BODY = json.dumps(GOOD).encode()
 @pytest.fixture(scope="module")
 def app(random_model: Path) -> FastAPI:
     """With every route of the table, and a folder for references."""
-    return app_with_completions(random_model, engine=ReferenceEngine(Path("no-references")))[0]
+    return app_with_completions(random_model, engine=ReferenceEngine(Path("no-references")))
 
 
 @pytest.mark.parametrize("bad", [pytest.param(row, id=f"{row.route}: {row.wrong}") for row in BAD_INPUTS])
@@ -97,8 +97,7 @@ SCORES = {"prompt": [5, 6], "echo": True, "logprobs": 1, "max_tokens": 1}
 async def test_no_id_of_a_request_passes_for_other_fields_of_its_line(
     random_model, lines, route, body, headers, logged
 ):
-    app, _ = app_with_completions(random_model)
-    async with client_of(app) as client:
+    async with client_of(app_with_completions(random_model)) as client:
         answer = await client.post(route, json=body, headers=headers)
     assert answer.status_code == 200
     (line,) = lines

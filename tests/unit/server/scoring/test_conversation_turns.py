@@ -49,7 +49,7 @@ def rendered(model: Path, messages: list[dict[str, Any]], **options: Any) -> Any
 
 
 async def turns_of(model: Path, body: dict[str, Any]) -> list[dict[str, Any]]:
-    async with client_of(app_with_completions(model)[0]) as client:
+    async with client_of(app_with_completions(model)) as client:
         answer = await client.post("/v1/turns", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()["data"]
@@ -118,8 +118,8 @@ async def test_turns_that_are_sequences_of_their_own_are_scored_alike_by_all_rou
     loop = "{% for message in messages %}{{ message.role }}: THOUGHTS{{ message.content }}\n{% endfor %}"
     thoughts = "{% if loop.last and message.reasoning_content %}{{ message.reasoning_content }} {% endif %}"
     body = {"messages": [[COUNT, ELEVEN], [*THINKING[:3], ELEVEN | {"reasoning_content": "Two more."}]]}
-    app, _ = app_with_completions(served(loop.replace("THOUGHTS", thoughts)))
-    async with client_of(app) as client:
+    model = served(loop.replace("THOUGHTS", thoughts))
+    async with client_of(app_with_completions(model)) as client:
         turns, score, perplexity = [
             (await client.post(f"/v1/{route}", json=body)).json() for route in ("turns", "score", "perplexity")
         ]
@@ -182,8 +182,8 @@ REWRITES = "{{ messages[-1]['content'] }}{% for message in messages %}{{ message
     ],
 )
 async def test_what_cannot_be_scored_is_refused(served: Served, family: str, body: dict[str, Any], message: str):
-    app, _ = app_with_completions(served((TEMPLATES | {"rewrites": REWRITES, "all_marked": ALL_MARKED})[family]))
-    async with client_of(app) as client:
+    model = served((TEMPLATES | {"rewrites": REWRITES, "all_marked": ALL_MARKED})[family])
+    async with client_of(app_with_completions(model)) as client:
         status, _, found = error_of(await client.post("/v1/turns", json=body))
     assert (status, found[: len(message)]) == (400, message)
 
@@ -211,7 +211,7 @@ async def test_each_marked_message_is_a_turn(
 async def test_a_trusted_template_of_a_request_is_the_one_that_renders(served: Served):
     """In the place of the model's and of the server's, and its marks are found."""
     model = served(TEMPLATES["chatml"])
-    app, _ = app_with_completions(model)
+    app = app_with_completions(model)
     online = app.state.scoremode.conversations.online
     online.trust_request_chat_template, online.chat_template = True, TEMPLATES["smollm3"]
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -111,7 +111,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(("route", "body", "error", "work"), PRODUCTS.values(), ids=PRODUCTS)
 async def test_a_product_is_refused_by_its_bound(random_model, joined, encoded, route, body, error, work):
-    app, _ = app_with_completions(random_model)
+    app = app_with_completions(random_model)
     async with client_of(app) as client:
         check_error(await client.post(route, json=body), *error)
     renderings, characters = counted(app)
@@ -132,8 +132,8 @@ async def test_a_context_is_copied_for_what_was_admitted_alone(joined):
 
 async def test_one_wrong_prompt_ends_the_encoding_of_the_others(encoded, random_model):
     """Encoding goes on in a thread, one prompt after another."""
-    prompts, app = ["", *["the " * 100] * 500], app_with_completions(random_model)[0]
-    async with client_of(app) as client:
+    prompts = ["", *["the " * 100] * 500]
+    async with client_of(app_with_completions(random_model)) as client:
         answer = await client.post(SCORE, json={"prompt": prompts, "continuations": [" a", " b"]})
         assert error_of(answer) == (400, "prompt", "prompt[0] is empty: a continuation needs a token before it")
         num_encoded = len(encoded)

@@ -66,7 +66,7 @@ async def test_work_grows_with_the_length_of_a_conversation(served: Served, fami
     model = served(TEMPLATES[family])
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100_000}))
-    app, _ = app_with_completions(model)
+    app = app_with_completions(model)
     found = {}
     async with client_of(app) as client:
         for num_messages in (20, 200):
@@ -105,7 +105,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 async def test_rendering_ends_when_its_client_leaves_and_counts_until_then(served: Served, held: Held, monkeypatch):
     monkeypatch.setattr(rendering, "MAX_REQUESTS", 1)
-    app, _ = app_with_completions(served(TEMPLATES["chatml"]))
+    app = app_with_completions(served(TEMPLATES["chatml"]))
     leave, body = asyncio.Event(), {"messages": chat(6)}
     async with client_of(app) as client:
         leaves = asyncio.create_task(leaving(app, TURNS, body, leave))
@@ -133,7 +133,7 @@ async def test_rendering_ends_with_the_time_of_its_request_and_with_the_server(
     seconds: float | None,
     status: int,
 ):
-    app, _ = app_with_completions(served(TEMPLATES["chatml"]), size=replace(LARGE, request_timeout=seconds))
+    app = app_with_completions(served(TEMPLATES["chatml"]), size=replace(LARGE, request_timeout=seconds))
     async with client_of(app) as client:
         request = asyncio.create_task(client.post(route, json={"messages": chat(6)}))
         assert await asyncio.to_thread(held.begun.wait, 60)
@@ -144,7 +144,7 @@ async def test_rendering_ends_with_the_time_of_its_request_and_with_the_server(
 
 async def test_thousands_of_tags_are_read_once(served: Served):
     """A pattern that looks for the end of each would take minutes."""
-    app, _ = app_with_completions(served(TEMPLATES["chatml"]))
+    app = app_with_completions(served(TEMPLATES["chatml"]))
     app.state.scoremode.conversations.limits = replace(app.state.scoremode.limits, max_model_len=10**7)
     contents = ["<think>" * 60_000, "<think>a</think>" * 20_000, "</think>" * 60_000]
     async with client_of(app) as client:
