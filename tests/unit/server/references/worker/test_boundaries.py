@@ -241,18 +241,3 @@ def test_a_layer_of_the_models_list_that_is_not_called_is_no_boundary():
     with layers.watching():
         pass
     assert layers.described.startswith("Layer: its layers were not called")
-
-
-def test_of_two_names_for_a_norm_the_one_called_with_the_stream_counts():
-    layers = watched(Model(SandwichLayer))
-    norms = [layer.pre_feedforward_layernorm for layer in layers.model.model.layers]
-    assert [cut.args[0] for cut in layers.cuts[1::2]] == norms
-
-
-def test_adding_zero_is_exact_and_leaves_other_rows():
-    hidden_states, residual = tokens(1, 3), tokens(2, 3)
-    stream, before = Stream(hidden_states, residual), Stream(hidden_states.clone(), residual.clone())
-    copied = stream.copy(slice(1, 2))
-    stream.replace(slice(1, 2), copied)
-    assert torch.equal(stream.copy(slice(None)), before.copy(slice(None)))
-    assert torch.equal(hidden_states[[0, 2]], before.hidden_states[[0, 2]])
