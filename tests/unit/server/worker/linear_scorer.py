@@ -9,6 +9,7 @@ import torch
 from scoremode_server.kernels.working_memory import LogitsShape, block_bytes, row_bytes_fused
 from scoremode_server.worker.row_scorer import RowScorer, SinkMaker, StepPart
 from scoremode_server.worker.row_spec import RowSpec
+from tests.unit.server.kernels.row_checks import check
 
 ALONE = SimpleNamespace(world_size=1, rank_in_group=0, device=torch.device("cpu"))
 
@@ -27,14 +28,9 @@ def make_scorer(
 
 def check_rows(rows: Any, spec: RowSpec, logits: torch.Tensor, targets: list[int]) -> None:
     """Compare the rows of targets with float64; they are predicted by logits [targets, vocabulary]."""
-    exact = (logits.double() / spec.temperature).log_softmax(1)
-    named = rows.logprob_token_ids.long()
-    assert named[:, 0].tolist() == targets
     assert rows.logprobs.shape == (len(targets), spec.num_columns)
-    assert torch.allclose(rows.logprobs.double(), exact.gather(1, named), atol=1e-5)
-    top = rows.logprobs[:, 1 + spec.num_candidates :].double()
-    assert torch.allclose(top, exact.topk(spec.num_top).values, atol=1e-5)
-    assert torch.equal(rows.selected_token_ranks.long(), (logits >= logits.gather(1, named[:, :1])).sum(1))
+    candidates = rows.logprob_token_ids[:, 1 : 1 + spec.num_candidates]
+    check(logits, torch.tensor(targets), rows[:3], candidates, spec.temperature)
 
 
 class LinearWorker:

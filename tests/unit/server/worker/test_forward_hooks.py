@@ -28,6 +28,7 @@ class Maker:
     def __init__(self) -> None:
         self.passes: list[list[tuple[str, int, int, int]]] = []
         self.is_open = False
+        self.inside: list[bool] = []
 
     def begin(self, spec: RowSpec, *, writes: bool) -> RowSink:
         return RowSink(spec)
@@ -44,11 +45,10 @@ class Maker:
 def maker(monkeypatch: pytest.MonkeyPatch) -> Maker:
     """Of runners that are patched anew, and whose passes note whether they are inside."""
     maker = Maker()
-    passes: list[bool] = []
     set_back_at_end(monkeypatch)
 
     def note(*arguments: Any, **options: Any) -> None:
-        passes.append(maker.is_open)
+        maker.inside.append(maker.is_open)
 
     def execute(runner: Any, step: Any, dummy_run: bool = False) -> None:
         if not dummy_run:
@@ -62,7 +62,6 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Maker:
     monkeypatch.setattr(runners, "get_tp_group", lambda: ALONE)
     runners.patch_v1(MEBIBYTE, {"own": maker})
     runners.patch_v2(MEBIBYTE, {"own": maker})
-    maker.inside = passes
     return maker
 
 

@@ -44,13 +44,7 @@ class Runner:
 
     def __init__(self, prompts: dict[str, list[int] | None], num_top: dict[str, int]) -> None:
         weight = torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(3))
-        self.projected: list[int] = []
-
-        def compute_logits(hidden_states: torch.Tensor) -> torch.Tensor:
-            self.projected.append(len(hidden_states))
-            return hidden_states @ weight
-
-        self.model = SimpleNamespace(compute_logits=compute_logits)
+        self.model = SimpleNamespace(compute_logits=lambda hidden_states: hidden_states @ weight)
         self.sampler = Sampler()
         model = {"get_vocab_size": lambda: VOCAB, "head_dtype": torch.float32}
         self.model_config = SimpleNamespace(logprobs_mode="raw_logprobs", **model)
