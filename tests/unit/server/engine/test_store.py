@@ -1,4 +1,7 @@
-"""The store as a data structure, and block hashes: the same for the same tokens, and for nothing else."""
+"""What the store replaces and evicts, and block hashes: the same for the same tokens, and for nothing else.
+
+`test_streams.py` compares the rows that come back.
+"""
 
 import numpy as np
 
@@ -16,25 +19,6 @@ def block(value: int, num_columns: int = 1) -> bytes:
 
 def cost(*blocks: bytes) -> int:
     return sum(len(each) + BLOCK_OVERHEAD_BYTES for each in blocks)
-
-
-def test_rows_come_back_bit_for_bit_in_as_many_columns_as_requested():
-    store = RowStore(SIZE, ROOM)
-    ids = np.arange(12).reshape(4, 3)
-    logprobs = np.array([[-0.0, -1e-30, -np.inf]] * 4, np.float32) - ids.astype(np.float32)
-    ranks = np.array([1, 200_000, 3, 4])
-    rows = Rows.from_arrays(ids, logprobs, ranks)
-    hashes = [b"a", b"b"]
-    blocks = store.split(hashes, rows)
-    assert blocks == {b"a": rows[:2].table.tobytes(), b"b": rows[2:].table.tobytes()}
-    store.put(0, hashes, blocks)
-    for num_columns in (1, 2, 3):
-        found = store.get(hashes, num_columns)
-        got = store.join([found[block_hash] for block_hash in hashes], num_columns)
-        expected = ids[:, :num_columns], logprobs[:, :num_columns], ranks
-        for one, put in zip((got.token_ids, got.logprobs, got.ranks), expected, strict=True):
-            assert one.astype(put.dtype).tobytes() == np.ascontiguousarray(put).tobytes()
-    assert store.get(hashes, 4) == {}
 
 
 def test_only_a_block_with_more_columns_replaces_another():
@@ -65,13 +49,6 @@ def test_nothing_of_an_earlier_generation_stays():
     assert len(store._blocks) == 0
     store.put(1, [b"a"], {b"a": block(0)})
     assert len(store._blocks) == 1
-
-
-def test_a_sequence_that_is_larger_than_the_budget_leaves_its_first_blocks():
-    store = RowStore(SIZE, 3 * cost(block(0)))
-    hashes = [b"%d" % index for index in range(50)]
-    assert store.put(0, hashes, {block_hash: block(7) for block_hash in hashes}) == 47
-    assert set(store.get(hashes, 1)) == set(hashes[:3])
 
 
 def test_another_process_has_other_hashes():
