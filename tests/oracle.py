@@ -50,8 +50,8 @@ class Result(NamedTuple):
 def logprobs(model: Path | PreTrainedModel, sequences: Sequence[Tokens]) -> list[np.ndarray]:
     """Logprob of each token but the first: for n tokens [n - 1], float64. A path is that of a model to run in
     float64."""
-    of_all = [(logits(model, tokens).log_softmax(-1), _targets(tokens)) for tokens in sequences]
-    return [found.gather(1, targets).squeeze(1).numpy() for found, targets in of_all]
+    of_all = ((logits(model, tokens).log_softmax(-1), _targets(tokens)) for tokens in sequences)
+    return [found.gather(1, targets).squeeze(1).cpu().numpy() for found, targets in of_all]
 
 
 @torch.inference_mode()

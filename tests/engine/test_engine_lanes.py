@@ -1,15 +1,13 @@
-"""The decode lane in an engine: one token of each sequence a step, and the logprobs of step-by-step decoding."""
+"""The decode lane in an engine: one token of each sequence a step, and the logprobs of transformers."""
 
 from pathlib import Path
 
 import numpy as np
-import pytest
-import torch
 from vllm import LLM
 
 from tests import oracle
 from tests.engine.conftest import LENGTH
-from tests.gpu.lanes import by_transformers, lane_logprobs
+from tests.gpu.lanes import lane_logprobs
 
 TOKENS = 90
 
@@ -26,12 +24,11 @@ def note_steps(worker) -> None:
     runner.execute_model, worker.steps = execute_and_note, steps
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_decode_is_as_step_by_step_decoding(llm: LLM, random_model: Path, dtype):
+def test_every_lane_is_as_transformers(llm: LLM, random_model: Path):
     """Of two pairs of texts that begin alike, longer than several blocks of keys and values."""
     first, second, *ends = np.random.default_rng(23).integers(3, 900, (4, TOKENS)).tolist()
     texts = [first, first[:40] + ends[0][40:], second, second[:64] + ends[1][64:]]
-    exact = by_transformers(random_model, texts, dtype)
+    exact = oracle.logprobs(random_model, texts)
     for lane in (lane_logprobs(llm, texts, chunk) for chunk in (1, 0, 3)):
         for found, expected in zip(lane, exact, strict=True):
             oracle.assert_close(found, expected)

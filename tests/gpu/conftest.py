@@ -55,7 +55,12 @@ def every_combination() -> list[Any]:
     return [*usual, *(pytest.param(each, marks=pytest.mark.matrix) for each in others if each not in usual)]
 
 
-def run_module(*command: str, **environment: str) -> dict[str, Any]:
+def runner_settings(runner: str) -> dict[str, str]:
+    """The environment of a process with a model runner; a CPU has V1 alone."""
+    return {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "v2"))} if ON_GPU else {}
+
+
+def run_module(*command: str, runner: str) -> dict[str, Any]:
     """The line of JSON that a module of this folder prints; where vLLM refused, `refused` has its words."""
     # What pytest's `pythonpath` adds to its own.
     paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
@@ -64,7 +69,7 @@ def run_module(*command: str, **environment: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
         timeout=400,
-        env={**os.environ, **environment, "PYTHONPATH": paths},
+        env={**os.environ, **runner_settings(runner), "PYTHONPATH": paths},
     )
     # vLLM writes to standard output too, even while the process ends.
     if lines := [line for line in done.stdout.splitlines() if line.startswith('{"')]:
@@ -76,7 +81,7 @@ def run_module(*command: str, **environment: str) -> dict[str, Any]:
 def run_family(combination: Combination) -> dict[str, Any]:
     """What `tests.gpu.family` says of it."""
     eager = () if combination.graphs else ("--eager",)
-    return run_module("tests.gpu.family", combination.family, "--runner", combination.runner, *eager)
+    return run_module("tests.gpu.family", combination.family, *eager, runner=combination.runner)
 
 
 @pytest.fixture(scope="session")
@@ -100,8 +105,12 @@ class Served:
     url: str
 
 
-RUNNERS = {"v2": ("VLLM_USE_V2_MODEL_RUNNER", "1", ()), "v1": ("VLLM_USE_V2_MODEL_RUNNER", "0", ("--enforce-eager",))}
-FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16", "--max-num-batched-tokens", "1024")
+RUNNERS = {"v2": (), "v1": ("--enforce-eager",)}
+"""And how they are served."""
+FLAGS = (
+    *("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16", "--max-num-batched-tokens", "1024"),
+    *("--max-logprobs", "256"),
+)
 MEMORY = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(2**31)) if ON_GPU else ()
 """Servers start at the same time, and would take each other's memory for their own."""
 
@@ -121,10 +130,8 @@ def servers(
     folder = tmp_path_factory.mktemp("servers")
 
     def start(runner: str, model: Path) -> Served:
-        variable, value, eager = RUNNERS[runner]
-        flags = (*FLAGS, *MEMORY, *eager, "--max-logprobs", "256", "--reference-dir", str(folder / "references"))
-        settings = {variable: value} if ON_GPU else {}
-        server = server_process(model, *flags, log=folder / f"{runner}.log", environment=settings)
+        flags = (*FLAGS, *MEMORY, *RUNNERS[runner], "--reference-dir", str(folder / "references"))
+        server = server_process(model, *flags, log=folder / f"{runner}.log", environment=runner_settings(runner))
         url = stack.enter_context(server).url
         return Served(model, ScoreClient(url, timeout=300), url)
 

@@ -1,6 +1,6 @@
 """A random small model of a family, scored by vLLM in process and by transformers; prints one line of JSON.
 
-    python -m tests.gpu.family NAME [--runner v1] [--eager] [--dtype float32]
+    python -m tests.gpu.family NAME [--eager] [--dtype float32]
 
 vLLM computes in the given type. The yardstick is how far transformers is from itself in float32 when it computes in
 bfloat16: a wrong row, mask or scale is tenths of a nat away, where rounding is hundredths.
@@ -8,7 +8,6 @@ bfloat16: a wrong row, mask or scale is tenths of a nat away, where rounding is 
 
 import argparse
 import json
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,9 +17,11 @@ import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from vllm import LLM
 
-from tests import models
-from tests.gpu.lanes import distances
+from scoremode_server import score
+from tests import models, oracle
+from tests.gpu.lanes import distances, engine_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 4096,
@@ -90,45 +91,25 @@ def sequences(vocab_size: int) -> list[list[int]]:
     return [*own, *(common[: length - 1] + tokens[-1:] for length, tokens in zip(LENGTHS, own, strict=True))]
 
 
-@torch.inference_mode()
 def by_transformers(path: Path, dtype: torch.dtype, prompts: Sequence[list[int]]) -> np.ndarray:
     """Logprobs of every token but each first, float64 from logits in `dtype`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Fused attention knows neither soft caps nor sinks.
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").to(device).eval()
-    found = []
-    for tokens in prompts:
-        ids = torch.tensor([tokens], device=device)
-        rows = model(ids, use_cache=False).logits[0, :-1].double().log_softmax(-1)
-        found.append(rows.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy())
-    return np.concatenate(found)
+    with torch.device(device):
+        return np.concatenate(oracle.logprobs(model, prompts))
 
 
-def engine_of(family: str, path: Path, **settings: Any) -> Any:
-    """A `vllm.LLM` of a model of a family, with Scoremode."""
-    from vllm import LLM
-
-    from scoremode_server import enable
-
-    enable()
-    return LLM(
-        str(path),
-        max_model_len=1024,
-        max_num_seqs=8,
-        max_num_batched_tokens=1024,
-        # Other families start at the same time, and would take each other's memory for their own.
-        gpu_memory_utilization=0.05,
-        kv_cache_memory_bytes=2**30,
-        **({"gdn_prefill_backend": "triton"} if "linear attention" in family else {}),
-        **settings,
-    )
+def family_engine(family: str, path: Path, **settings: Any) -> LLM:
+    """An engine of a model of a family."""
+    backend = {"gdn_prefill_backend": "triton"} if "linear attention" in family else {}
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 1024, "kv_cache_memory_bytes": 2**30}
+    return engine_of(path, **sizes, **backend, **settings)
 
 
 def by_vllm(path: Path, options: argparse.Namespace, prompts: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     """The same by the engine: all prompts at once, then one at a time with what the prefix cache holds by then."""
-    from scoremode_server import score
-
-    engine = engine_of(options.family, path, dtype=options.dtype, enforce_eager=options.eager)
+    engine = family_engine(options.family, path, dtype=options.dtype, enforce_eager=options.eager)
     together = score(engine, prompts)
     alone = [score(engine, [tokens])[0] for tokens in prompts]
     return tuple(np.concatenate([one.logprobs[1:] for one in scores]) for scores in (together, alone))
@@ -138,12 +119,9 @@ def main() -> None:
     """Make the model, score it in every way, print the distances."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("--runner", choices=("v1", "v2"), default="v2")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(options.runner == "v2"))
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with tempfile.TemporaryDirectory() as folder:
         path = models.random_model_of(FAMILIES[options.family](), Path(folder))
         prompts = sequences(4096)

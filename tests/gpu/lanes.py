@@ -8,42 +8,63 @@ Eagerly it also plants faults that only a step with one token per sequence has, 
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+from scoremode_server import enable
+from scoremode_server.engine.passes import RowsRequest
+from scoremode_server.rows import Columns, read_columns
+from scoremode_server.worker.row_spec import RowSpec
+from tests import oracle
 
 CONTEXT = 33
 """Tokens of each sequence that are given; the others are generated."""
 Tokens = Sequence[int]
 
 
-def lane_logprobs(engine: Any, sequences: Sequence[Tokens], chunk: int, first: int = 1) -> np.ndarray:
-    """Logprobs [sequences, n - first] of tokens from `first` on, with `chunk` tokens a step, or as many as fit if 0."""
-    from vllm import TokensPrompt
+def engine_of(model: Path, **settings: Any) -> LLM:
+    """A `vllm.LLM` with Scoremode, whose worker is in this process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    enable()
+    # Others start at the same time, and would take each other's memory for their own.
+    return LLM(str(model), max_model_len=1024, gpu_memory_utilization=0.05, **settings)
 
-    from scoremode_server.engine.passes import RowsRequest
-    from scoremode_server.rows import read_columns
-    from scoremode_server.worker.row_spec import RowSpec
 
-    spec = RowSpec(first, chunk=chunk, context=max(1, first - 1))
-    requests = [RowsRequest.score(list(tokens), spec, request_id="") for tokens in sequences]
+def scored_columns(engine: Any, sequences: Sequence[Tokens], specs: Iterable[RowSpec]) -> list[Columns]:
+    """The columns of rows of sequences that the engine has all at once, none of them from its prefix cache."""
+    requests = [
+        RowsRequest.score(list(each), spec, request_id="") for each, spec in zip(sequences, specs, strict=False)
+    ]
     for request in requests:
         request.params.skip_reading_prefix_cache = True
-    prompts = [TokensPrompt(prompt_token_ids=request.prompt["prompt_token_ids"]) for request in requests]
+    prompts = [
+        TokensPrompt(prompt_token_ids=request.prompt["prompt_token_ids"], cache_salt=uuid.uuid4().hex)
+        for request in requests
+    ]
     outputs = engine.generate(prompts, [request.params for request in requests], use_tqdm=False)
-    return np.stack([read_columns(output.prompt_logprobs, 1)[1][:, 0] for output in outputs])
+    return [read_columns(output.prompt_logprobs, 1) for output in outputs]
+
+
+def lane_logprobs(engine: Any, sequences: Sequence[Tokens], chunk: int, first: int = 1) -> np.ndarray:
+    """Logprobs [sequences, n - first] of tokens from `first` on, with `chunk` tokens a step, or as many as fit if 0."""
+    spec = RowSpec(first, chunk=chunk, context=max(1, first - 1))
+    return np.stack([logprobs[:, 0] for _, logprobs, _ in scored_columns(engine, sequences, repeat(spec))])
 
 
 def generated(engine: Any, prompts: Sequence[Tokens], num_tokens: int) -> tuple[list[list[int]], np.ndarray]:
     """What the engine generates greedily after each prompt, prompts included, and its own logprobs of all but the first
     generated token, which comes from a prefill step."""
-    from vllm import SamplingParams, TokensPrompt
-
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False)
     params.skip_reading_prefix_cache = True
     found = engine.generate([TokensPrompt(prompt_token_ids=list(each)) for each in prompts], params, use_tqdm=False)
@@ -58,8 +79,6 @@ def generated(engine: Any, prompts: Sequence[Tokens], num_tokens: int) -> tuple[
 @contextmanager
 def linear_fault(batch: int) -> Iterator[None]:
     """A kernel for small M that drops the last 16 of K: linear layers of at most as many rows as a decode step has."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
     apply = UnquantizedLinearMethod.apply
 
     def without_rest(self: Any, layer: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -74,8 +93,6 @@ def linear_fault(batch: int) -> Iterator[None]:
 @contextmanager
 def attention_fault(batch: int) -> Iterator[None]:
     """A reduction of decode attention that scales one head of eight wrongly, as where one split's maximum is stale."""
-    from vllm.model_executor.layers.attention.attention import Attention
-
     forward = Attention.forward
 
     def misreduced(self: Any, query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
@@ -100,20 +117,6 @@ def distances(one: np.ndarray, other: np.ndarray) -> dict[str, float]:
     return dict(zip(("mean", "median", "max", "bias"), map(float, figures), strict=True))
 
 
-@torch.inference_mode()
-def by_transformers(path: Path, sequences: Sequence[Tokens], dtype: torch.dtype) -> np.ndarray:
-    """The same by transformers, one token a step with its cache of keys and values; [sequences, n - 1]."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
-    ids, cache, rows = torch.tensor(sequences), None, []
-    for position in range(ids.shape[1] - 1):
-        output = model(ids[:, position : position + 1], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        rows.append(output.logits[:, -1].double().log_softmax(-1).gather(1, ids[:, position + 1, None])[:, 0])
-    return torch.stack(rows, 1).numpy()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
@@ -123,20 +126,12 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     options = parser.parse_args()
     # Faults are planted in this process.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
-    from scoremode_server import enable
-
-    enable()
-    engine = LLM(
-        str(options.model),
+    engine = engine_of(
+        options.model,
         dtype=options.dtype,
-        max_model_len=1024,
         max_num_seqs=2 * options.batch,
         max_num_batched_tokens=max(1024, CONTEXT * options.batch),
         enforce_eager=options.eager,
-        gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=2**31,
     )
     random, vocab_size = np.random.default_rng(7), engine.llm_engine.model_config.get_vocab_size()
@@ -145,7 +140,7 @@ def main() -> None:
     after = slice(CONTEXT, None)
     prefill, decode = lane_logprobs(engine, texts, 0), lane_logprobs(engine, texts, 1)
     as_generated = lane_logprobs(engine, texts, 1, CONTEXT + 1)
-    exact = by_transformers(options.model, texts[:4], torch.float64)
+    exact = np.stack(oracle.logprobs(options.model, texts[:4]))
     result: dict[str, Any] = {
         "decode to generation": distances(as_generated, own),
         "prefill to generation": distances(prefill[:, after], own),

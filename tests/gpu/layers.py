@@ -1,6 +1,6 @@
 """An engine in process that records a reference with layers and resumes from its boundaries, without a server.
 
-    python -m tests.gpu.layers FAMILY [--runner v1] [--dtype float32]
+    python -m tests.gpu.layers FAMILY [--dtype float32]
 
 prints how far a random model of the family is from itself when it is resumed, or why it is refused.
 """
@@ -22,17 +22,17 @@ import transformers
 
 from scoremode.windows import Window
 from scoremode.wire.references import ReferenceLayers
-from scoremode_server.engine.passes import RowsRequest
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference, StoredText
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, TextPlan
 from scoremode_server.references.worker.orders import SINK, ForgetWindow, HoldReference, ReadWindow, WindowMark
 from scoremode_server.references.worker.packing import ComparedRows
-from scoremode_server.rows import read_columns
+from scoremode_server.rows import Columns
 from scoremode_server.scoring.model_identity import ModelIdentity
 from scoremode_server.settings import REFERENCE_VARIABLE, WORKER_EXTENSION
 from scoremode_server.worker.row_spec import RowSpec
 from tests import models
-from tests.gpu.family import FAMILIES, SIZES, engine_of
+from tests.gpu.family import FAMILIES, SIZES, family_engine
+from tests.gpu.lanes import Tokens, scored_columns
 
 ODD_FAMILIES: dict[str, Any] = {
     "Cohere (norms with one tensor twice)": lambda: transformers.CohereConfig(**SIZES),
@@ -47,7 +47,6 @@ ODD_FAMILIES: dict[str, Any] = {
 }
 """Whose streams are not, or not in all versions, what a layer is called with."""
 
-Tokens = Sequence[int]
 Job = tuple[int, int | None]
 """A window, and the boundary from which it is resumed."""
 
@@ -117,21 +116,11 @@ class LayeredEngine:
             action, reference.name, identity, index, num_fed, ticket, identity, num_fed, tuple(boundaries)
         )
 
-    def _generate(self, marks: Sequence[WindowMark | None], texts: Sequence[Tokens]) -> list[Any]:
-        from vllm import TokensPrompt
-
-        specs = [
+    def _generate(self, marks: Sequence[WindowMark | None], texts: Sequence[Tokens]) -> list[Columns]:
+        specs = (
             RowSpec() if mark is None else RowSpec(sink=SINK, sink_data=msgspec.to_builtins(mark)) for mark in marks
-        ]
-        requests = [RowsRequest.score(list(text), spec, request_id="") for text, spec in zip(texts, specs, strict=True)]
-        for request in requests:
-            request.params.skip_reading_prefix_cache = True
-        prompts = [
-            TokensPrompt(prompt_token_ids=request.prompt["prompt_token_ids"], cache_salt=uuid.uuid4().hex)
-            for request in requests
-        ]
-        outputs = self.engine.generate(prompts, [request.params for request in requests], use_tqdm=False)
-        return [read_columns(output.prompt_logprobs, 0) for output in outputs]
+        )
+        return scored_columns(self.engine, texts, specs)
 
     def _exchange(self, orders: Sequence[Any], tickets: Sequence[str]) -> dict[str, str | None]:
         answer = self.call("scoremode_exchange", {0: (msgspec.to_builtins(list(orders)), list(tickets))})
@@ -151,8 +140,7 @@ def result_of(family: str, path: Path, root: Path, options: argparse.Namespace) 
     """What the engine says of the layers, and its distance from itself resumed from each boundary, fed other tokens."""
     os.environ[REFERENCE_VARIABLE] = str(root)
     settings = {"dtype": options.dtype, "enforce_eager": True, "worker_extension_cls": WORKER_EXTENSION}
-    engine = engine_of(family, path, **settings)
-    layered = LayeredEngine(engine, root)
+    layered = LayeredEngine(family_engine(family, path, **settings), root)
     described = layered.call("scoremode_describe_layers")
     if isinstance(described, str):
         return {"refusal": described}
@@ -173,12 +161,9 @@ def main() -> None:
     """Make a random model of a family, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("family", choices=FAMILIES | ODD_FAMILIES)
-    parser.add_argument("--runner", choices=("v1", "v2"), default="v2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--length", type=int, default=257)
     options = parser.parse_args()
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(options.runner == "v2"))
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with tempfile.TemporaryDirectory() as folder:
         config = (FAMILIES | ODD_FAMILIES)[options.family]()
         path = models.random_model_of(config, Path(folder) / "model")

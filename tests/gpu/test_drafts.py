@@ -22,7 +22,7 @@ from local_server import server_process
 from scoremode import AsyncScoreClient
 from scoremode.kld import KldPositions
 from tests import models, oracle
-from tests.gpu.conftest import MEMORY, ON_GPU, SCALE
+from tests.gpu.conftest import MEMORY, ON_GPU, SCALE, runner_settings
 
 METHODS = ("n-grams", "draft model", "EAGLE") if ON_GPU else ("n-grams",)
 RUNNERS = ("v1", "v2") if ON_GPU else ("v1",)
@@ -108,7 +108,7 @@ def servers(
             *flags,
             *(["--enforce-eager"] if drafts.mode == "eager" else []),
             log=folder / f"{name}.log",
-            environment={"VLLM_USE_V2_MODEL_RUNNER": str(int(drafts.runner == "v2"))} if ON_GPU else {},
+            environment=runner_settings(drafts.runner),
         )
         return stack.enter_context(server).url
 

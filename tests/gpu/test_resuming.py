@@ -19,7 +19,7 @@ LARGEST_SHARE = 0.05
 @pytest.fixture(scope="module")
 def results() -> Iterator[dict[tuple[str, str], Future[dict[str, Any]]]]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {each: pool.submit(run_module, "tests.gpu.layers", each[0], "--runner", each[1]) for each in EACH}
+        yield {each: pool.submit(run_module, "tests.gpu.layers", each[0], runner=each[1]) for each in EACH}
 
 
 @pytest.mark.parametrize(("family", "runner"), EACH)
