@@ -131,12 +131,14 @@ def test_of_those_who_create_at_the_same_time_one_does(tmp_path: Path):
     assert os.listdir(tmp_path) == ["base"]
 
 
-def test_a_manifest_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_written_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     reference = create(tmp_path)
     before = files(tmp_path)
     monkeypatch.setattr(Path, "write_text", lambda path, text: full_disk(path.write_bytes(text.encode()[:10])))
     with pytest.raises(OSError, match="No space left"):
         reference.save(manifest("two"))
+    with pytest.raises(OSError, match="No space left"):
+        create(tmp_path, "another")
     assert files(tmp_path) == before
 
 
