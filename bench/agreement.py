@@ -11,8 +11,7 @@ from loads import CHARACTERS_PER_TOKEN
 from servers import benchmark_parser
 from transformers import AutoTokenizer
 
-from scoremode import ScoreClient
-from scoremode.kld import KldPositions
+from scoremode import KldPositions, ScoreClient
 from scoremode.runs import load_corpus
 from scoremode.wire import Lane
 

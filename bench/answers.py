@@ -33,9 +33,8 @@ from servers import WIKITEXT, Server, benchmark_parser, model_server, parsed, st
 from tables import table
 
 from rounded_model import rounded_model
-from scoremode import AsyncScoreClient
+from scoremode import AsyncScoreClient, KldWindowValues
 from scoremode.kld import KldPositions, agreement_lengths
-from scoremode.results import KldWindowValues
 from scoremode.runs import load_prompts, record_answers
 from scoremode.wire import AnswerSettings, Lane
 from scoremode.wire.requests import NEUTRAL_SAMPLING

@@ -33,9 +33,7 @@ from servers import WIKITEXT, ServerProcess, benchmark_parser, parsed, server_pr
 from tables import table
 from transformers import AutoTokenizer
 
-from scoremode import AsyncScoreClient, ScoremodeError
-from scoremode.windows import cut_windows
-from scoremode.wire import PerplexityWindow
+from scoremode import AsyncScoreClient, PerplexityWindow, ScoremodeError, cut_windows
 
 sys.path.append(str(Path(__file__).parents[1]))
 

@@ -22,9 +22,8 @@ import httpx
 import pytest
 
 import lm_eval_tasks
-from scoremode.accuracy.compare_tasks import compare_tasks
+from scoremode.accuracy import compare_tasks, load_tasks
 from scoremode.accuracy.flips import Flips
-from scoremode.accuracy.samples import load_tasks
 from tests.doc_examples import ROOT
 from tests.shared_servers import API_KEY
 from tests.unit.client.fake_server import serve

@@ -19,8 +19,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from local_server import server_process
-from scoremode import AsyncScoreClient
-from scoremode.kld import KldPositions
+from scoremode import AsyncScoreClient, KldPositions
 from tests import models, oracle
 from tests.gpu.conftest import MEMORY, ON_GPU, SCALE, runner_settings
 

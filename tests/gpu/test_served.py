@@ -8,8 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
-from scoremode import AsyncScoreClient, cut_windows
-from scoremode.kld import KldPositions
+from scoremode import AsyncScoreClient, KldPositions, cut_windows
 from tests import oracle
 from tests.gpu.conftest import SCALE, Served
 

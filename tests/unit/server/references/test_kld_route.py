@@ -18,7 +18,7 @@ from scoremode_server.errors import RequestError
 from scoremode_server.references.comparer import Comparer
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
 from tests.bad_inputs import KLD, REFERENCES
-from tests.unit.server.engine.fake_engine import MAX_TOP
+from tests.unit.server.engine.fake_engine import MAX_TOP, until
 from tests.unit.server.light_app import check_error, client_of, error_of, events, light_app
 from tests.unit.server.references.reference_engine import (
     HEAD_FORMAT,
@@ -204,7 +204,7 @@ async def test_noise_floors_of_two_lanes_measured_at_once_are_both_stored(root):
     async with client_of(app) as client:
         bodies = [{**BODY, "as_noise_floor": True, "lane": lane} for lane in ("decode", "verify")]
         measuring = [asyncio.create_task(client.post(KLD, json=body)) for body in bodies]
-        await engine.has_any.wait()
+        await until(engine.has_any.is_set)
         # Both read the reference before the engine has answered either.
         await asyncio.sleep(0.1)
         engine.let_go.set()
@@ -221,7 +221,7 @@ async def test_a_reference_may_be_deleted_or_replaced_while_it_is_compared(root,
     engine.let_go.clear()
     async with client_of(light_app(engine)) as client:
         comparing = asyncio.create_task(client.post(KLD, json=BODY))
-        await engine.has_any.wait()
+        await until(engine.has_any.is_set)
         await client.delete(BASE)
         if replaced:
             create(root, "base", "two")

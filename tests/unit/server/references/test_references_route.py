@@ -19,6 +19,7 @@ from scoremode_server.references.files.directory import StoredReference
 from scoremode_server.references.files.manifest import _checksum
 from tests.bad_inputs import KLD, REFERENCES
 from tests.texts import DATA
+from tests.unit.server.engine.fake_engine import until
 from tests.unit.server.light_app import check_error, client_of, error_of, events, light_app
 from tests.unit.server.references.reference_engine import (
     BODY,
@@ -228,7 +229,7 @@ async def test_a_recording_ends_when_its_reference_is_deleted(tmp_path: Path, is
     engine.let_go.clear()
     async with client_of(light_app(engine)) as client, client_of_model(tmp_path) as other:
         recording = asyncio.create_task(client.post(REFERENCES, json=BODY))
-        await engine.has_any.wait()
+        await until(engine.has_any.is_set)
         await other.delete(f"{REFERENCES}/base")
         if is_anew:
             await record(other, **ANEW)

@@ -137,7 +137,7 @@ async def test_a_request_that_has_begun_is_finished(root: Path, monkeypatch: pyt
     engine.let_go.clear()
     async with asyncio.timeout(SECONDS), client_of(light_app(engine, size=SMALL)) as client:
         whole = asyncio.create_task(kld(client, "base"))
-        await engine.has_any.wait()
+        await until(engine.has_any.is_set)
         assert error_of(await kld(client, "other", 0))[:2] == (429, "reference")
         engine.let_go.set()
         assert (await whole).json()["statistics"]["num_scored"] == len(TOKENS) - 1
