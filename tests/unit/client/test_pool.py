@@ -1,6 +1,6 @@
 """Windows spread over several servers: how many at once, and what happens when one fails or answers 504."""
 
-from asyncio import sleep
+from asyncio import Event, create_task, sleep
 
 import httpx
 import pytest
@@ -8,7 +8,7 @@ from fake_server import FINGERPRINT, FakeServer, Outcomes, client_of, error, ok,
 
 from scoremode import BadRequestError, ResponseError, ServerError, ServersDifferError
 from scoremode.runs import Corpus, evaluate
-from scoremode.runs.pool import GRACE
+from scoremode.runs.pool import GRACE, Pool
 
 CORPUS = Corpus("fox", "The quick brown fox jumps over the lazy dog, and on it goes. " * 4, "made up", 1)
 SETTINGS = {"context_length": 8, "stride": 4}
@@ -146,3 +146,24 @@ async def test_one_that_is_alone_and_late_three_times_ends_the_run(waits, clock)
     with pytest.raises(ServerError, match=r"--request-timeout.*make the windows smaller \(--context-length\)"):
         await run(server, retries={"retry_for": 600}, concurrency=32)
     assert (server.num_timeouts, len(waits)) == (32 + 16 + 8 + 4 + 2 + 3, 2)
+
+
+async def test_a_single_request_goes_to_the_server_with_the_fewest():
+    """Of those in flight, and then of all."""
+    asked, is_over = [], Event()
+
+    async def ask(client, job):
+        asked.append(client.address[-1])
+        if job == "long":
+            await is_over.wait()
+
+    pool = await Pool.connect([client_of(Server(), name) for name in "ab"], 3)
+    for job in range(2):
+        await pool.ask(job, ask)
+    long = create_task(pool.ask("long", ask))
+    await sleep(0)
+    for job in range(2):
+        await pool.ask(job, ask)
+    is_over.set()
+    await long
+    assert "".join(asked) == "ababb"
