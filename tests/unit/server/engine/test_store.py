@@ -40,6 +40,13 @@ def test_the_last_blocks_of_the_least_recently_used_sequence_go_first():
     assert list(store.get([b"a", b"b", b"x", b"y", b"z", b"w"], 1)) == [b"w", b"z", b"b", b"a"]
 
 
+def test_the_first_blocks_of_a_sequence_stay_as_long_as_those_computed_later():
+    store = RowStore(SIZE, 3 * cost(block(0)))
+    for sequence, computed in ([b"a"], b"a"), ([b"x"], b"x"), ([b"a", b"b"], b"b"), ([b"y"], b"y"):
+        store.put(0, sequence, {computed: block(0)})
+    assert store.get([b"a", b"b", b"x"], 1).keys() == {b"a", b"b"}
+
+
 def test_nothing_of_an_earlier_generation_stays():
     store = RowStore(SIZE, ROOM)
     store.put(0, [b"a"], {b"a": block(0)})
