@@ -308,6 +308,10 @@ def _top(names: list[bytes], logprobs: np.ndarray, entries: Entries, num_top: in
 
     Different tokens may have one name. Only rows with ambiguous tokens are searched for them.
     """
+
+    def has_equal_names(row: int) -> bool:
+        return len(set(names[row * num_columns : (row + 1) * num_columns])) < num_columns
+
     num_columns, left_out = logprobs.shape[1], _left_out(entries, logprobs.shape, num_top)
     pieces = [b","] * (4 * len(names))
     pieces[0 :: 4 * num_columns] = [b"},{"] * len(logprobs)
@@ -315,7 +319,7 @@ def _top(names: list[bytes], logprobs: np.ndarray, entries: Entries, num_top: in
     pieces[2::4] = [b":"] * len(names)
     pieces[3::4] = entries.logprobs
     hidden = set(left_out)
-    for row in {place // num_columns for place in entries.ambiguous}:
+    for row in filter(has_equal_names, {place // num_columns for place in entries.ambiguous}):
         places = set(range(row * num_columns, (row + 1) * num_columns)) - hidden
         best = _most_likely(names, logprobs.flat, sorted(places))
         left_out += places - best.keys()
