@@ -308,11 +308,12 @@ def _top(names: list[bytes], logprobs: np.ndarray, entries: Entries, num_top: in
 
     Different tokens may have one name. Only rows with ambiguous tokens are searched for them.
     """
+    num_columns: int = logprobs.shape[1]
 
     def has_equal_names(row: int) -> bool:
         return len(set(names[row * num_columns : (row + 1) * num_columns])) < num_columns
 
-    num_columns, left_out = logprobs.shape[1], _left_out(entries, logprobs.shape, num_top)
+    left_out = _left_out(entries, logprobs.shape, num_top)
     pieces = [b","] * (4 * len(names))
     pieces[0 :: 4 * num_columns] = [b"},{"] * len(logprobs)
     pieces[1::4] = names

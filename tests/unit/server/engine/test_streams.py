@@ -2,11 +2,15 @@
 
 import asyncio
 import random
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from scoremode_server.engine.engine import EngineResult
 from scoremode_server.engine.store import BLOCK_OVERHEAD_BYTES
+from tests.unit.server.engine import fake_engine
 from tests.unit.server.engine.cache_setup import LORAS, ROOM, Ask, Setup, outcome, setup
 
 
@@ -104,3 +108,18 @@ async def test_every_answer_is_the_uncached_one_in_quiet_and_rows_are_counted_on
 @pytest.mark.parametrize("seed", seeds(2000, 8, 300))
 async def test_an_engine_that_forgets_and_loses_most_of_it_changes_no_answer(seed: int):
     await run_stream(seed, 100, trouble=0.4, changes=0, cancels=0.3)
+
+
+async def test_a_row_that_is_nan_is_stored_with_no_block(monkeypatch: pytest.MonkeyPatch):
+    """Also if the request that it was computed for needs later rows alone."""
+    made, ask, rows_after = setup(), Ask([0, 1] * 5), fake_engine.rows_after
+
+    def with_nan(*arguments: Any) -> tuple[np.ndarray, ...]:
+        token_ids, logprobs, ranks = rows_after(*arguments)
+        logprobs[1] = np.nan
+        return token_ids, logprobs, ranks
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fake_engine, "rows_after", with_nan)
+        await made.scoring.rows(replace(ask, first=3).request("later rows"))
+    await made.ask(ask)
