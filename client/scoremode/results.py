@@ -208,9 +208,10 @@ class KldWindowValues(JournalLine):
 
 
 def _window(event: Any) -> KldWindowValues:
-    tops = [event[name] for name in ("top_logprobs", "reference_top_logprobs") if event.get(name) is not None]
+    # In `tops` each has its place, so one alone would be taken for the other.
+    tops = [event.get(name) for name in ("top_logprobs", "reference_top_logprobs")]
     counts = {name: event.get(name) for name in ("index", "num_scored")}
-    return KldWindowValues.model_validate({**counts, "positions": event, "tops": tops})
+    return KldWindowValues.model_validate({**counts, "positions": event, "tops": [] if tops == [None, None] else tops})
 
 
 class ResumedKld(JournalLine):

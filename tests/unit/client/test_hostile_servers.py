@@ -105,6 +105,7 @@ def floats(*values: float) -> str:
 
 
 TOP = {"shape": [2, 1], "token_ids": encoded([-1, 1], "<i4"), "logprobs": floats(math.nan, -1)}
+REFERENCE_TOP = {"shape": [3, 1], "token_ids": encoded([1, 2, 3], "<i4"), "logprobs": floats(-1, -1, -1)}
 
 
 @pytest.mark.parametrize(
@@ -181,6 +182,8 @@ def test_a_window_that_cannot_be_right_is_refused(call, change):
         ({"kld": floats(0, 0)}, "different shapes"),
         ({"kld": floats(0, math.nan, 0)}, "NaN in the server's kld"),
         ({"top_logprobs": {"shape": [3, 2], "token_ids": "", "logprobs": ""}}, r"not of shape \[3, 2\]"),
+        # One side's alone would be taken for the other's.
+        ({"reference_top_logprobs": REFERENCE_TOP}, "top_logprobs are not in base64"),
     ],
 )
 def test_a_comparison_that_cannot_be_right_is_refused(call, change, message):
