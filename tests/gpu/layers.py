@@ -24,7 +24,8 @@ from scoremode.windows import Window
 from scoremode.wire.references import ReferenceLayers
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference, StoredText
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, TextPlan
-from scoremode_server.references.worker.orders import SINK, ForgetWindow, HoldReference, ReadWindow, WindowMark
+from scoremode_server.references.worker.lease import FIRST_SECONDS
+from scoremode_server.references.worker.orders import SINK, Forget, LeaseCall, ReadHead, ReadWindow, WindowMark
 from scoremode_server.references.worker.packing import ComparedRows
 from scoremode_server.rows import Columns
 from scoremode_server.scoring.model_identity import ModelIdentity
@@ -56,6 +57,8 @@ class LayeredEngine:
     engine: Any
     """A `vllm.LLM` with the worker extension and a folder for references."""
     root: Path
+    now: float = 0.0
+    """The time of the last `LeaseCall`."""
 
     def call(self, method: Any, *args: Any) -> Any:
         """What the only worker answers."""
@@ -100,11 +103,15 @@ class LayeredEngine:
             self._mark("compare", reference, index, () if boundary is None else (boundary,)) for index, boundary in jobs
         ]
         head = reference.manifest.head
-        orders = [HoldReference(marks[0], "me", head.model_dump()), *map(ReadWindow, marks)]
-        self._wait(marks[0].head, *[mark.ticket for mark in marks], orders=orders)
+        orders = [ReadHead(marks[0], "head", head.model_dump()), *map(ReadWindow, marks)]
+        self._wait("head", *[mark.ticket for mark in marks], orders=orders)
+        # The reference before it has no windows, so this one gets the lease once that has been idle for long enough.
+        key, self.now = marks[0].head, self.now + FIRST_SECONDS
+        self._exchange([], [], LeaseCall("me", self.now, {key: "head"}, held=False, used=False))
+        self._wait(key)
         texts = [[(token + shift) % head.vocab_size for token in reference.text.window(index)[0]] for index, _ in jobs]
         columns = self._generate([*marks, *[None] * len(plain)], [*texts, *plain])
-        self._exchange([ForgetWindow(mark.ticket) for mark in marks], [])
+        self._exchange([Forget(ticket) for ticket in ("head", *[mark.ticket for mark in marks])], [])
         compared = [ComparedRows.unpack(each).positions.kld for each in columns[: len(marks)]]
         return [*compared, *(logprobs[:, 0] for _, logprobs, _ in columns[len(marks) :])]
 
@@ -122,8 +129,11 @@ class LayeredEngine:
         )
         return scored_columns(self.engine, texts, specs)
 
-    def _exchange(self, orders: Sequence[Any], tickets: Sequence[str]) -> dict[str, str | None]:
-        answer = self.call("scoremode_exchange", {0: (msgspec.to_builtins(list(orders)), list(tickets))})
+    def _exchange(
+        self, orders: Sequence[Any], tickets: Sequence[str], lease: LeaseCall | None = None
+    ) -> dict[str, str | None]:
+        message = msgspec.to_builtins(list(orders)), list(tickets), msgspec.to_builtins(lease)
+        answer = self.call("scoremode_exchange", {0: message})
         outcomes: dict[str, str | None] = answer["outcomes"]
         return outcomes
 

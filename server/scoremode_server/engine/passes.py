@@ -5,8 +5,8 @@ sequence as long as the model's context fits. The token that vLLM samples is not
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,6 +50,8 @@ class RowsRequest:
     """Owners share no rows, keys or values."""
     queue: RequestQueue | None = None
     """Of the HTTP request; without one, this enters the engine at once."""
+    inside: Callable[[], AbstractContextManager[None]] = nullcontext
+    """A context for the time in the engine. An error on entering it keeps the sequence out."""
 
     @classmethod
     def score(
@@ -123,7 +125,7 @@ async def in_engine(
         slot = queue.admission.slot(queue, request_id, num_tokens, decodes=bool(request.spec.chunk))
     try:
         async with slot:
-            with exempt_from_queue_bounds():
+            with request.inside(), exempt_from_queue_bounds():
                 async for part in engine.generate(request.prompt, params, request_id, **request.options):
                     output = part
         if output is None:

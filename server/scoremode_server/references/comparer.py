@@ -1,7 +1,6 @@
 """Windows of a reference as requests to the engine, and their comparison with the served model. Threads and workers
 read files, the event loop none."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -13,8 +12,13 @@ from vllm.utils import random_uuid
 
 from scoremode.wire.base_file import BaseFile
 from scoremode_server.engine.passes import RowsRequest
-from scoremode_server.errors import RETRY_AFTER_SECONDS, BusyError, EngineOutputError, RequestError
-from scoremode_server.references.exchange import STEPS_READ_AHEAD, UnreadableFileError, WorkerFiles
+from scoremode_server.errors import BusyError, EngineOutputError, RequestError
+from scoremode_server.references.exchange import (
+    STEPS_READ_AHEAD,
+    LeaseEndedError,
+    UnreadableFileError,
+    WorkerFiles,
+)
 from scoremode_server.references.files.directory import StoredReference
 from scoremode_server.references.service import References
 from scoremode_server.references.worker.orders import SINK, WindowMark
@@ -25,6 +29,10 @@ from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.worker.row_spec import RowSpec
 
 T = TypeVar("T")
+
+SECONDS_TO_WAIT = 45.0
+"""How long a request waits while the engine compares with other references. Proxies end an answer without a byte after
+60 seconds. The client's next try finds its place among those that wait."""
 
 BYTES_AHEAD = 256 * 1024**2
 """Of windows of an export between the engine and its client, unless one window alone is larger."""
@@ -92,8 +100,9 @@ class MarkedWindow:
         )
         return cls(token_ids, first, mark, settings)
 
-    def request(self, rank: int | None = None) -> RowsRequest:
-        """The engine's request, for the data-parallel rank that has read its files; for any if None."""
+    def request(self, rank: int | None = None, **fields: Any) -> RowsRequest:
+        """The engine's request with further fields, for the data-parallel rank that has read its files; for any if
+        None."""
         options, num_top = self.settings.options, self.settings.top_logprobs
         spec = RowSpec(self.first, num_top=num_top, sink=SINK, sink_data=msgspec.to_builtins(self.mark))
         return RowsRequest.score(
@@ -106,6 +115,7 @@ class MarkedWindow:
             use_cache=False,
             options=options if rank is None else {**options, "data_parallel_rank": rank},
             queue=self.settings.queue,
+            **fields,
         )
 
     def check_rows(self, is_nan: np.ndarray) -> None:
@@ -204,21 +214,21 @@ class Comparer:
         await self.references.current(reference)
 
     async def _columns(self, reference: StoredReference, window: MarkedWindow) -> Columns:
-        """Have the engine compute a window. BusyError if the engine compares with another reference, unless a
-        window of the same request was computed already: then this waits until it does not."""
+        """Have the engine compute a window. BusyError if the engine compares with other references for too long, unless
+        a window of the same request was computed already: then this waits until it does not."""
         head, queue, options = reference.manifest.head, window.settings.queue, window.settings.options
         # With a residual stream, workers keep two tensors of the window.
         num_tokens = len(window.token_ids) * (2 if window.mark.boundaries else 1)
+        rank = options.get("data_parallel_rank")
         while True:
+            wait = SECONDS_TO_WAIT if queue.entered_at is None else None
             try:
-                async with self.files.loaded(window.mark, head, num_tokens, options.get("data_parallel_rank")) as rank:
-                    columns = await self.core.scorer.engine.prompt_columns(window.request(rank))
+                async with self.files.loaded(window.mark, head, num_tokens, rank, wait) as (engine_rank, inside):
+                    columns = await self.core.scorer.engine.prompt_columns(window.request(engine_rank, inside=inside))
                 queue.done(len(window.token_ids), 0)
                 return columns
             except UnreadableFileError as error:
                 await self.references.current(reference)
                 raise self.references.broken(reference.name, str(error)) from None
-            except BusyError:
-                if queue.entered_at is None:
-                    raise
-            await asyncio.sleep(RETRY_AFTER_SECONDS)
+            except LeaseEndedError:
+                continue

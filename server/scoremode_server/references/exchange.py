@@ -1,27 +1,25 @@
-"""Files that engine workers read and write for windows of references, and the reference that each engine compares with.
-An API server orders files before it sends a window to the engine and waits for them here, so no step of the engine
-waits for a file.
+"""Files that engine workers read and write for windows of references, and the lease of each engine. An API server
+orders files before it sends a window to the engine and waits for them here, so no step of the engine waits for a file.
 
-An engine compares with one reference at a time. Windows of another one are refused; `LEASE_SECONDS` after the first
-refusal the held reference gets no new windows either, so that another can be held once its last window has left.
+An engine compares with one reference at a time: see `worker/lease.py`. Windows of other references wait here. Only
+windows in the engine use the lease; those that wait for a file or for the engine when it ends wait for the next one.
 """
 
 import asyncio
 import secrets
-import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import msgspec
 from vllm.engine.protocol import EngineClient
+from vllm.utils import random_uuid
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.engine.admission import Admission
 from scoremode_server.errors import (
-    RETRY_AFTER_SECONDS,
     BusyError,
     EngineOutputError,
     RequestError,
@@ -30,29 +28,25 @@ from scoremode_server.errors import (
     stopping_error,
 )
 from scoremode_server.references.files.manifest import HeadFormat
+from scoremode_server.references.worker import reads
 from scoremode_server.references.worker.orders import (
-    IN_USE,
-    ForgetWindow,
-    HoldReference,
+    OVERDUE,
+    Forget,
+    LeaseCall,
+    LeaseState,
     Order,
+    ReadHead,
     ReadWindow,
-    ReleaseReference,
     WindowMark,
 )
 from scoremode_server.vllm_compat.engine_client import call_engines
 
-SECONDS_TO_READ = 120
-"""Time for a worker to read a window or an LM head."""
-
-LEASE_SECONDS = 10.0
-"""How long a reference gets new windows while another one is refused. Replacing the LM head takes half a second."""
-
-REMEMBERED_SECONDS = 2 * RETRY_AFTER_SECONDS
-"""How long a refused reference counts as waiting: its client comes back in half of that time, if at all."""
-
 STEPS_READ_AHEAD = 3
 """Tokens of a reference's windows that workers may read or keep at once, as a multiple of `EngineSize.tokens`: some are
 in the engine, and some wait for it."""
+
+HEADS_READ_AHEAD = 4
+"""LM heads that workers may read or keep on the host at once for an API server: a gigabyte each for 8B parameters."""
 
 ALIVE_SECONDS = 1.0
 """How often a pending call checks whether the engine has died: vLLM then drops its calls without an answer."""
@@ -62,57 +56,155 @@ POLL_SECONDS = 0.005
 
 MAX_POLL_SECONDS = 0.1
 
+RETRY_SECONDS = 1.0
+"""Pause after a call that failed."""
+
 
 class UnreadableFileError(Exception):
     """A worker could not read or write a file that a window needs; the message says why."""
 
 
-@dataclass(slots=True)
-class _Engine:
-    """Orders for the workers of one engine, and the reference that it compares with, as far as this API server
-    knows."""
+class LeaseEndedError(Exception):
+    """A window may not enter the engine, because the lease of its reference has ended."""
 
-    rank: int
-    orders: list[Order] = field(default_factory=list)
-    """For the next call: see `WorkerWindows.exchange`."""
-    key: str = ""
-    """Of the reference's LM head."""
-    is_placed: bool = False
-    """Whether its LM head is on the device, and stays there."""
+
+@dataclass(slots=True, eq=False)
+class _Comparison:
+    """The windows of one reference that this API server compares, or will, in one engine."""
+
+    mark: WindowMark
+    """Of any of these windows."""
+    head: HeadFormat
     num_windows: int = 0
-    """Windows of this API server that hold the reference."""
+    num_inside: int = 0
+    """How many of these windows are in the engine."""
     num_tokens: int = 0
-    """Tokens of those that workers read or keep."""
+    """Tokens of windows that workers read or keep."""
+    ticket: str = ""
+    """The ticket of the LM head on the host; empty if it need not be read."""
+    is_read: bool = False
+    """Whether all ranks have read it."""
+    failure: Exception | None = None
+    """Why no window can enter the engine."""
+    may_enter: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while windows may enter the engine, or none ever can."""
     next_to_read: asyncio.Lock = field(default_factory=asyncio.Lock)
     has_left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when workers keep a window no longer."""
-    refused_since: float = 0.0
-    """When another reference was first refused, and until when that is remembered."""
-    refused_until: float = 0.0
-    num_refused: int = 0
-    """How often its workers refused a reference, for any API server."""
 
-    def admits(self, key: str) -> bool:
-        """Whether a new window of a reference may hold it now."""
-        if key != self.key:
-            return not self.num_windows
-        now = time.monotonic()
-        return now >= self.refused_until or now < self.refused_since + LEASE_SECONDS
+    async def wait(self, seconds: float | None) -> None:
+        """Wait for the lease. BusyError after so many seconds; the error of `fail` if it comes first."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.may_enter.wait()
+        except TimeoutError:
+            raise BusyError(
+                f"reference: the engine compares with other references for {seconds:g} s already; try again later",
+                "reference",
+            ) from None
+        if self.failure is not None:
+            raise self.failure
 
-    def remember_refusal(self) -> None:
-        """Another reference was refused."""
-        now = time.monotonic()
-        if now >= self.refused_until:
-            self.refused_since = now
-        self.refused_until = now + REMEMBERED_SECONDS
+    def fail(self, failure: Exception) -> None:
+        """Let all windows that wait fail."""
+        self.failure = failure
+        self.may_enter.set()
 
-    async def reserve(self, num_tokens: int, most: int) -> None:
-        """Wait until workers keep few enough tokens to read `num_tokens` more: at most `most` in all."""
+    @asynccontextmanager
+    async def reserved(self, num_tokens: int, most: int) -> AsyncGenerator[None, None]:
+        """Space for the workers to keep `num_tokens` tokens of a window, of at most `most` in all."""
         async with self.next_to_read:
             while self.num_tokens and self.num_tokens + num_tokens > most:
                 self.has_left.clear()
                 await self.has_left.wait()
             self.num_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self.num_tokens -= num_tokens
+            self.has_left.set()
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Use the lease for a window that enters the engine. LeaseEndedError if it has ended."""
+        if not self.may_enter.is_set() or self.failure is not None:
+            raise LeaseEndedError
+        self.num_inside += 1
+        try:
+            yield
+        finally:
+            self.num_inside -= 1
+
+
+@dataclass(slots=True)
+class _Engine:
+    """Orders for the workers of one engine, and its lease as the workers last described it."""
+
+    rank: int
+    orders: list[Order] = field(default_factory=list)
+    """For the next call: see `WorkerWindows.exchange`."""
+    comparisons: dict[str, _Comparison] = field(default_factory=dict)
+    """By the key of the reference's LM head."""
+    lease: LeaseState = field(default_factory=lambda: LeaseState(key="", is_granted=False, is_used=False, waiting=[]))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the workers must be called."""
+        return bool(self.orders or self.comparisons or self.lease["is_granted"])
+
+    @property
+    def num_windows(self) -> int:
+        return sum(comparison.num_windows for comparison in self.comparisons.values())
+
+    def compares_with_others(self, key: str) -> bool:
+        """Whether windows of another reference may be in the engine."""
+        return self.lease["is_used"] and self.lease["key"] != key
+
+    def message(self, server: str, tickets: set[str]) -> tuple[Any, ...]:
+        """The next message to the workers: orders, tickets to look up, and this API server's side of the lease."""
+        self._order_heads()
+        wanted = {}
+        for key, comparison in self.comparisons.items():
+            if comparison.num_windows > comparison.num_inside:
+                wanted[key] = comparison.ticket if comparison.is_read else ""
+            tickets |= {key, comparison.ticket} - {""}
+        is_used = any(comparison.num_inside for comparison in self.comparisons.values())
+        # Windows may enter while the call is under way.
+        is_held = is_used or any(comparison.may_enter.is_set() for comparison in self.comparisons.values())
+        call = LeaseCall(server, asyncio.get_running_loop().time(), wanted, is_held, is_used)
+        return (*map(msgspec.to_builtins, (self.orders, tickets, call)),)
+
+    def _order_heads(self) -> None:
+        """Have the workers read the LM heads that they need next."""
+        num_heads = sum(bool(comparison.ticket) for comparison in self.comparisons.values())
+        for key in dict.fromkeys((*self.lease["waiting"], *self.comparisons)):
+            comparison = self.comparisons.get(key)
+            if comparison is None or comparison.ticket or key == self.lease["key"] or num_heads >= HEADS_READ_AHEAD:
+                continue
+            num_heads += 1
+            comparison.ticket = random_uuid()
+            self.orders.append(ReadHead(comparison.mark, comparison.ticket, comparison.head.model_dump()))
+
+    def note(self, answers: list[dict[str, Any]]) -> None:
+        """Let windows enter the engine as the workers allow it, or fail if their LM head cannot be read."""
+        self.lease = answers[0]["lease"]
+        for key, comparison in self.comparisons.items():
+            if failure := _failure(answers, comparison.ticket) or _failure(answers, key):
+                comparison.fail(_file_error(failure, comparison.mark, "the LM head"))
+            comparison.is_read = bool(comparison.ticket) and _is_done(answers, comparison.ticket)
+            is_placed = _is_done(answers, key)
+            if is_placed and comparison.ticket:
+                self.forget_head(comparison)
+            if self.lease["is_granted"] and self.lease["key"] == key and is_placed:
+                comparison.may_enter.set()
+            elif comparison.failure is None:
+                comparison.may_enter.clear()
+
+    def forget_head(self, comparison: _Comparison) -> None:
+        """Let the workers keep the LM head on the host no longer."""
+        if comparison.ticket:
+            self.orders.append(Forget(comparison.ticket))
+        comparison.ticket, comparison.is_read = "", False
 
 
 class WorkerFiles:
@@ -120,148 +212,171 @@ class WorkerFiles:
 
     def __init__(self, client: EngineClient, admission: Admission) -> None:
         self._client, self._admission = client, admission
-        self._holder = secrets.token_hex(8)
+        self._server = secrets.token_hex(8)
         self._outcomes: dict[asyncio.Future[None], tuple[str, int | None]] = {}
-        """What tasks wait for: a ticket, or the key of a head, and the rank of the engine, None for any."""
+        """What tasks wait for: a ticket, and the rank of the engine, None for any."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         parallel = client.vllm_config.parallel_config
         num_engines = parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
+        self._first = parallel.data_parallel_index
         self._engines = [_Engine(rank) for rank in range(num_engines)]
 
     @asynccontextmanager
     async def loaded(
-        self, mark: WindowMark, head: HeadFormat, num_tokens: int, rank: int | None = None
-    ) -> AsyncGenerator[int | None, None]:
-        """Have one engine's workers read and keep a window of `num_tokens` tokens, and its reference's LM head on the
-        device. The engine is `rank`, or if the request names none, the one with the fewest windows among those that
-        compare with no other reference.
+        self, mark: WindowMark, head: HeadFormat, num_tokens: int, rank: int | None = None, wait: float | None = None
+    ) -> AsyncGenerator[tuple[int | None, Callable[[], AbstractContextManager[None]]], None]:
+        """Have one engine's workers read and keep a window of `num_tokens` tokens, once its reference has the lease.
+        The engine is `rank`, or if the request names none, the one with the fewest windows among those that compare
+        with no other reference.
 
         Yields:
-            The engine's rank, None if there is only one engine.
+            The engine's rank, None if there is only one engine; and a context that the window must be in while it is in
+            the engine. It raises LeaseEndedError if the lease has ended.
 
         Raises:
-            BusyError: the engines compare with another reference.
+            BusyError: the engine compares with other references for `wait` seconds.
             UnreadableFileError: a file is missing, or not what was written.
             UnavailableError: a file was not read in time, or the engine has died.
         """
         engine = self._choose(mark, rank)
-        if engine.key != mark.head:
-            engine.key, engine.refused_until = mark.head, 0.0
-        engine.num_windows += 1
+        comparison = engine.comparisons.setdefault(mark.head, _Comparison(mark, head))
+        comparison.num_windows += 1
+        self._call_soon()
         try:
-            await engine.reserve(num_tokens, STEPS_READ_AHEAD * self._admission.size.tokens)
-            engine.orders.append(ReadWindow(mark))
-            try:
-                if not engine.is_placed:
-                    engine.orders.append(HoldReference(mark, self._holder, head.model_dump()))
-                    await self._wait_until_read(mark.head, "the LM head", engine, mark)
-                    engine.is_placed = True
-                await self._wait_until_read(mark.ticket, f"window {mark.index}", engine, mark)
-                yield engine.rank if len(self._engines) > 1 else None
-            finally:
-                engine.orders.append(ForgetWindow(mark.ticket))
-                engine.num_tokens -= num_tokens
-                engine.has_left.set()
+            await comparison.wait(wait)
+            async with comparison.reserved(num_tokens, STEPS_READ_AHEAD * self._admission.size.tokens):
+                engine.orders.append(ReadWindow(mark))
+                try:
+                    await self._wait_until_read(mark, engine)
+                    yield engine.rank if len(self._engines) > 1 else None, comparison.inside
+                finally:
+                    engine.orders.append(Forget(mark.ticket))
         finally:
-            engine.num_windows -= 1
-            if not engine.num_windows:
-                engine.is_placed = False
-                engine.orders.append(ReleaseReference(mark.head, self._holder))
-                self._wake.set()
+            comparison.num_windows -= 1
+            if not comparison.num_windows:
+                engine.forget_head(engine.comparisons.pop(mark.head))
+                self._call_soon()
 
     def _choose(self, mark: WindowMark, rank: int | None) -> _Engine:
         if rank is not None and not 0 <= rank < len(self._engines):
             raise RequestError(f"X-data-parallel-rank: {rank} is not from 0 to {len(self._engines) - 1}", None)
         engines = self._engines if rank is None else [self._engines[rank]]
-        if admitting := [engine for engine in engines if engine.admits(mark.head)]:
-            return min(admitting, key=lambda engine: engine.num_windows)
-        for engine in engines:
-            # A reference whose time is over does not wait for itself.
-            if engine.key != mark.head:
-                engine.remember_refusal()
-        raise _in_use()
+        return min(engines, key=lambda engine: (engine.compares_with_others(mark.head), engine.num_windows))
 
-    async def _wait_until_read(self, ticket: str, what: str, engine: _Engine, mark: WindowMark) -> None:
+    async def _wait_until_read(self, mark: WindowMark, engine: _Engine) -> None:
         try:
-            async with asyncio.timeout(SECONDS_TO_READ):
-                await self.wait_until_done(ticket, engine.rank)
-        except TimeoutError:
-            raise UnavailableError(
-                f"reference {mark.reference!r}: {what} was not read within {SECONDS_TO_READ} s; does its file system "
-                "answer?",
-                "reference",
-            ) from None
+            await self.wait_until_done(mark.ticket, engine.rank)
+        except UnreadableFileError as error:
+            raise _file_error(str(error), mark, f"window {mark.index}") from None
 
     async def wait_until_done(self, ticket: str, rank: int | None = None) -> None:
-        """Wait until all workers of engine `rank` have done what was ordered; if None, one worker of any engine."""
+        """Wait until all workers of engine `rank` have done what was ordered; if None, one worker of any engine.
+        UnreadableFileError if one of them cannot."""
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outcomes[outcome] = ticket, rank
-        self._wake.set()
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run())
+        self._call_soon()
         try:
             await outcome
         finally:
             del self._outcomes[outcome]
 
-    async def _run(self) -> None:
-        try:
-            await self._call_workers()
-            return
-        except EngineDeadError:
-            failure: Exception = engine_dead_error()
-        except RequestError as error:
-            failure = error
-        except Exception as error:
-            failure = EngineOutputError(f"the engine's workers failed to read or write a reference: {error}")
-        for outcome in self._outcomes:
-            if not outcome.done():
-                outcome.set_exception(failure)
+    def _call_soon(self) -> None:
+        self._wake.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._call_workers())
 
     async def _call_workers(self) -> None:
         """Tell the workers what was ordered, and ask how far they are, while there is anything to do."""
-        first, pause, known = self._client.vllm_config.parallel_config.data_parallel_index, POLL_SECONDS, None
-        while any(engine.num_windows or engine.orders for engine in self._engines) or self._outcomes:
-            if self._admission.is_stopped:
-                raise stopping_error()
+        pause, known = POLL_SECONDS, None
+        while self._outcomes or any(engine.is_busy for engine in self._engines):
             self._wake.clear()
-            # Answers apply only to what was asked in this call: a head may get another order before they arrive.
-            asked, orders = self._outcomes.copy(), {}
-            for engine in self._engines:
-                tickets = {ticket for ticket, rank in asked.values() if rank in (None, engine.rank)}
-                orders[first + engine.rank] = msgspec.to_builtins(engine.orders), list(tickets)
-                engine.orders = []
-            answers = await self._answers(orders)
-            for engine, of_ranks in zip(self._engines, answers, strict=True):
-                num_refused = max(answer["num_refused"] for answer in of_ranks)
-                if num_refused > engine.num_refused and engine.is_placed:
-                    engine.remember_refusal()
-                engine.num_refused = num_refused
-            for outcome, (ticket, rank) in asked.items():
-                of_ranks = list(chain(*answers)) if rank is None else answers[rank]
-                states = [answer["outcomes"].get(ticket) for answer in of_ranks]
-                if outcome.done():
-                    continue
-                if failure := next(filter(None, states), None):
-                    outcome.set_exception(_in_use() if failure == IN_USE else UnreadableFileError(failure))
-                elif "" in states and (rank is None or None not in states):
-                    outcome.set_result(None)
+            try:
+                answers = await self._exchange()
+            except RequestError as error:
+                self._fail(error)
+                return
+            except Exception as error:
+                self._fail(EngineOutputError(f"the engine's workers failed to read or write a reference: {error}"))
+                # Others wait until the workers know that this API server's windows have gone.
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
             pause = POLL_SECONDS if answers != known else min(2 * pause, MAX_POLL_SECONDS)
             known = answers
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
+        for engine in self._engines:
+            # Unknown from now on.
+            engine.lease["is_used"] = False
 
-    async def _answers(self, orders: dict[int, Any]) -> list[list[dict[str, Any]]]:
-        """Send orders, and collect the answers of the workers with an LM head, engine by engine."""
-        call = asyncio.create_task(call_engines(self._client, "scoremode_exchange", orders))
-        while not (await asyncio.wait((call,), timeout=ALIVE_SECONDS))[0]:
-            if self._client.errored:
-                call.cancel()
-                raise EngineDeadError
-        return [[answer for answer in of_engine if answer is not None] for of_engine in call.result()]
+    async def _exchange(self) -> list[list[dict[str, Any]]]:
+        """Send each engine a message, and note the answers of its workers."""
+        if self._admission.is_stopped:
+            raise stopping_error()
+        asked, sent, messages = self._outcomes.copy(), [], {}
+        for engine in self._engines:
+            tickets = {ticket for ticket, rank in asked.values() if rank in (None, engine.rank)}
+            messages[self._first + engine.rank] = engine.message(self._server, tickets)
+            sent.append(engine.orders)
+            engine.orders = []
+        try:
+            answers = await self._answers(messages)
+        except BaseException:
+            for engine, orders in zip(self._engines, sent, strict=True):
+                # Whoever waits for a read fails, but what was read must not stay.
+                engine.orders[:0] = [order for order in orders if isinstance(order, Forget)]
+            raise
+        for engine, of_ranks in zip(self._engines, answers, strict=True):
+            engine.note(of_ranks)
+        for outcome, (ticket, rank) in asked.items():
+            of_ranks = list(chain(*answers)) if rank is None else answers[rank]
+            if outcome.done():
+                continue
+            if failure := _failure(of_ranks, ticket):
+                outcome.set_exception(UnreadableFileError(failure))
+            elif _is_done(of_ranks, ticket, any if rank is None else all):
+                outcome.set_result(None)
+        return answers
+
+    async def _answers(self, messages: dict[int, tuple[Any, ...]]) -> list[list[dict[str, Any]]]:
+        """Send messages, and collect the answers of the workers with an LM head, engine by engine."""
+        call = asyncio.create_task(call_engines(self._client, "scoremode_exchange", messages))
+        try:
+            while not (await asyncio.wait((call,), timeout=ALIVE_SECONDS))[0]:
+                if self._client.errored:
+                    call.cancel()
+                    raise EngineDeadError
+            return [[answer for answer in of_engine if answer is not None] for of_engine in call.result()]
+        except EngineDeadError:
+            raise engine_dead_error() from None
+
+    def _fail(self, failure: Exception) -> None:
+        """Let everything that waits fail."""
+        for outcome in self._outcomes:
+            if not outcome.done():
+                outcome.set_exception(failure)
+        for engine in self._engines:
+            for comparison in engine.comparisons.values():
+                comparison.fail(failure)
 
 
-def _in_use() -> BusyError:
-    return BusyError("reference: the engine compares with another reference; try again later", "reference")
+def _failure(answers: list[dict[str, Any]], ticket: str) -> str | None:
+    """Why some worker could not do what a ticket names; None if none failed."""
+    return next(filter(None, (answer["outcomes"].get(ticket) for answer in answers)), None)
+
+
+def _is_done(answers: list[dict[str, Any]], ticket: str, of_workers: Callable[[Iterable[bool]], bool] = all) -> bool:
+    """Whether all or any of the workers have done it."""
+    return of_workers(answer["outcomes"].get(ticket) == "" for answer in answers)
+
+
+def _file_error(failure: str, mark: WindowMark, what: str) -> Exception:
+    """The error for a file that workers could not read."""
+    if failure != OVERDUE:
+        return UnreadableFileError(failure)
+    return UnavailableError(
+        f"reference {mark.reference!r}: {what} was not read within {reads.SECONDS_TO_READ} s; does its file system "
+        "answer?",
+        "reference",
+    )

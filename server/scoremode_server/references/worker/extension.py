@@ -45,16 +45,16 @@ class ReferenceWorker:
         if group.rank_in_group == 0:
             self._scoremode_windows().write_head_later(name, identity, ticket, weights)
 
-    def scoremode_exchange(self, orders: dict[int, tuple[list[dict[str, Any]], list[str]]]) -> dict[str, Any] | None:
-        """Begin what an API server orders of its engines, by their data-parallel indices, and tell how far the files
-        are: see `WorkerWindows.exchange`. None on a rank without an LM head."""
+    def scoremode_exchange(self, messages: dict[int, tuple[Any, ...]]) -> dict[str, Any] | None:
+        """Answer an API server's messages to its engines, by their data-parallel indices, as `WorkerWindows.exchange`
+        does with their parts. None on a rank without an LM head."""
         runner = self.model_runner
         index = runner.vllm_config.parallel_config.data_parallel_index
-        if not get_pp_group().is_last_rank or index not in orders:
+        if not get_pp_group().is_last_rank or index not in messages:
             return None
         windows = self._scoremode_windows()
         windows.allocate(runner.vllm_config, runner.device)
-        return windows.exchange(*orders[index])
+        return windows.exchange(*messages[index])
 
     def _scoremode_head(self) -> tuple[LogitsSource, HeadFormat]:
         config = self.model_runner.model_config

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock
 from typing import Any, get_args
 
 import torch
@@ -20,9 +19,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.utils import set_weight_attrs
 
 from scoremode_server.kernels.fused_logprobs import LogitsFunction
-from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
+from scoremode_server.references.files.directory import StoredReference
 from scoremode_server.references.files.manifest import HeadDtype, HeadFormat
-from scoremode_server.references.worker.orders import WindowMark
 from scoremode_server.threads import CallThreads
 from scoremode_server.worker.lm_head import LogitsSource
 
@@ -153,62 +151,33 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 class LeasedHead:
-    """The LM head of the reference that an engine compares with, on the device. API servers hold the reference while
-    they have windows of it, and it is not replaced until none does. Memory for this rank's part of a head of
+    """The LM head of the reference with the engine's lease, on the device. Memory for this rank's part of a head of
     `num_bytes` bytes is allocated at once, and more when a larger head needs it."""
 
-    def __init__(
-        self,
-        num_bytes: int,
-        device: torch.device,
-        make_layer: Callable[[HeadFormat], HeadLayer],
-        root: ReferenceDirectory,
-        threads: CallThreads,
-    ) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, make_layer: Callable[[HeadFormat], HeadLayer]) -> None:
+        self.make_layer = make_layer
         self._memory = torch.empty(num_bytes + PADDING_BYTES, dtype=torch.uint8, device=device)
-        self._make_layer = make_layer
-        self._root = root
-        self._threads = threads
-        self._placing = Lock()
+        self._threads = CallThreads(most=1)
         self._key = ""
         self._layer: HeadLayer | None = None
-        self._loaded: Future[None] = Future()
-        self._holders: set[str] = set()
-        self.num_refused = 0
-        """How often a reference was refused because another one was held."""
+        self._placed: Future[None] = Future()
 
-    def hold(self, mark: WindowMark, holder: str, head: HeadFormat) -> bool:
-        """Hold the reference of a window for an API server, and begin to load its head unless it is there. Returns
-        False if another reference is held."""
-        if mark.head != self._key and self._holders:
-            self.num_refused += 1
-            return False
-        if mark.head != self._key or (self._loaded.done() and self._loaded.exception()):
-            self._key, self._layer = mark.head, self._make_layer(head)
-            self._loaded = self._threads.submit(mark.reference, partial(self._load, self._layer, mark))
-        self._holders.add(holder)
-        return True
-
-    def release(self, key: str, holder: str) -> None:
-        """Hold a reference no longer. Its head stays until another reference is held."""
-        if key == self._key:
-            self._holders.discard(holder)
+    def place(self, key: str, layer: HeadLayer, weights: list[torch.Tensor]) -> None:
+        """Begin to copy a head that was read to the device, in the place of the one there."""
+        self._key, self._layer = key, layer
+        self._placed = self._threads.submit("", partial(self._place, layer, weights))
 
     def progress(self, key: str) -> Future[None] | None:
-        """The loading of a head; None if another one is held."""
-        return self._loaded if key == self._key else None
+        """The copying of a head; None if another one is there."""
+        return self._placed if key == self._key else None
 
     def find(self, key: str, *, local: bool) -> ReferenceHead | None:
-        """A head that was loaded; with `local` this rank's part of it."""
-        if self._layer is None or key != self._key or not self._loaded.done() or self._loaded.exception():
+        """A head that is on the device; with `local` this rank's part of it."""
+        if self._layer is None or key != self._key or not self._placed.done() or self._placed.exception():
             return None
         return self._layer.ready(local=local)
 
-    def _load(self, layer: HeadLayer, mark: WindowMark) -> None:
-        weights = layer.read(self._root.open_same(mark.reference, mark.identity))
-        # Reading may have taken so long that another head is loaded meanwhile, into the same memory.
-        with self._placing:
-            if layer is self._layer:
-                if layer.num_bytes > len(self._memory):
-                    self._memory = torch.empty(layer.num_bytes, dtype=torch.uint8, device=self._memory.device)
-                layer.place(weights, self._memory[: layer.num_bytes])
+    def _place(self, layer: HeadLayer, weights: list[torch.Tensor]) -> None:
+        if layer.num_bytes > len(self._memory):
+            self._memory = torch.empty(layer.num_bytes, dtype=torch.uint8, device=self._memory.device)
+        layer.place(weights, self._memory[: layer.num_bytes])

@@ -1,7 +1,7 @@
-"""Messages about windows from API servers to engine workers, in requests and in orders, as msgspec sends them."""
+"""Messages about windows between API servers and engine workers, in requests and in orders, as msgspec sends them."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import msgspec
 
@@ -12,8 +12,8 @@ MAX_UNWRITTEN_BYTES = 2 * 1024**3
 """Of windows of a reference that are computed and not on disk yet, unless one alone has more. API servers send no more
 where windows have layers; others come only where the disk does not answer, and fail."""
 
-IN_USE = "another reference is in use"
-"""The outcome of `HoldReference` where another API server holds another reference."""
+OVERDUE = "overdue"
+"""The outcome of a file that is not read in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +45,46 @@ class ReadWindow(msgspec.Struct, tag=True):
     mark: WindowMark
 
 
-class ForgetWindow(msgspec.Struct, tag=True):
-    """Keep a window's hidden states no longer."""
+class ReadHead(msgspec.Struct, tag=True):
+    """Read the LM head of a window's reference, of format `head` (`HeadFormat`), to the host, and keep it."""
+
+    mark: WindowMark
+    ticket: str
+    head: dict[str, Any]
+
+
+class Forget(msgspec.Struct, tag=True):
+    """Keep what was read for a ticket no longer."""
 
     ticket: str
 
 
-class HoldReference(msgspec.Struct, tag=True):
-    """Compare with a window's reference, whose LM head has the format `head` (`HeadFormat`), until `holder` releases
-    it."""
-
-    mark: WindowMark
-    holder: str
-    head: dict[str, Any]
+Order = ReadWindow | ReadHead | Forget
 
 
-class ReleaseReference(msgspec.Struct, tag=True):
-    """Let engines compare with other references than that of the LM head `key`, as far as `holder` is concerned."""
+class LeaseCall(msgspec.Struct):
+    """An API server's side of an engine's lease, whole in every call, so that a lost call does no harm."""
+
+    server: str
+    now: float
+    """Seconds of the monotonic clock, which API servers of one engine share."""
+    wanted: dict[str, str]
+    """References with windows that are not in the engine yet, by the key of the LM head: the ticket under which all
+    ranks have read it, "" if they have not."""
+    held: bool
+    """Whether windows are in the engine, or may enter it before the answer comes."""
+    used: bool
+    """Whether windows are in the engine."""
+
+
+class LeaseState(TypedDict):
+    """The answer to a `LeaseCall`."""
 
     key: str
-    holder: str
-
-
-Order = ReadWindow | ForgetWindow | HoldReference | ReleaseReference
+    """The LM head of the reference with the lease."""
+    is_granted: bool
+    """Whether the API server may send windows of it until its next call."""
+    is_used: bool
+    """Whether any API server may."""
+    waiting: list[str]
+    """The LM heads of references with waiting windows, in the order in which they get the lease."""

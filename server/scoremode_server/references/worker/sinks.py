@@ -23,18 +23,20 @@ from scoremode_server.references.files.tensors import BrokenFileError
 from scoremode_server.references.worker import kl_divergence, llama_cpp
 from scoremode_server.references.worker.heads import HeadLayer, LeasedHead, ReferenceHead, copy_through_pinned
 from scoremode_server.references.worker.layers import DecoderLayers, Stream
+from scoremode_server.references.worker.lease import Lease
 from scoremode_server.references.worker.orders import (
-    IN_USE,
     MAX_UNWRITTEN_BYTES,
     SINK,
-    ForgetWindow,
-    HoldReference,
+    Forget,
+    LeaseCall,
+    LeaseState,
     Order,
+    ReadHead,
     ReadWindow,
-    ReleaseReference,
     WindowMark,
 )
 from scoremode_server.references.worker.packing import ComparedRows
+from scoremode_server.references.worker.reads import FileReads, outcome_of
 from scoremode_server.settings import reference_directory
 from scoremode_server.threads import CallThreads
 from scoremode_server.worker.lm_head import LMHead
@@ -201,11 +203,10 @@ class WorkerWindows:
     """Where references are."""
     leased: LeasedHead = field(init=False)
     """Made while vLLM profiles, or, where it does not (on a CPU), when it is first needed."""
-    _threads: CallThreads = field(default_factory=CallThreads)
+    lease: Lease = field(default_factory=Lease)
+    reads: FileReads = field(default_factory=lambda: FileReads(CallThreads()))
     layers: DecoderLayers | None = None
     """Of the model, once a dummy run has shown them; none where a compiled model calls no hooks."""
-    _reads: dict[str, Future[WindowTensors]] = field(default_factory=dict)
-    """By ticket."""
     _writes: FIFOCache[str, Future[str]] = field(default_factory=lambda: FIFOCache(MAX_WRITTEN))
     """By ticket: why something was not written, or "" if it was."""
     _pending_writes: list[tuple[Future[str], str, int]] = field(default_factory=list)
@@ -216,8 +217,7 @@ class WorkerWindows:
         mark = msgspec.convert(spec.sink_data, WindowMark)
         if mark.action == "record":
             return RecordedWindow(spec, mark=mark, write=self._write_window_later) if writes else RowSink(spec)
-        read = self._reads.get(mark.ticket)
-        recorded, streams = (None, {}) if read is None or not read.done() or read.exception() else read.result()
+        recorded, streams = self.reads.find(mark.ticket) or (None, {})
         make_sink = ExportedWindow if mark.action == "export" else ComparedWindow
         return make_sink(spec, mark=mark, recorded=recorded, leased=self.leased, streams=streams)
 
@@ -249,40 +249,50 @@ class WorkerWindows:
             model = config.model_config
             num_ranks = config.parallel_config.tensor_parallel_size
             num_bytes = model.get_vocab_size() * (model.get_hidden_size() + 1) * model.dtype.itemsize // num_ranks
-            self.leased = LeasedHead(num_bytes, device, partial(HeadLayer, config=config), self.root, self._threads)
+            self.leased = LeasedHead(num_bytes, device, partial(HeadLayer, config=config))
 
-    def exchange(self, orders: list[dict[str, Any]], tickets: list[str]) -> dict[str, Any]:
-        """Begin what an API server orders, and return at once.
+    def exchange(
+        self, orders: list[dict[str, Any]], tickets: list[str], lease_call: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Begin what an API server orders, update the engine's lease, and return at once.
 
         Returns:
-            outcomes: by ticket, or by an LM head's key: why its last order failed, "" if it succeeded, None until
-                then. The outcome of a write is returned once.
-            num_refused: how often a reference was refused because another one was held.
+            outcomes: by ticket, or by an LM head's key: why it could not be read, written or placed, "" if it was, None
+                until then. The outcome of a write is returned once.
+            lease: the `LeaseState`, where the API server takes part in it.
         """
-        refusals: dict[str, str] = {}
+        # Before the orders, which may forget a head that only the last call wanted.
+        lease = None if lease_call is None else self._update_lease(msgspec.convert(lease_call, LeaseCall))
         for order in msgspec.convert(orders, list[Order]):
             match order:
                 case ReadWindow(mark):
-                    self._reads[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark))
-                case ForgetWindow(ticket):
-                    if ticket in self._reads:
-                        self._reads.pop(ticket).cancel()
-                case HoldReference(mark, holder, head):
-                    if not self.leased.hold(mark, holder, HeadFormat(**head)):
-                        refusals[mark.head] = IN_USE
-                case ReleaseReference(key, holder):
-                    self.leased.release(key, holder)
-        outcomes = {ticket: self._outcome(ticket) for ticket in tickets} | refusals
-        return {"outcomes": outcomes, "num_refused": self.leased.num_refused}
+                    self.reads.begin(mark.ticket, mark.reference, partial(self._read_shard, mark))
+                case ReadHead(mark, ticket, head):
+                    layer = self.leased.make_layer(HeadFormat(**head))
+                    self.reads.begin(ticket, mark.reference, partial(self._read_head, mark, layer))
+                case Forget(ticket):
+                    self.reads.forget(ticket)
+        return {"outcomes": {ticket: self._outcome(ticket) for ticket in tickets}, "lease": lease}
+
+    def _update_lease(self, call: LeaseCall) -> LeaseState:
+        before = self.lease.key
+        is_granted = self.lease.update(call)
+        if self.lease.key != before:
+            self.leased.place(self.lease.key, *self.reads.find(self.lease.ticket))
+        return LeaseState(
+            key=self.lease.key, is_granted=is_granted, is_used=self.lease.is_used, waiting=self.lease.waiting
+        )
 
     def _outcome(self, ticket: str) -> str | None:
         if (written := self._writes.get(ticket)) is not None:
             # Returned once: what is kept must not push out a file that is asked for later, such as the LM head.
             return self._writes.pop(ticket).result() if written.done() else None
-        begun = self._reads.get(ticket) or self.leased.progress(ticket)
-        if begun is None or not begun.done():
-            return None
-        return "" if (error := begun.exception()) is None else _reason(error)
+        if (placed := self.leased.progress(ticket)) is not None:
+            return outcome_of(placed) if placed.done() else None
+        return self.reads.outcome(ticket)
+
+    def _read_head(self, mark: WindowMark, layer: HeadLayer) -> tuple[HeadLayer, list[torch.Tensor]]:
+        return layer, layer.read(self.root.open_same(mark.reference, mark.identity))
 
     def _read_shard(self, mark: WindowMark) -> WindowTensors:
         # Opened anew for each: it may have been deleted or moved, and another may have its name.
@@ -335,7 +345,7 @@ class WorkerWindows:
                 write()
             # As text: an exception would keep the tensors of the calls that it came through.
             except Exception as error:
-                return _reason(error)
+                return str(error) or repr(error)
             return ""
 
         self._pending_writes = [each for each in self._pending_writes if not each[0].done()]
@@ -345,13 +355,9 @@ class WorkerWindows:
             written = Future[str]()
             written.set_result(f"{MAX_UNWRITTEN_BYTES} bytes wait for the disk already")
         else:
-            written = self._threads.submit(name, attempt)
+            written = self.reads.threads.submit(name, attempt)
             self._pending_writes.append((written, name, num_bytes))
         self._writes[ticket] = written
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) or repr(error)
 
 
 def reference_sinks() -> dict[str, SinkMaker]:

@@ -102,7 +102,7 @@ class ReferenceEngine(HeldEngine):
         self.let_go.set()
         self.directory, self.reference_root = ReferenceDirectory(root), root
         self.windows = WorkerWindows(self.directory)
-        self.windows.leased = LeasedHead(0, CPU, HeadInMemory, self.directory, self.windows._threads)
+        self.windows.leased = LeasedHead(0, CPU, HeadInMemory)
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(
                 data_parallel_size=1,
@@ -130,7 +130,7 @@ class ReferenceEngine(HeldEngine):
             "scoremode_describe_head": lambda: self.head,
             "scoremode_describe_layers": lambda: self.layers,
             "scoremode_write_head": lambda *of: self.windows.write_head_later(*of, [self.model.weight]),
-            "scoremode_exchange": lambda orders: self.windows.exchange(*orders[0]),
+            "scoremode_exchange": lambda messages: self.windows.exchange(*messages[0]),
         }
         _, arguments, _ = rest
         self.asked.append(method)

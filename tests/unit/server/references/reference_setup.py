@@ -93,5 +93,5 @@ def no_file_longer_than(num_bytes: int) -> Iterator[None]:
 
 def let_all_be_written(windows: WorkerWindows) -> None:
     """Wait until no thread of a worker has anything to do."""
-    while windows._threads._waiting:
+    while windows.reads.threads._waiting:
         time.sleep(0.001)

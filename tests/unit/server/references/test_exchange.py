@@ -2,18 +2,21 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.engine.admission import Admission, EngineSize
-from scoremode_server.errors import BusyError, RequestError
+from scoremode_server.errors import BusyError, EngineOutputError, RequestError
 from scoremode_server.references import exchange
-from scoremode_server.references.exchange import UnreadableFileError, WorkerFiles
-from scoremode_server.references.worker.orders import WindowMark
+from scoremode_server.references.exchange import LeaseEndedError, UnreadableFileError, WorkerFiles
+from scoremode_server.references.worker import lease
+from scoremode_server.references.worker.lease import Lease
+from scoremode_server.references.worker.orders import LeaseCall, LeaseState, WindowMark
 from tests.unit.server.engine.fake_engine import until
 from tests.unit.server.references.reference_setup import HEAD
 
@@ -22,8 +25,9 @@ class Workers:
     """Two engines at most, each with a rank without an LM head and two with one, which do at once what is ordered.
 
     Attributes:
-        ordered: types of orders, of which reference or file, and the engine.
+        ordered: types of orders, of which reference or ticket, and the engine.
         change: what a rank answers, in the place of its answer.
+        fails: whether calls fail.
     """
 
     def __init__(self, num_engines: int = 1) -> None:
@@ -33,28 +37,46 @@ class Workers:
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
         self.ordered: list[tuple[int, str, str]] = []
         self.change: Callable[[int, Any], Any] = lambda rank, answer: answer
+        self.fails = False
         self.num_calls = 0
-        self._num_engines = num_engines
+        self.leases = [Lease() for _ in range(num_engines)]
 
     async def _call(self, call: str, method: str, *rest: Any) -> list[list[Any]]:
         assert (call, method) == ("collective_rpc", "scoremode_exchange")
         _, arguments, _ = rest
         self.num_calls += 1
-        (orders,) = arguments
-        assert orders.keys() == set(range(3, 3 + self._num_engines))
+        (messages,) = arguments
+        assert messages.keys() == set(range(3, 3 + len(self.leases)))
         await asyncio.sleep(0)
-        return [[None, *self._answers(engine, *of_engine)] for engine, of_engine in enumerate(orders.values())]
+        if self.fails:
+            raise RuntimeError("lost")
+        return [[None, *self._answers(engine, *message)] for engine, message in enumerate(messages.values())]
 
-    def _answers(self, engine: int, orders: list[dict[str, Any]], tickets: list[str]) -> list[Any]:
+    def _answers(self, engine: int, orders: list[dict[str, Any]], tickets: list[str], call: Any) -> list[Any]:
         for order in orders:
-            what = order["mark"]["reference"] if "mark" in order else order.get("ticket", order.get("key"))
+            what = order["mark"]["reference"] if "mark" in order else order["ticket"]
             self.ordered.append((engine, order["type"], what))
-        return [self.change(rank, {"outcomes": dict.fromkeys(tickets, ""), "num_refused": 0}) for rank in range(2)]
+        lease = self.leases[engine]
+        is_granted = lease.update(msgspec.convert(call, LeaseCall))
+        state = LeaseState(key=lease.key, is_granted=is_granted, is_used=lease.is_used, waiting=lease.waiting)
+        outcomes = dict.fromkeys(tickets, "") | dict.fromkeys(
+            ticket for ticket in tickets if ticket.startswith("head of") and ticket != lease.key
+        )
+        return [self.change(rank, {"outcomes": outcomes, "lease": state}) for rank in range(2)]
+
+
+WHAT = {
+    "file": lambda ticket: ticket == "base 0",
+    "head's file": lambda ticket: not ticket.endswith((" 0", " of base")),
+    "head": lambda ticket: ticket == "head of base",
+}
+"""Which tickets are of what a window needs."""
 
 
 def instead(answer: Any, what: str, outcome: str | None) -> Any:
-    """A rank's answer with another outcome of one file or head."""
-    return {**answer, "outcomes": {**answer["outcomes"], what: outcome}}
+    """A rank's answer with another outcome of a file or a head."""
+    outcomes = {ticket: outcome if WHAT[what](ticket) else told for ticket, told in answer["outcomes"].items()}
+    return {**answer, "outcomes": outcomes}
 
 
 async def abort(request_ids: list[str]) -> None:
@@ -71,16 +93,19 @@ def mark(reference: str, index: int = 0) -> WindowMark:
     return WindowMark("compare", reference, "identity", index, 7, ticket=ticket, head=key)
 
 
-async def loaded(files: WorkerFiles, stack: AsyncExitStack, window: WindowMark, rank: int | None = None) -> int | None:
+async def loaded(
+    files: WorkerFiles, stack: AsyncExitStack, window: WindowMark, rank: int | None = None
+) -> tuple[int | None, Callable[[], AbstractContextManager[None]]]:
     return await stack.enter_async_context(files.loaded(window, HEAD, 8, rank))
 
 
-async def load(files: WorkerFiles, window: WindowMark, num_bytes: int = 8) -> None:
-    async with files.loaded(window, HEAD, num_bytes):
-        pass
+async def load(files: WorkerFiles, window: WindowMark, num_tokens: int = 8, wait: float | None = None) -> None:
+    async with files.loaded(window, HEAD, num_tokens, wait=wait) as (_, inside):
+        with inside():
+            await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("what", ["base 0", "head of base"])
+@pytest.mark.parametrize("what", WHAT)
 async def test_a_window_waits_for_its_file_and_its_head_on_every_rank(admission: Admission, what: str):
     workers, late = Workers(), True
 
@@ -92,7 +117,7 @@ async def test_a_window_waits_for_its_file_and_its_head_on_every_rank(admission:
     await waiting
 
 
-@pytest.mark.parametrize("what", ["base 0", "head of base"])
+@pytest.mark.parametrize("what", WHAT)
 async def test_what_one_rank_cannot_read_is_scheduled_on_none(admission: Admission, what: str):
     workers = Workers()
     workers.change = lambda rank, answer: instead(answer, what, "it is missing") if rank == 1 else answer
@@ -100,15 +125,16 @@ async def test_what_one_rank_cannot_read_is_scheduled_on_none(admission: Admissi
     with pytest.raises(UnreadableFileError, match=r"^it is missing$"):
         await load(files, mark("base"))
     await until(lambda: files._task and files._task.done())
-    assert (0, "ForgetWindow", "base 0") in workers.ordered
+    of_reads = [kind for _, kind, _ in workers.ordered]
+    assert of_reads.count("Forget") == len(of_reads) / 2 > 0
 
 
 async def test_windows_are_read_for_the_engine_that_computes_them(admission: Admission):
     workers = Workers(num_engines=2)
     files = WorkerFiles(workers, admission)
     async with AsyncExitStack() as stack:
-        windows = [await loaded(files, stack, mark("base", index)) for index in range(3)]
-        windows.append(await loaded(files, stack, mark("base", 3), rank=0))
+        windows = [(await loaded(files, stack, mark("base", index)))[0] for index in range(3)]
+        windows.append((await loaded(files, stack, mark("base", 3), rank=0))[0])
         assert windows == [0, 1, 0, 0]
         assert [engine for engine, kind, _ in workers.ordered if kind == "ReadWindow"] == [0, 1, 0, 0]
         with pytest.raises(RequestError, match="2 is not from 0 to 1"):
@@ -118,7 +144,8 @@ async def test_windows_are_read_for_the_engine_that_computes_them(admission: Adm
 async def test_workers_keep_a_bounded_part_of_a_reference(admission: Admission):
     """However many windows are asked for at once."""
     workers = Workers()
-    workers.change = lambda rank, answer: {**answer, "outcomes": dict.fromkeys(answer["outcomes"])}
+    no_window = dict.fromkeys(f"base {index}" for index in range(5))
+    workers.change = lambda rank, answer: {**answer, "outcomes": answer["outcomes"] | no_window}
     files = WorkerFiles(workers, admission)
 
     def num_read() -> int:
@@ -136,66 +163,66 @@ async def test_workers_keep_a_bounded_part_of_a_reference(admission: Admission):
     assert num_read() == 4
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Seconds that the test says have passed."""
-    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(exchange, "time", clock)
-    return clock
-
-
-async def test_a_reference_is_held_for_ten_seconds_after_another_was_refused(
-    admission: Admission, clock: SimpleNamespace
+async def test_windows_that_are_not_in_the_engine_when_a_lease_ends_wait_for_the_next(
+    admission: Admission, monkeypatch: pytest.MonkeyPatch
 ):
-    files = WorkerFiles(Workers(), admission)
-    async with AsyncExitStack() as last:
-        async with AsyncExitStack() as stack:
-            await loaded(files, stack, mark("base"))
-            for _ in range(3):
-                # Nobody else has asked for longer than a refused client would stay away.
-                clock.now += 20
-                await load(files, mark("base", 1))
-                with pytest.raises(BusyError, match="another reference; try again later"):
-                    await load(files, mark("other"))
-            for _ in range(5):
-                clock.now += 1.9
-                await load(files, mark("base", 1))
-                with pytest.raises(BusyError):
-                    await load(files, mark("other"))
-            clock.now += 0.6
-            # Ten seconds and a bit after the refusal: nothing more of the one that is held.
-            with pytest.raises(BusyError):
-                await load(files, mark("base", 1))
-        # It does not come back before the one that waits.
-        with pytest.raises(BusyError):
-            await load(files, mark("base", 1))
-        await loaded(files, last, mark("other"))
-        await load(files, mark("other", 1))
-        with pytest.raises(BusyError):
-            await load(files, mark("base"))
-        clock.now += 3
-        await load(files, mark("other", 1))
-    # Who does not come back is forgotten.
-    clock.now += 2.1
-    await load(files, mark("other"))
-
-
-async def test_another_api_server_may_hold_another_reference(admission: Admission, clock: SimpleNamespace):
-    """Workers refuse it then, and the server that holds one learns of that."""
-    workers, num_refused = Workers(), 0
-    workers.change = lambda rank, answer: instead(answer, "head of other", exchange.IN_USE)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.0)
+    workers = Workers()
     files = WorkerFiles(workers, admission)
-    with pytest.raises(BusyError, match="another reference"):
-        await load(files, mark("other"))
-    workers.change = lambda rank, answer: {**answer, "num_refused": num_refused}
     async with AsyncExitStack() as stack:
-        await loaded(files, stack, mark("base"))
-        for _ in range(6):
-            num_refused += 1
-            await load(files, mark("base", 1))
-            clock.now += 1.9
-        with pytest.raises(BusyError):
-            await load(files, mark("base", 1))
+        _, inside = await loaded(files, stack, mark("base"))
+        _, late = await loaded(files, stack, mark("base", 1))
+        with inside():
+            other = asyncio.create_task(load(files, mark("other")))
+            await until(lambda: "head of other" in workers.leases[0].waiting)
+            await until(lambda: not files._engines[0].lease["is_granted"])
+            # The window in the engine uses the reference still.
+            assert not other.done()
+            with pytest.raises(LeaseEndedError), late():
+                pass
+        await other
+        await load(files, mark("base", 2))
+    await until(lambda: files._task and files._task.done())
+
+
+async def test_a_window_that_waits_too_long_is_refused_and_keeps_its_place(admission: Admission):
+    workers = Workers()
+    files = WorkerFiles(workers, admission)
+    async with AsyncExitStack() as stack:
+        _, inside = await loaded(files, stack, mark("base"))
+        with inside():
+            with pytest.raises(BusyError, match=r"with other references for 0.1 s already; try again later"):
+                await load(files, mark("other"), wait=0.1)
+            assert "head of other" in workers.leases[0]._places
+
+
+async def test_a_lost_call_leaves_no_reference_in_use(admission: Admission, monkeypatch: pytest.MonkeyPatch):
+    """The API server that compared with it has nothing else to do, and calls until the workers know."""
+    monkeypatch.setattr(exchange, "RETRY_SECONDS", 0.01)
+    workers = Workers()
+    first, second = WorkerFiles(workers, admission), WorkerFiles(workers, admission)
+    async with first.loaded(mark("base"), HEAD, 8):
+        workers.fails = True
+    num_calls = workers.num_calls
+    await until(lambda: workers.num_calls > num_calls + 1)
+    workers.fails = False
+    await load(second, mark("other"))
+    await until(lambda: first._task and first._task.done())
+    kinds = [(kind, what) for _, kind, what in workers.ordered]
+    assert kinds.count(("Forget", "base 0")) == 1
+
+
+async def test_a_failed_call_fails_what_waits_and_nothing_after_it(
+    admission: Admission, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(exchange, "RETRY_SECONDS", 0.01)
+    workers = Workers()
+    files = WorkerFiles(workers, admission)
+    workers.fails = True
+    with pytest.raises(EngineOutputError, match="failed to read or write a reference: lost"):
+        await load(files, mark("base"))
+    workers.fails = False
+    await load(files, mark("base"))
 
 
 @pytest.mark.parametrize("how", ["dies", "dies unheard", "stops"])
@@ -215,14 +242,12 @@ async def test_those_who_wait_get_an_answer_when_the_engine_is_gone(
         return await call(*arguments)
 
     workers.engine_core.call_utility_all_async = call_engine
-    # Neither the second window nor the head of the first is ever read.
-    workers.change = lambda rank, answer: {
-        "outcomes": {ticket: "" if ticket == "base 0" else None for ticket in answer["outcomes"]},
-        "num_refused": 0,
-    }
+    # Neither the second window is ever read, nor the head of the first.
+    workers.change = lambda rank, answer: {**answer, "outcomes": answer["outcomes"] | never}
+    never = {"head of base": None, "other 0": None, "ticket": None}
     files = WorkerFiles(workers, admission)
     headless = asyncio.create_task(load(files, mark("base")))
-    unread = asyncio.create_task(load(files, mark("base", 1)))
+    unread = asyncio.create_task(load(files, mark("other")))
     unwritten = asyncio.create_task(files.wait_until_done("ticket"))
     await until(lambda: workers.num_calls > 2)
     is_gone, admission.is_stopped = True, how == "stops"

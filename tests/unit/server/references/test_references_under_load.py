@@ -17,8 +17,9 @@ import httpx
 import pytest
 
 from scoremode_server.engine.admission import EngineSize
-from scoremode_server.references import comparer, exchange, recorder, service
+from scoremode_server.references import comparer, recorder, service
 from scoremode_server.references.files.directory import StoredReference
+from scoremode_server.references.worker import lease, reads
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.engine.fake_engine import until
 from tests.unit.server.light_app import check_error, client_of, error_of, light_app
@@ -92,7 +93,7 @@ def hanging(path: Path) -> Iterator[None]:
 
 
 async def in_turn(client: httpx.AsyncClient, name: str, is_over: asyncio.Event, computed: list[str]) -> None:
-    """Compare with a reference, window by window, as a client that comes back when it is told to."""
+    """Compare with a reference, window by window, as a client that comes back when the server says so."""
     index = 0
     while not is_over.is_set():
         answer = await kld(client, name, index % NUM_WINDOWS)
@@ -108,9 +109,11 @@ async def in_turn(client: httpx.AsyncClient, name: str, is_over: asyncio.Event, 
 
 @pytest.fixture
 def shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "LEASE_SECONDS", 0.25)
-    monkeypatch.setattr(exchange, "REMEMBERED_SECONDS", 0.1)
-    monkeypatch.setattr(comparer, "RETRY_AFTER_SECONDS", 0.05)
+    """Leases of a quarter of a second."""
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.25)
+    monkeypatch.setattr(lease, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(lease, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(comparer, "SECONDS_TO_WAIT", 0.2)
 
 
 @pytest.mark.usefixtures("shorter_seconds")
@@ -131,8 +134,7 @@ async def test_two_references_are_compared_one_after_the_other(root: Path, place
 @pytest.mark.usefixtures("shorter_seconds")
 async def test_a_request_that_has_begun_is_finished(root: Path, monkeypatch: pytest.MonkeyPatch):
     """Its last windows wait, since another reference is let in before them."""
-    monkeypatch.setattr(exchange, "LEASE_SECONDS", 0)
-    monkeypatch.setattr(exchange, "REMEMBERED_SECONDS", 1)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0)
     engine = ReferenceEngine(root, 0.1, fingerprint="served")
     engine.let_go.clear()
     async with asyncio.timeout(SECONDS), client_of(light_app(engine, size=SMALL)) as client:
@@ -147,15 +149,16 @@ async def test_a_request_that_has_begun_is_finished(root: Path, monkeypatch: pyt
 async def test_a_file_that_does_not_answer_holds_up_comparisons_alone(
     root: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    monkeypatch.setattr(exchange, "SECONDS_TO_READ", 3)
+    monkeypatch.setattr(reads, "SECONDS_TO_READ", 3)
+    monkeypatch.setattr(lease, "FIRST_SECONDS", 0.2)
     async with serving(root) as client:
         with hanging(root / "base" / name):
             # More than a reference has threads.
             waiting = [asyncio.create_task(kld(client, "base", 2)) for _ in range(10)]
             await asyncio.sleep(0)
             await scores(client)
-            # Others are told to come back.
-            assert error_of(await kld(client, "other"))[:2] == (429, "reference")
+            # A window that waits for a file does not use the engine.
+            assert (await kld(client, "other")).status_code == 200
             assert not any(each.done() for each in waiting)
             for answer in await asyncio.gather(*waiting):
                 check_error(answer, 503, "reference", "was not read within 3 s")
@@ -242,6 +245,6 @@ async def test_nothing_is_kept_of_what_was_read(root: Path, forget: Callable[[Pa
         await kld(client, "base", 5)
         files = app.state.scoremode_references.comparer.files
         await files._task
-    assert not engine.windows._reads
-    assert not engine.windows._threads._waiting
-    assert not engine.windows.leased._holders
+    assert not len(engine.windows.reads)
+    assert not engine.windows.reads.threads._waiting
+    assert not engine.windows.lease.is_used

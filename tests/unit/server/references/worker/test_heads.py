@@ -22,9 +22,8 @@ from scoremode_server.references.files.directory import ReferenceDirectory, Stor
 from scoremode_server.references.worker import extension
 from scoremode_server.references.worker.extension import ReferenceWorker
 from scoremode_server.references.worker.heads import HeadLayer, LeasedHead, ReferenceHead, describe_head, gather_weight
-from scoremode_server.references.worker.orders import SINK, WindowMark
+from scoremode_server.references.worker.orders import SINK
 from scoremode_server.references.worker.sinks import WorkerWindows
-from scoremode_server.threads import CallThreads
 from scoremode_server.worker.lm_head import examine
 from scoremode_server.worker.row_scorer import RowScorer, StepPart
 from scoremode_server.worker.row_spec import RowSpec
@@ -119,18 +118,17 @@ def taken_from(model: Model, root: Path, name: str) -> StoredReference:
     return ReferenceDirectory(root).open(name)
 
 
-def room_for(root: Path, num_bytes: int, config: VllmConfig) -> LeasedHead:
+def room_for(num_bytes: int, config: VllmConfig) -> LeasedHead:
     num_bytes //= config.parallel_config.tensor_parallel_size
-    return LeasedHead(num_bytes, CPU, partial(HeadLayer, config=config), ReferenceDirectory(root), CallThreads())
+    return LeasedHead(num_bytes, CPU, partial(HeadLayer, config=config))
 
 
 def load(room: LeasedHead, reference: StoredReference, *, local: bool = False) -> ReferenceHead:
     """What an API server orders, and then a step finds."""
-    key, identity, head = reference.name, reference.manifest.identity, reference.manifest.head
-    assert room.hold(WindowMark("compare", key, identity, 0, 1, head=key), "test", head)
-    room.progress(key).result()
-    room.release(key, "test")
-    return room.find(key, local=local)
+    layer = room.make_layer(reference.manifest.head)
+    room.place(reference.name, layer, layer.read(reference))
+    room.progress(reference.name).result()
+    return room.find(reference.name, local=local)
 
 
 def logits_are_those_of_the_model(room: LeasedHead, reference: StoredReference, model: Model) -> None:
@@ -147,7 +145,7 @@ def logits_are_those_of_the_model(room: LeasedHead, reference: StoredReference, 
 
 def heads_in_one_place(root: Path, config: VllmConfig) -> None:
     """Each takes the place of the one before it, and the first comes back."""
-    room = room_for(root, 1000 * (HIDDEN + 1) * 4, config)
+    room = room_for(1000 * (HIDDEN + 1) * 4, config)
     room._memory = room._memory[: 1024 * (HIDDEN + 1) * 4 // config.parallel_config.tensor_parallel_size]
     made = models()
     references = [taken_from(model, root, f"model-{number}") for number, model in enumerate(made)]
@@ -157,7 +155,7 @@ def heads_in_one_place(root: Path, config: VllmConfig) -> None:
 
 def bytes_of_a_logit(root: Path, config: VllmConfig) -> None:
     """A cap needs both what it caps and what comes of it."""
-    room = room_for(root, 1 << 20, config)
+    room = room_for(1 << 20, config)
     made = (Model(64), Model(64, torch.bfloat16), Model(64, torch.bfloat16, soft_cap=2.0))
     references = [taken_from(each, root, f"bytes-{number}") for number, each in enumerate(made)]
     assert [load(room, each).logit_bytes for each in references] == [4, 2, 4]
@@ -211,7 +209,7 @@ def what_api_servers_ask_of_workers(root: Path, config: VllmConfig) -> None:
         if group.rank_in_group
         else {"first": "there is no reference 'none'", "second": ""}
     )
-    assert answer == {"outcomes": by_rank, "num_refused": 0}
+    assert answer == {"outcomes": by_rank, "lease": None}
     assert worker.scoremode_exchange({1: ([], [])}) is None
     weight, bias = ReferenceDirectory(root).open("asked").read_head()
     assert bias is None

@@ -21,7 +21,7 @@ from scoremode_server.references.files import tensors
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.worker import kl_divergence, sinks
 from scoremode_server.references.worker.heads import ReferenceHead
-from scoremode_server.references.worker.orders import SINK, ForgetWindow, Order, ReadWindow, WindowMark
+from scoremode_server.references.worker.orders import SINK, Forget, Order, ReadWindow, WindowMark
 from scoremode_server.references.worker.sinks import WorkerWindows
 from scoremode_server.vllm_compat import install
 from scoremode_server.worker.lm_head import LMHead
@@ -46,7 +46,7 @@ SPLITS = [(first, second) for first in range(NUM_FED) for second in range(first,
 
 
 HEAD = ReferenceHead(lambda hidden_states: hidden_states @ REFERENCE_WEIGHT, 4)
-ROOM = SimpleNamespace(num_refused=0, progress=lambda key: None, find=lambda key, local: HEAD)
+ROOM = SimpleNamespace(progress=lambda key: None, find=lambda key, local: HEAD)
 """A head that is there at once."""
 
 
@@ -325,8 +325,8 @@ def test_a_call_does_not_wait_for_a_file(windows: WorkerWindows):
         pass
     assert told(windows, "0", "1") == [None, ""]
     # Nobody waits for it any more.
-    order(windows, ForgetWindow("0"), ForgetWindow("1"))
-    assert not windows._reads
+    order(windows, Forget("0"), Forget("1"))
+    assert not len(windows.reads)
     os.close(os.open(reference.shard(0), os.O_RDWR))
 
 

@@ -1,0 +1,116 @@
+"""The lease of an engine: which reference it compares with, and until when. Every rank decides alike, because all get
+the same calls of API servers in the same order, and the only time is that of the calls."""
+
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from scoremode_server.references.worker.orders import LeaseCall
+
+LEASE_SECONDS = 10.0
+"""How long a reference is compared with while others wait. Replacing the LM head takes half a second."""
+
+LONGEST_ROUND = 2.5 * LEASE_SECONDS
+"""Leases are shorter where many references wait, so that all of them together last no longer than this. Handing over
+takes time too."""
+
+SHORTEST_LEASE = 1.0
+
+FIRST_SECONDS = 5.0
+"""While others wait, a lease ends early if no window of it enters the engine within this time."""
+
+IDLE_SECONDS = 0.5
+"""While others wait, a lease ends early if this time has passed since its last window left the engine. A client that
+sends one window after another pauses for less."""
+
+PLACE_SECONDS = 60.0
+"""How long a reference keeps its place among those that wait after its last client has left."""
+
+
+@dataclass(slots=True)
+class _Place:
+    tickets: dict[str, str] = field(default_factory=dict)
+    """The tickets of the LM head, by API server with waiting windows; see `LeaseCall`."""
+    wanted_at: float = 0.0
+    was_passed_over: bool = False
+    """Whether another reference got the lease while this one's clients were away."""
+
+
+@dataclass(slots=True)
+class Lease:
+    key: str = ""
+    """The LM head of the reference with the lease."""
+    ticket: str = ""
+    """The ticket under which that head was read."""
+    _now: float = 0.0
+    _began_at: float = 0.0
+    _idle_at: float = 0.0
+    """When the lease ends if no window enters the engine before."""
+    _users: dict[str, bool] = field(default_factory=dict)
+    """Whether windows are in the engine, by API server that may send some. Until none may, no other reference follows,
+    whatever the time is."""
+    _places: dict[str, _Place] = field(default_factory=dict)
+    """References that wait, by key, in the order in which they get the lease."""
+
+    def update(self, call: LeaseCall) -> bool:
+        """Note what an API server wants and uses, and give the lease to the next reference if it has ended. Returns
+        whether the API server may send windows of `key` to the engine until its next call."""
+        self._now = max(self._now, call.now)
+        self._users.pop(call.server, None)
+        if call.held:
+            self._users[call.server] = call.used
+        if call.used:
+            self._idle_at = max(self._idle_at, self._now + IDLE_SECONDS)
+        self._note_waiting(call)
+        if not self._users and self._has_ended():
+            self._pass_on()
+        if self._has_ended():
+            return False
+        # A place from before would put those that wait now after it.
+        self._places.pop(self.key, None)
+        if self.key in call.wanted:
+            self._users.setdefault(call.server, False)
+        return self.key in call.wanted
+
+    @property
+    def is_used(self) -> bool:
+        """Whether windows may be in the engine."""
+        return bool(self._users)
+
+    def _note_waiting(self, call: LeaseCall) -> None:
+        for key in call.wanted:
+            if key != self.key or self._has_ended():
+                self._places.setdefault(key, _Place())
+        for key, place in list(self._places.items()):
+            place.tickets.pop(call.server, None)
+            if key in call.wanted:
+                place.tickets[call.server] = call.wanted[key]
+                place.wanted_at = self._now
+            elif not place.tickets and self._now > place.wanted_at + PLACE_SECONDS:
+                del self._places[key]
+
+    @property
+    def waiting(self) -> list[str]:
+        """References with waiting windows, in the order in which they get the lease."""
+        return [key for key, place in self._places.items() if place.tickets]
+
+    def _has_ended(self) -> bool:
+        if (first := self._next()) is None or first == self.key:
+            return False
+        is_idle = self._now >= self._idle_at and not any(self._users.values())
+        seconds = max(SHORTEST_LEASE, min(LEASE_SECONDS, LONGEST_ROUND / len(self.waiting)))
+        if self._places[first].was_passed_over:
+            seconds = SHORTEST_LEASE
+        return is_idle or self._now >= self._began_at + seconds
+
+    def _next(self) -> str | None:
+        """The first of those that wait whose LM head is on the host, or on the device."""
+        is_read = (key for key in self.waiting if key == self.key or any(self._places[key].tickets.values()))
+        return next(is_read, None)
+
+    def _pass_on(self) -> None:
+        self.key = self._next() or ""
+        for place in takewhile(lambda place: place is not self._places[self.key], self._places.values()):
+            place.was_passed_over = True
+        place = self._places.pop(self.key)
+        self.ticket = next(filter(None, place.tickets.values()))
+        self._began_at, self._idle_at = self._now, self._now + FIRST_SECONDS
