@@ -23,7 +23,7 @@ class _Read:
 
 @dataclass(slots=True)
 class FileReads:
-    """What was read or will be, by ticket."""
+    """Files that were read or will be, by ticket."""
 
     threads: CallThreads
     _reads: dict[str, _Read] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class FileReads:
             read.result.cancel()
 
     def find(self, ticket: str) -> Any:
-        """What was read; None if it was not yet, or could not be."""
+        """Return what was read; None if it was not yet, or could not be."""
         read = self._reads.get(ticket)
         is_read = read is not None and read.result.done() and read.result.exception() is None
         return read.result.result() if read is not None and is_read else None
