@@ -16,12 +16,19 @@ _HIDDEN = re.compile(
     "[\0-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff\ufffe\uffff]"
 )
 
+# UTF-32's little-endian mark begins with UTF-16's.
+_MARKS = {
+    **dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-32"),
+    **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-16"),
+}
+
 
 def encoding_of(path: Path) -> str:
-    """The encoding of a text file: UTF-16 if its byte order mark says so, as PowerShell's `>` writes it, else UTF-8.
-    Decoding removes the mark."""
+    """The encoding of a text file: UTF-16, as PowerShell's `>` writes it, or UTF-32 if the byte order mark says so,
+    else UTF-8. Decoding removes the mark."""
     with path.open("rb") as file:
-        return "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+        beginning = file.read(4)
+    return next((encoding for mark, encoding in _MARKS.items() if beginning.startswith(mark)), "utf-8-sig")
 
 
 def valid_text(value: Any, name: str) -> str:

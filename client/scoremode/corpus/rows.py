@@ -5,7 +5,10 @@ be missing there, or have other numbers. So the file is read twice, first for th
 then with these. That costs little compared with scoring.
 """
 
+import importlib
 import io
+import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from scoremode.corpus.documents import AnyDocument, Document, DocumentResult, ScoredDocument, UnscoredDocument
-from scoremode.errors import CorpusError
+from scoremode.errors import CorpusError, ScoremodeError, extra
 from scoremode.runs import json_row
 
 _BATCH_ROWS = 256
@@ -46,7 +49,10 @@ def open_rows(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
 def _read_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, pa.ArrowException) as error:
+    except ScoremodeError:
+        raise
+    # pyarrow and each decompressor have their own.
+    except Exception as error:
         raise CorpusError(f"cannot read {path}: {error}") from error
 
 
@@ -89,7 +95,7 @@ def _converted(block: _Block, convert: Callable[[list[dict[str, Any]]], Any], na
 def _json_blocks(path: Path) -> Iterator[_Block]:
     """The rows, some at a time. The file is decompressed if its name says so."""
     block: _Block = []
-    with _read_errors(path), io.BufferedReader(pa.input_stream(str(path), compression="detect")) as lines:
+    with _read_errors(path), _open_lines(path) as lines:
         for number in count(1):
             line = lines.readline(LONGEST_LINE_BYTES + 1)
             if len(line) > LONGEST_LINE_BYTES:
@@ -102,6 +108,25 @@ def _json_blocks(path: Path) -> Iterator[_Block]:
                 block = []
             if not line:
                 return
+
+
+def _open_lines(path: Path) -> Any:
+    """The content of a file: bytes if it is UTF-8, or else text. JSON's first two characters tell its encoding."""
+    content: Any = io.BufferedReader(pa.input_stream(str(path), compression="detect"))
+    try:
+        beginning = content.peek(4)
+    except OSError as error:
+        if "too much memory" not in str(error):
+            raise
+        # pyarrow's decompressor accepts windows of 128 MiB; `zstd --long=31` makes them 2 GiB large.
+        with extra("corpora"):
+            zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+        content = zstd.open(path, options={zstd.DecompressionParameter.window_log_max: 31})
+        beginning = content.peek(4)
+    encoding = json.detect_encoding(beginning[:4])
+    if encoding == "utf-8":
+        return content
+    return io.TextIOWrapper(content, encoding, errors="surrogateescape", newline="\n")
 
 
 def _storable(value: Any) -> Any:

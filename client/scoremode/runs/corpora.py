@@ -166,6 +166,7 @@ def load_corpus(
         assert dataset is not None
         columns = [messages or column, *([by] if by else [])]
         corpus, rows = _load_dataset(dataset, config, split, columns, OPTIONAL_COLUMNS if messages else (), num_samples)
+        _check_filled(rows, columns, dataset)
     # Only datasets have rows of several columns.
     labels = tuple(_label(values[by]) for _, values in rows) if by else ()
     corpus = replace(corpus, num_rows=len(rows), by=by, labels=labels)
@@ -206,31 +207,38 @@ def load_prompts(
 
     Args:
         path: A jsonl or parquet file.
-        messages: Column that holds conversations; by default the first of PROMPT_COLUMNS that the file has. Texts are
-            in `prompt` alone. A last message of the assistant is left out.
+        messages: Column that holds conversations; by default the first of PROMPT_COLUMNS that has a value in
+            some row. Texts are in `prompt` alone. A last message of the assistant is left out.
         by: As for `load_corpus`, as are the others.
 
     Raises:
         CorpusError: the file cannot be read, has no such column or no row, or a row has no prompt.
     """
-    first = next(read_file(path, [], PROMPT_COLUMNS), ("", {}))[1]
-    column = messages or next((name for name in PROMPT_COLUMNS if name in first), None)
+    columns = [name for name in (messages, by) if name]
+    rows = list(islice(read_file(path, columns, [*PROMPT_COLUMNS, *OPTIONAL_COLUMNS]), num_samples))
+    _check_filled(rows, columns, path.name)
+    column = messages or next((name for name in PROMPT_COLUMNS if any(row.get(name) for _, row in rows)), None)
     if column is None:
         known = ", ".join(PROMPT_COLUMNS)
-        raise CorpusError(f"{path} has no row with a column of {known}: --messages COLUMN names another")
-    is_text = messages is None and column == "prompt" and not isinstance(first[column], list)
+        raise CorpusError(f"{path} has no row with a value in a column of {known}: --messages COLUMN names another")
+    is_text = messages is None and column == "prompt" and not any(isinstance(row.get(column), list) for _, row in rows)
     if is_text and chat_template_kwargs:
         raise CorpusError(f"--chat-template-kwargs is for conversations, and column {column!r} of {path} has texts")
-    columns, optional = [column, *([by] if by else [])], () if is_text else OPTIONAL_COLUMNS
-    rows = list(islice(read_file(path, columns, optional), num_samples))
     labels = tuple(_label(values[by]) for _, values in rows) if by else ()
     if long := [where for (where, _), label in zip(rows, labels, strict=False) if len(label) > MAX_LABEL]:
         raise CorpusError(f"{long[0]}: column {by!r} has a label of more than {MAX_LABEL:,} characters")
     corpus = Corpus(path.name, "", f"{path.name}, column {column}", num_rows=len(rows), by=by, labels=labels)
     if not is_text:
         return _with_conversations(corpus, rows, column, chat_template_kwargs, are_prompts=True)
-    texts = tuple(valid_text(values[column], f"{where}: column {column!r}") for where, values in rows)
+    texts = tuple(valid_text(values.get(column), f"{where}: column {column!r}") for where, values in rows)
     return replace(corpus, text="\n".join(map(json.dumps, texts)), documents=texts)
+
+
+def _check_filled(rows: list[_Row], columns: Iterable[str], where: str) -> None:
+    """Refuse a column that is null in every row: it is there only because other files of the dataset have it."""
+    for column in columns:
+        if rows and all(values[column] is None for _, values in rows):
+            raise CorpusError(f"column {column!r} of {where} is null in every row: name another column")
 
 
 def _label(value: Any) -> str:
@@ -245,6 +253,8 @@ def _with_conversations(
     *,
     are_prompts: bool = False,
 ) -> Corpus:
+    if without := next((where for where, values in rows if values.get(column) is None), None):
+        raise CorpusError(f"{without}: column {column!r} is null, and is not a list of messages as in others")
     conversations = tuple(read_conversation(values, column, where, is_prompt=are_prompts) for where, values in rows)
     if not conversations:
         raise CorpusError(f"no conversation in {corpus.source}")
@@ -375,10 +385,21 @@ def _parquet_rows(file: Path, columns: list[str], optional: Collection[str]) -> 
         _check_columns(columns, names, str(file))
         present = {*optional} & {*names}
         # Images are not read: it is enough to know that there are some.
-        media = dict.fromkeys(present & {*MEDIA}, True)
+        media = dict.fromkeys((name for name in present & {*MEDIA} if _has_values(table, name)), True)
         for batch in table.iter_batches(256, columns=[*dict.fromkeys([*columns, *present - {*MEDIA}])]):
             for index in range(batch.num_rows):
                 yield media | {name: _without_nulls(batch.column(name)[index].as_py()) for name in batch.schema.names}
+
+
+def _has_values(table: Any, column: str) -> bool:
+    """Whether a column of a parquet file, or a part of it, is not null in some row, as far as the file says."""
+    groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
+    chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
+    return any(
+        chunk.path_in_schema.partition(".")[0] == column
+        and (chunk.statistics is None or chunk.statistics.null_count != chunk.num_values)
+        for chunk in chunks
+    )
 
 
 def _json_rows(file: Path) -> Iterator[dict[str, Any]]:

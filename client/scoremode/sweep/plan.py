@@ -234,7 +234,7 @@ def read_plan(path: Path) -> SweepPlan:
     """Read a plan. PlanError with the file, the entry and the field, if something is wrong."""
     try:
         with file_errors(PlanError, f"read {path}"):
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            content = yaml.safe_load(path.read_bytes())
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"

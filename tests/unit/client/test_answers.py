@@ -184,12 +184,27 @@ async def test_a_prompt_is_a_conversation_without_its_last_answer(tmp_path, row,
     assert load_prompts(path, **options).conversations == corpus.conversations[:1]
 
 
+@pytest.mark.parametrize("absent", [{"messages": None}, {"messages": None, "conversations": []}])
+def test_columns_without_a_value_in_any_row_count_as_absent(tmp_path, absent):
+    """As a table has them that was joined from several sets."""
+    rows = [{**absent, "prompt": text} for text in ("one", "two")]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path := tmp_path / "prompts.parquet")
+    assert prompts_of(tmp_path, rows).documents == load_prompts(path).documents == ("one", "two")
+    chats = [{"conversations": None, "prompt": None, "messages": [QUESTION]}] * 2
+    assert [each.messages for each in prompts_of(tmp_path, chats).conversations] == [[QUESTION]] * 2
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
         ([{"text": "a"}], {}, "messages, conversations, prompt"),
         ([], {}, "messages, conversations, prompt"),
         ([{"prompt": "a"}, {"prompt": None}], {}, "row 2 .*column 'prompt' is not text but null"),
+        ([{"messages": None}], {}, "no row with a value in a column of messages, conversations, prompt"),
+        ([{"messages": [QUESTION]}, {"messages": None, "prompt": "a"}], {}, "row 2 .*column 'messages' is null"),
+        ([{"prompt": "a"}, {"messages": None}], {}, "row 2 .*column 'prompt' is not text but null"),
+        ([{"prompt": "a", "chat": None}] * 2, {"messages": "chat"}, "column 'chat' of prompts.jsonl is null in every"),
+        ([{"prompt": "a", "lang": None}] * 2, {"by": "lang"}, "column 'lang' of prompts.jsonl is null in every row"),
         ([{"messages": [ANSWER]}], {}, "row 1 .*has no message before the assistant's answer"),
         ([{"messages": [QUESTION]}, {"messages": "?"}], {}, "row 2 .*is not a list of messages"),
         (

@@ -113,6 +113,20 @@ def test_a_row_that_cannot_be_scored_is_named(tmp_path, row, message):
         load_corpus(path, messages="chat")
 
 
+@pytest.mark.parametrize("image", [None, {"bytes": b"png", "path": None}])
+def test_a_column_of_images_that_is_null_in_every_row_marks_no_text(tmp_path, image):
+    chat = [{"role": "user", "content": "Is <image> a tag?"}, MESSAGES[1]]
+    kind = pyarrow.list_(pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()}))
+    images = pyarrow.array([image and [image], None], kind)
+    table = pyarrow.table({"chat": [json.dumps(chat)] * 2, "images": images})
+    pyarrow.parquet.write_table(table, path := tmp_path / "chats.parquet")
+    if image is None:
+        assert len(load_corpus(str(path), messages="chat").conversations) == 2
+    else:
+        with pytest.raises(CorpusError, match=r"row 1 .*has <image> in its messages"):
+            load_corpus(str(path), messages="chat")
+
+
 def test_fields_without_use_are_a_warning(tmp_path, caplog):
     chat = [{"from": "human", "value": "Is <image> a tag?", "weight": 0}, {**SHAREGPT[1], "train": False}]
     load_corpus(written(tmp_path / "chats.jsonl", [{"chat": chat}]), messages="chat")

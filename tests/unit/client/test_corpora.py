@@ -62,7 +62,11 @@ LINES = '{"text": "one"}\n{"text": "zwei ü"}\n'
 
 
 @pytest.mark.parametrize(
-    ("encoding", "mark"), [("utf-8", b""), ("utf-8-sig", b""), ("utf-16", b""), ("utf-16-be", b"\xfe\xff")]
+    ("encoding", "mark"),
+    [
+        *(("utf-8", b""), ("utf-8-sig", b""), ("utf-16", b""), ("utf-16-be", b"\xfe\xff")),
+        *(("utf-32", b""), ("utf-32-be", b"\0\0\xfe\xff")),
+    ],
 )
 def test_files_may_be_in_the_encodings_of_windows(tmp_path, encoding, mark):
     # PowerShell's `>` writes UTF-16 with a mark, and ends lines with both characters.
@@ -93,6 +97,7 @@ NOT_UTF8 = pyarrow.array([b"fine", b"\xff\xfe"]).view(pyarrow.string())
         ("a.jsonl", b'{"text": "x"}\nnonsense\n', "line 2 is not JSON"),
         ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', r"row 2 of .*a\.jsonl: column 'text' is not text but int"),
         ("a.jsonl", b'{"text": "x"}\n{"text": null}\n', "row 2 of .*not text but null"),
+        ("a.jsonl", b'{"text": null, "body": "x"}\n' * 2, r"column 'text' of .*a\.jsonl is null in every row"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "a\\ud800"}\n', "row 2 of .*not valid Unicode at character 1"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "a\xff"}\n', "row 2 of .*not valid Unicode at character 1"),
         ("a.jsonl", b'{"text": "x"}\n{"texts": "y"}\n', "no column 'text' in row 2 of "),

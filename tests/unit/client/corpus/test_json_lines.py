@@ -74,9 +74,80 @@ def test_a_line_of_another_type_is_refused_with_file_and_line(tmp_path, line, na
     assert f"rows.jsonl: line {place + 1}" in str(failure.value)
 
 
+CONTENT = '{"text": "one"}\r\n\r\n{"text": "zwei ü\u2028"}\n{"text": "\U0001f600"}'
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_the_encodings_of_windows_are_read(tmp_path, encoding, suffix):
+    path = tmp_path / f"rows{suffix}"
+    with pa.output_stream(str(path), compression="detect") as stream:
+        stream.write(CONTENT.encode(encoding))
+    assert [row["text"] for row in read(path)[1]] == ["one", "zwei ü\u2028", "\U0001f600"]
+    with pa.output_stream(str(path), compression="detect") as stream:
+        stream.write("".encode(encoding))
+    assert read(path) == (pa.schema([]), [])
+
+
+def zstd_frame(content: bytes, window_log: int, *, last: int = 1) -> bytes:
+    """By RFC 8878, section 3.1.1: magic number, a descriptor without flags, the window's descriptor, and one raw
+    block."""
+    header = b"\x28\xb5\x2f\xfd\x00" + bytes([(window_log - 10) << 3])
+    return header + (last | len(content) << 3).to_bytes(3, "little") + content
+
+
+LINES = b'{"text": "a"}\n{"text": "b"}\n'
+
+
+@pytest.mark.parametrize("window_log", [10, 27, 28, 31])
+@pytest.mark.parametrize("num_frames", [1, 3])
+def test_zstd_windows_are_read_up_to_those_of_long_31(tmp_path, window_log, num_frames):
+    """2 GiB, as Reddit's dumps have them."""
+    path = tmp_path / "rows.jsonl.zst"
+    path.write_bytes(zstd_frame(LINES, window_log) * num_frames)
+    assert [row["text"] for row in read(path)[1]] == ["a", "b"] * num_frames
+
+
+@pytest.mark.parametrize("window_log", [20, 31])
+@pytest.mark.parametrize(
+    "change",
+    [lambda frame: frame + b"garbage", lambda frame: frame[:-3], lambda frame: frame + bytes(100)],
+    ids=["garbage", "cut", "zeros"],
+)
+def test_a_zstd_file_that_is_cut_or_continues_as_something_else_is_named(tmp_path, window_log, change):
+    path = tmp_path / "rows.jsonl.zst"
+    path.write_bytes(change(zstd_frame(LINES, window_log)))
+    with pytest.raises(CorpusError, match=r"cannot read .*rows\.jsonl\.zst: \w.*"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (CONTENT.encode("utf-16")[:-1], r"cannot read .*rows\.jsonl: 'utf-16-le' codec can't decode"),
+        ('{"text": "a\ud800"}'.encode("utf-16", "surrogatepass"), r"cannot read .*rows\.jsonl: 'utf-16-le' codec"),
+        (b"\xef\xbb\xbf" + LINES + b'{"text": "\xff"}', r"rows\.jsonl: line 3.* surrogates not allowed"),
+        (LINES + b'{"text": "\xff"}', r"rows\.jsonl: line 3 is not JSON: 'utf-8' codec"),
+        (LINES + bytes(16), r"rows\.jsonl: line 3 is not JSON"),
+        (b'{"text": "a\0"}', r"rows\.jsonl: line 1 is not JSON: Invalid control character"),
+        (LINES.replace(b"\n", b"\r"), r"rows\.jsonl: line 1 is not JSON: Extra data"),
+    ],
+)
+def test_what_cannot_be_decoded_is_named(tmp_path, content, message):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with pytest.raises(CorpusError, match=message):
+        read(tmp_path / "rows.jsonl")
+
+
 def test_a_damaged_archive_and_a_line_without_an_end_are_named(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 100)[:-20])
+    whole = gzip.compress(b'{"text": "a"}\n' * 100)
+    path.write_bytes(whole + whole)
+    assert len(read(path)[1]) == 200, "members of one file follow each other"
+    path.write_bytes(whole + b"garbage")
+    with pytest.raises(CorpusError, match=r"rows\.jsonl\.gz"):
+        read(path)
+    path.write_bytes(whole[:-20])
     with pytest.raises(CorpusError, match=r"rows\.jsonl\.gz"):
         read(path)
     monkeypatch.setattr(rows, "LONGEST_LINE_BYTES", 1 << 20)
