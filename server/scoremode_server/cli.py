@@ -4,6 +4,7 @@ import argparse
 import importlib.metadata
 import os
 import sys
+import traceback
 from typing import Any
 
 from scoremode_server.settings import PLUGIN, add_arguments, allow_plugin, configure_references
@@ -43,7 +44,15 @@ def serve(arguments: list[str]) -> None:
     configure_references(namespace)
     configure_logging_from_args(namespace)
     command.validate(namespace)
-    command.cmd(namespace)
+    try:
+        command.cmd(namespace)
+    except Exception as error:
+        if not any(frame.name == "get_tokenizer" for frame in traceback.extract_tb(error.__traceback__)):
+            raise
+        raise SystemExit(
+            f"scoremode: no tokenizer can be loaded from {namespace.tokenizer or namespace.model}: copy the original's "
+            f"tokenizer files into it, or name the original with --tokenizer ({' '.join(str(error).split())})"
+        ) from None
     # vLLM's command returns as after a shutdown. With status 0 a supervisor would not restart the server.
     from scoremode_server.vllm_compat.engine_client import engine_died
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequenc
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 
 import httpx
 import numpy as np
@@ -30,7 +31,14 @@ _POLL_SECONDS = 0.5
 _SUMMARY_OF_VLLM = "Engine core initialization failed"
 """Of an error that only says that there is another."""
 # No part of a name is read twice, however long a line is.
-_ERROR = re.compile(r"(?<![\w.])[\w.]++(?:(?<=Error)|(?<=Exception)|(?<=Exit)): .+")
+_ERROR = re.compile(r"(?<![\w.])[\w.]++(?:(?<=Error)|(?<=Exception)|(?<=Exit)):(?: .+|$)|^scoremode: .+")
+_NEXT_MESSAGE = re.compile(
+    rf".*{_SUMMARY_OF_VLLM}|Traceback |During handling of |The above exception |"
+    r"\(\w+ pid=|\[|\w+: |(?:DEBUG|INFO|WARNING|ERROR)\b|\S+:\d+: "
+)
+"""How lines begin that do not continue an error's message."""
+_REASON_LENGTH = 1000
+"""Characters, in which the longest message that vLLM writes has space."""
 
 
 class ProcessError(ScoremodeError):
@@ -168,11 +176,21 @@ async def _end_group(process: Process) -> None:
 
 
 def _reason(log: Path) -> str:
-    """The last error in a log, or else its last line."""
+    """The last error in a log with all lines of its message, or else the log's last line."""
     # Errors further up are not those that ended it.
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-200:]
-    errors = [match[0] for line in lines if (match := _ERROR.search(line)) and _SUMMARY_OF_VLLM not in line]
-    return f" (log {log}): {(errors or lines or ['it printed nothing'])[-1]}"
+    # No line begins with a line's end.
+    before, reason = "\n", [(lines or ["it printed nothing"])[-1]]
+    for line in lines:
+        # vLLM repeats what is before the first line of a message before each of the others.
+        rest = line.removeprefix(before).lstrip()
+        if _SUMMARY_OF_VLLM not in line and (match := _ERROR.search(line)):
+            before, reason = line[: match.start()].rstrip(), [match[0]]
+        elif line.startswith(before) and not _NEXT_MESSAGE.match(rest):
+            reason.append(rest)
+        else:
+            before = "\n"
+    return f" (log {log}): {shorten(' '.join(reason), _REASON_LENGTH, placeholder=' ...')}"
 
 
 async def measure_file(program: str, gguf: Path, base: Path, log: Path) -> None:

@@ -3,8 +3,10 @@
 import os
 
 import pytest
+from vllm.config import ModelConfig
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.platforms import current_platform
+from vllm.tokenizers import cached_tokenizer_from_config
 
 from scoremode_server.cli import (
     MMAP_THRESHOLD,
@@ -12,6 +14,7 @@ from scoremode_server.cli import (
     keep_tensors_off_the_heap,
     main,
     parse,
+    serve,
     tokenizer_threads,
 )
 
@@ -57,3 +60,37 @@ def test_without_a_model_the_usage_is_shown(tmp_path, arguments, monkeypatch, ca
 def test_a_folder_that_is_not_there_is_one_line(model):
     with pytest.raises(SystemExit, match=f"^scoremode: there is no {model}: give a checkpoint's folder"):
         parse(ServeSubcommand(), [model])
+
+
+@pytest.mark.parametrize("left", [set(), {"tokenizer_config.json"}, {"tokenizer_config.json", "tokenizer.json"}])
+def test_a_copy_without_a_tokenizer_is_one_line_that_says_what_to_do(models, tmp_path, monkeypatch, left):
+    """vLLM's own start up to the tokenizer, which it loads before it starts an engine."""
+    model = models.random_llama(tmp_path / "model")
+    if "tokenizer.json" in left:
+        (model / "tokenizer.json").write_text("broken")
+    for path in model.glob("tokenizer*"):
+        if path.name not in left:
+            path.unlink()
+    monkeypatch.setattr(
+        ServeSubcommand,
+        "cmd",
+        staticmethod(lambda namespace: cached_tokenizer_from_config(ModelConfig(namespace.model))),
+    )
+    with pytest.raises(SystemExit) as ended:
+        serve([str(model)])
+    message = str(ended.value)
+    assert message.startswith(
+        f"scoremode: no tokenizer can be loaded from {model}: copy the original's tokenizer files into it, or name the "
+        "original with --tokenizer ("
+    )
+    assert message.endswith(")")
+    assert "\n" not in message
+
+
+def test_other_failures_of_a_start_are_vllms_own(monkeypatch, tmp_path):
+    def fail(namespace: object) -> None:
+        raise ValueError("no memory for the tokenizer's cache")
+
+    monkeypatch.setattr(ServeSubcommand, "cmd", staticmethod(fail))
+    with pytest.raises(ValueError, match="no memory"):
+        serve([str(tmp_path)])
