@@ -218,7 +218,8 @@ def _noise_floor(measurement: KldMeasurement) -> str:
     if measurement.as_noise_floor:
         return "this comparison, kept with the reference"
     if floor is None:
-        return "not measured (ppl-client kld --floor, on a server of the base model)"
+        reason = measurement.reference.unused_floor(measurement.lane) or "not measured"
+        return f"{reason} (ppl-client kld --floor, on a server of the base model)"
     said = f"mean KLD {floor.mean:.3g} of the base from itself, 99.0% {floor.p99:.3g}"
     return said if multiple is None else f"{said}; this is {times_the_floor(multiple)} the floor"
 

@@ -51,7 +51,8 @@ def verdict_line(comparison: RunComparison, figures: RunFigures) -> str:
     """One line on the cost of a run against the base, with the verdict."""
     verdict = comparison.base_pairs[figures.run.label].verdict
     line = f"{figures.run.label}: {', '.join(effects(comparison, figures))}: {verdict}"
-    return f"{line} ({SATURATION})" if figures.run.server.saturates else line
+    fault = _fault(figures.run.server)
+    return f"{line} ({fault})" if fault else line
 
 
 def exceeded_limits(
@@ -144,6 +145,9 @@ def _lanes(comparison: RunComparison) -> Iterator[str]:
 
 def _noise_floor(runs: Sequence[RunFigures]) -> Iterator[str]:
     """Nothing of the reference's own run, which the floor is made of."""
+    unused = (run.reference.unused_floor(run.lane) for run in (each.run for each in runs) if run.reference is not None)
+    for reason in dict.fromkeys(filter(None, unused)):
+        yield f"{reason[0].upper()}{reason[1:]}."
     multiples = [
         (figures.run.label, figures.kld_over_noise_floor)
         for figures in runs
@@ -190,6 +194,7 @@ def _listed(items: Sequence[str]) -> str:
 
 
 _IN_WORDS = {
+    "implementation": "implementation",
     "device": "device",
     "num_devices": "number of devices",
     "tensor_parallel_size": "tensor parallelism",
@@ -241,10 +246,18 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
         if len(alike) > 1:
             values = ", ".join(f"{value} ({', '.join(labels)})" for value, labels in alike.items())
             parts.append(f"{_IN_WORDS.get(name, name)}: {values}")
-    warnings = [f"{run.label}: {SATURATION}." for run in runs if run.server.saturates]
+    warnings = [f"{label}: {fault}." for label, model, _ in sources if (fault := _fault(model))]
     if parts:
         warnings.append(f"Not all was computed alike, which may be a part of the differences. {'; '.join(parts)}.")
     return warnings
+
+
+def _fault(model: ServedModel) -> str | None:
+    """Why figures of the model are not those that its weights should have."""
+    computed_by = model.computed_by
+    if computed_by is not None and computed_by.wrong_logits:
+        return f"scores are not those of the model: {computed_by.wrong_logits}"
+    return SATURATION if computed_by is not None and computed_by.saturates else None
 
 
 def _scheme(model: ServedModel) -> str:

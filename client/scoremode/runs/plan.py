@@ -291,7 +291,8 @@ def conflicts(path: Path, header: Mapping[str, object], wanted: Mapping[str, obj
     earlier, now = (
         {name: value for name, value in fields.items() if name.startswith(_COMPUTED_BY)} for fields in (header, wanted)
     )
-    if now.keys() <= earlier.keys() and (differing := differences(earlier, now)):
+    known = {name for name in now if None not in (earlier.get(name), now[name])}
+    if differing := differences(*({name: fields[name] for name in known} for fields in (earlier, now))):
         _log.warning("%s was begun on another server, and will mix what both compute: %s", path, differing)
     forgiven = {**earlier, **now}
     return differences({**header, **forgiven}, {**wanted, **forgiven})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from scoremode._tasks import Result, results_of
+from scoremode._texts import printable
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import RateLimitError, ScoremodeError, ServerError, ServersDifferError, TransportError
 from scoremode.runs.plan import differences, identity
@@ -70,7 +71,12 @@ class Pool:
         """Ask every server, or the one given, for its `info`. `concurrency` is the number of windows in flight at each;
         None for as many sequences as it runs at once, at most MAX_CONCURRENCY."""
         clients = [clients] if isinstance(clients, AsyncScoreClient) else clients
-        return cls(clients, [await client.info() for client in clients], concurrency)
+        infos = [await client.info() for client in clients]
+        for client, info in zip(clients, infos, strict=True):
+            if info.computed_by and info.computed_by.wrong_logits:
+                fault = printable(info.computed_by.wrong_logits)
+                _log.warning("%s: scores are not those of the model: %s", client.address, fault)
+        return cls(clients, infos, concurrency)
 
     @property
     def clients(self) -> list[AsyncScoreClient]:
@@ -171,5 +177,5 @@ class Pool:
         if differing := differences(identity(info), identity(self.info)):
             raise ServersDifferError(f"{address} does not serve the model that the run began with: {differing}")
         here, there = info.computed_by, self.info.computed_by
-        if here and there and (differing := differences(here.model_dump(), there.model_dump())):
+        if here and there and (differing := here.differences(there)):
             _log.warning("%s has other GPUs or kernels, and the run mixes what both compute: %s", address, differing)

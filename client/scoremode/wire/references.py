@@ -225,7 +225,21 @@ class Reference(KeptWithReference, ServedModel, TextInWindows):
         return self.fingerprint == server.fingerprint
 
     def noise_floor_of(self, lane: Lane) -> NoiseFloor | None:
-        """The noise floor in that lane; None where it was not measured."""
+        """The noise floor in that lane; None where it was not measured, or is of another cause than rounding."""
+        floor = self._stored_floor(lane)
+        return None if floor is None or floor.mean > self.most_noise_floor else floor
+
+    def unused_floor(self, lane: Lane) -> str | None:
+        """Say why the stored noise floor of that lane is not used, if it is not."""
+        floor = self._stored_floor(lane)
+        if floor is None or floor.mean <= self.most_noise_floor:
+            return None
+        return (
+            f"the stored noise floor of {self.name}, {floor.mean:.3g} nats, is not used: rounding in {self.dtype} "
+            f"gives at most {self.most_noise_floor:g}"
+        )
+
+    def _stored_floor(self, lane: Lane) -> NoiseFloor | None:
         return self.noise_floor if lane == "prefill" else self.lane_noise_floors.get(lane)
 
 

@@ -108,8 +108,8 @@ class Recorder:
                 "layers",
             )
         before, now = of_disk.model.computed_by, model.computed_by
-        if None not in (before, now) and before != now:
-            logger.warning("Reference %s was begun on other GPUs or kernels: %s; here: %s", name, before, now)
+        if before is not None and now is not None and (differing := now.differences(before)):
+            logger.warning("Reference %s was begun on other GPUs or kernels: here %s", name, differing)
         return await self.references.save(reference, lambda manifest: {"corpus": manifest.corpus or corpus})
 
     async def _check_space(self, name: str, text: StoredText, layers: ReferenceLayers) -> None:

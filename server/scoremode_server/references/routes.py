@@ -15,6 +15,7 @@ from starlette.datastructures import State
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.windows import turn_prompts
 from scoremode.wire.arrays import encode_array, encode_top_logprobs
+from scoremode.wire.protocol import ServedModel
 from scoremode.wire.references import (
     KldRequest,
     KldResponse,
@@ -267,7 +268,9 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         joined = KldPositions.concatenate(parts)
         figures = await asyncio.to_thread(statistics, joined, list(map(len, parts)), windows.start)
         if request.as_noise_floor:
-            floor = _noise_floor(figures, agreement(reference, joined))
+            floor = _noise_floor(
+                figures, agreement(reference, joined), reference.manifest.model, references.stored.model
+            )
             await references.comparer.references.save(
                 reference, lambda manifest: manifest.noise_floor_changes(request.lane, floor)
             )
@@ -289,10 +292,22 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
     return await respond(core.admission, KLD_ROUTE, request_id, events, stream=request.stream, with_windows=True)
 
 
-def _noise_floor(figures: KldStatistics, agreement_lengths: list[int] | None) -> NoiseFloor:
+def _noise_floor(
+    figures: KldStatistics, agreement_lengths: list[int] | None, recorded: ServedModel, served: ServedModel
+) -> NoiseFloor:
     kld = figures["kld"]
-    if None in (kld["mean"], kld["p99"], kld["max"]):
+    mean = kld["mean"]
+    if mean is None or None in (kld["p99"], kld["max"]):
         raise RequestError("the noise floor is infinite", "as_noise_floor")
+    if mean > served.most_noise_floor:
+        before, now = recorded.computed_by, served.computed_by
+        differing = "" if before is None or now is None else now.differences(before)
+        raise RequestError(
+            f"as_noise_floor: the model diverges from its own recording by {mean:.3g} nats in the mean, and rounding "
+            f"in {served.dtype} gives at most {served.most_noise_floor:g}, so this is not a noise floor and is not "
+            f"stored. Serve the model as it was recorded{differing and f' ({differing})'}, or record it again",
+            "as_noise_floor",
+        )
     return NoiseFloor.model_validate(
         {
             **kld,

@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 from vllm import envs
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.platforms import current_platform
 
 from scoremode.wire.protocol import SATURATES, ComputedBy
 from scoremode_server.vllm_compat.engine_client import call_workers
+from scoremode_server.worker.lm_head import examine, wrong_logits
 
 # vLLM shows only the messages of loggers below its own.
 logger = init_logger("vllm.scoremode.computed_by")
@@ -19,6 +22,8 @@ logger = init_logger("vllm.scoremode.computed_by")
 _RUNNERS = {"vllm.v1.worker.gpu_model_runner": "v1", "vllm.v1.worker.gpu.model_runner": "v2"}
 """By the modules of the classes that they, or those of other platforms, are of."""
 _KERNELS = "vllm.model_executor.kernels."
+_TRANSFORMERS_BACKEND = "vllm.model_executor.models.transformers"
+"""Where vLLM's classes are that run a model of the transformers library (`--model-impl transformers`)."""
 _INT8_ON_CPU = "CPUInt8ScaledMMLinearKernel"
 
 
@@ -28,7 +33,9 @@ async def what_computes(client: EngineClient) -> ComputedBy:
     parallel, drafts = config.parallel_config, config.speculative_config
     described: dict[str, Any] = {}
     try:
-        described = next(filter(None, await call_workers(client, "scoremode_computed_by")), {})
+        # The first rank describes all but the logits, which are the last ranks' in a pipeline.
+        for answer in filter(None, await call_workers(client, "scoremode_computed_by")):
+            described = answer | described
     # Such as of workers without our patches: a server without this knowledge is as good.
     except Exception as error:
         logger.warning("What computes is not known: %s", error)
@@ -43,25 +50,52 @@ async def what_computes(client: EngineClient) -> ComputedBy:
     )
     if computed_by.saturates:
         logger.warning("This CPU has no VNNI, so sums of INT8 products saturate: scores are not those of the model.")
+    if computed_by.wrong_logits:
+        logger.warning("Scores are not those of the model: %s.", computed_by.wrong_logits)
     return computed_by
 
 
 def describe_worker(wrapper: Any) -> dict[str, Any] | None:
-    """A method of vLLM's worker wrappers: fields of `ComputedBy`, and None on all ranks but the first."""
+    """A method of vLLM's worker wrappers, which all ranks call together: fields of `ComputedBy` on the first rank, and
+    on others only what is wrong with their logits, or None."""
     worker = wrapper.worker
-    if worker.rank != 0:
-        return None
     runner = worker.model_runner
+    logits = _logits(runner)
+    if worker.rank != 0:
+        return logits or None
     modules = [each.__module__ for each in type(runner).__mro__]
     dtype = runner.cache_config.cache_dtype
     return {
+        "implementation": _implementation(runner.model),
         "model_runner": next((version for module, version in _RUNNERS.items() if module in modules), None),
         "attention_backends": sorted(set(_attention_backends(runner.model))),
         "kernels": sorted(set(_kernels(runner.model))),
         "kv_cache_dtype": str(runner.kv_cache_dtype).removeprefix("torch.") if dtype == "auto" else str(dtype),
         "device": current_platform.get_device_name(),
         "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT),
+        **logits,
     }
+
+
+def _implementation(model: torch.nn.Module) -> str:
+    """`transformers` where vLLM runs the transformers library's model, or a part of it; `vllm` for vLLM's own classes;
+    else the package of the model's class."""
+    modules = [type(part).__module__ for part in model.modules()]
+    if any(f"{each}.".startswith(f"{_TRANSFORMERS_BACKEND}.") for each in modules):
+        return "transformers"
+    return modules[0].partition(".")[0]
+
+
+@torch.inference_mode()
+def _logits(runner: Any) -> dict[str, str]:
+    """The field `wrong_logits`, if the logits are made on this rank and lack something."""
+    has_processor = any(type(part) is LogitsProcessor for part in runner.model.modules())
+    if not has_processor or not get_pp_group().is_last_rank:
+        return {}
+    config = runner.model_config
+    source = examine(runner.model.compute_logits, config.get_hidden_size(), config.dtype, get_tp_group()).source
+    fault = source and wrong_logits(source, config.hf_text_config)
+    return {"wrong_logits": fault} if fault else {}
 
 
 def _attention_backends(model: torch.nn.Module) -> Iterator[str]:

@@ -5,6 +5,7 @@ assumed of these, and their logits are gathered from all ranks as in vLLM. Types
 """
 
 import inspect
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,22 @@ from scoremode_server.kernels.fused_logprobs import LogitsFunction
 from scoremode_server.kernels.reduced_rows import Shard, true_on_every_rank
 
 logger = init_logger(f"vllm.{__name__}")
+
+_SCALES = {
+    "cohere": ("logit_scale", 1),
+    "falcon_h1": ("lm_head_multiplier", 1),
+    "granite": ("logits_scaling", -1),
+    "hyperclovax": ("logits_scaling", 1),
+    "minicpm3": ("logits_scaling", -1),
+}
+"""By how model types begin: the field of the transformers library's config that scales logits, and its exponent."""
+_SOFT_CAPS = {
+    "gemma": "final_logit_softcapping",
+    "nanochat": "final_logit_softcapping",
+    "recurrent_gemma": "logits_soft_cap",
+    "vaultgemma": "final_logit_softcapping",
+}
+"""By how model types begin: the field that caps logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +88,21 @@ def examine(logits_fn: LogitsFunction, hidden_size: int, dtype: torch.dtype, gro
     # Some models scale hidden states before they project them.
     source = call if call is not None and torch.equal(call.hidden_states, example) else None
     return LMHead(logits_fn, project, copies, shard, source)
+
+
+def wrong_logits(source: LogitsSource, config: Any) -> str | None:
+    """Say which scale or soft cap of a model's config its logits lack, as vLLM's backend for the transformers library
+    leaves out those that it does not know. None for a config that has none, or is of a family not known here."""
+    faults, processor, family = [], source.processor, config.model_type
+    for name, exponent in (each for beginning, each in _SCALES.items() if family.startswith(beginning)):
+        value = getattr(config, name, None) or 1.0
+        if not math.isclose(processor.scale, value**exponent, rel_tol=1e-6):
+            faults.append(f"the config's {name} of {value:g}, but its logits are scaled by {processor.scale:g}")
+    for name in (each for beginning, each in _SOFT_CAPS.items() if family.startswith(beginning)):
+        value = getattr(config, name, processor.soft_cap)
+        if value != processor.soft_cap:
+            faults.append(f"the config's {name} of {value}, but its logits are capped at {processor.soft_cap}")
+    return f"the model needs {' and '.join(faults)}" if faults else None
 
 
 def _observe(logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> LogitsSource | None:

@@ -79,6 +79,9 @@ async def test_later_comparisons_are_multiples_of_the_noise_floor(server):
     server.references["base"].noise_floor["mean"] = 0.001
     later = await measure(server)
     assert later.kld_over_noise_floor == pytest.approx(later.statistics["kld"]["mean"] / 0.001)
+    # Stored before it was refused.
+    server.references["base"].noise_floor["mean"] = 0.8
+    assert (await measure(server)).kld_over_noise_floor is None
 
 
 async def test_servers_with_different_references_do_not_share_a_run(server):

@@ -189,6 +189,10 @@ def test_other_gpus_resume_with_a_warning(path, caplog):
     assert len(resumed(path, plan_of(**h200))) == 3
     [of_gpu] = (record.getMessage() for record in caplog.records)
     assert "device is 'A100' instead of 'H200'" in of_gpu
+    caplog.clear()
+    newer = {"computed_by": {**a100["computed_by"], "implementation": "vllm"}}
+    assert len(resumed(path, plan_of(**newer))) == 3
+    assert not caplog.records, "what an older server did not say is unknown, not another"
 
 
 # No window of it is like another.

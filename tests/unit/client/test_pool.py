@@ -167,3 +167,20 @@ async def test_a_single_request_goes_to_the_server_with_the_fewest():
     is_over.set()
     await long
     assert "".join(asked) == "ababb"
+
+
+async def test_a_server_whose_logits_are_not_the_models_is_a_warning(caplog):
+    by = {"device": "cpu", "implementation": "transformers", "wrong_logits": "no \x1b scale"}
+    await run(Server("right"), Server("wrong", info={"computed_by": by}), Server("newer", info={"computed_by": by}))
+    assert caplog.messages == [
+        f"http://{name}: scores are not those of the model: no \\x1b scale" for name in ("wrong", "newer")
+    ]
+
+
+async def test_servers_of_other_versions_are_compared_by_what_both_know(caplog):
+    newer = {"computed_by": {"device": "A100", "implementation": "vllm"}}
+    await run(Server("older", info={"computed_by": {"device": "A100"}}), Server("newer", info=newer))
+    assert not caplog.messages
+    await run(Server("older", info={"computed_by": {"device": "H200"}}), Server("newer", info=newer))
+    assert "device is 'A100' instead of 'H200'" in caplog.messages[0]
+    assert "implementation" not in caplog.messages[0]

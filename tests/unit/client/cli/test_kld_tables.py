@@ -161,6 +161,11 @@ def test_the_tables_are_llama_cpps_and_ours():
     ("measurement", "line"),
     [
         (measured(), "Noise floor        : not measured (ppl-client kld --floor, on a server of the base model)"),
+        (
+            with_floor(0.8),
+            "Noise floor        : the stored noise floor of base, 0.8 nats, is not used: rounding in bfloat16 gives at "
+            "most 0.2 (ppl-client kld --floor, on a server of the base model)",
+        ),
         (measured(model="a\x1b[2J"), r"model (Q)       a\x1b[2J: fp8, float32"),
         (measured(kld=[0, 1, 2, math.inf]), "Infinite KLD       : 1 positions, so that the mean is infinite"),
         (measured(logprobs=ARRAYS["reference_logprobs"]), "RMS Δp    :  0.000 ±     - %"),

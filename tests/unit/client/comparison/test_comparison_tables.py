@@ -87,6 +87,37 @@ def test_the_summary_ranks_runs_in_sentences(comparison):
     ]
 
 
+@pytest.mark.parametrize(("floor", "is_used"), [(0.049, True), (0.051, False)])
+def test_a_floor_that_rounding_cannot_make_is_not_used_and_named_once(tmp_path, floor, is_used):
+    reference = made_up_reference(noise_floor=floor)
+    runs = [
+        kld_run(tmp_path, name, made_up_nlls(seed), made_up_kld(seed, 0.03), reference=reference)
+        for seed, name in enumerate(("near", "far"), 1)
+    ]
+    sentences = summary(compare(runs, num_resamples=100))
+    unused = f"The stored noise floor of base, {floor} nats, is not used: rounding in float32 gives at most 0.05."
+    assert sentences.count(unused) == (not is_used)
+    assert any("at or below the noise floor" in sentence for sentence in sentences) == is_used
+
+
+def test_logits_that_are_not_the_models_are_named_wherever_its_figures_are(tmp_path):
+    wrong = {"computed_by": ComputedBy(implementation="transformers", wrong_logits="no scale")}
+    right = {"computed_by": ComputedBy(implementation="vllm")}
+    runs = [
+        perplexity_run(tmp_path, label, made_up_nlls(1), server=server)
+        for label, server in (("native", right), ("backend", wrong))
+    ]
+    comparison = compare(runs, num_resamples=100)
+    fault = "scores are not those of the model: no scale"
+    assert verdict_line(comparison, comparison.runs[1]).endswith(f" ({fault})")
+    text = as_text(comparison)
+    assert text.count(f"backend: {fault}.") == 1
+    assert "implementation: vllm (native), transformers (backend)." in text
+    reference = made_up_reference(computed_by=wrong["computed_by"])
+    run = kld_run(tmp_path, "other", made_up_nlls(2), made_up_kld(2, 0.1), reference=reference)
+    assert f"reference base: {fault}." in summary(compare([run], num_resamples=100))
+
+
 def test_lanes_are_told_apart_compared_and_each_has_its_floor(tmp_path):
     floor = NoiseFloor(mean=0.005, p99=1, max=1, num_scored=3000, created=1)
     reference = made_up_reference(noise_floor=0.001, lane_noise_floors={"decode": floor})

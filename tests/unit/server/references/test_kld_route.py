@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from scoremode.kld import POSITION_DTYPES
-from scoremode.wire.protocol import LOWEST_LOGPROB
+from scoremode.wire.protocol import LOWEST_LOGPROB, ComputedBy
 from scoremode_server.errors import RequestError
 from scoremode_server.references.comparer import Comparer
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
@@ -195,6 +195,35 @@ async def test_a_noise_floor_is_stored_with_its_own_models_reference(root, monke
     stored = [after["noise_floor"][name] for name in ("mean", "p99", "max", "num_scored")]
     assert stored == [figures["mean"], figures["p99"], figures["max"], len(TOKENS) - 1]
     assert {**after, "noise_floor": None, "disk_bytes": before["disk_bytes"]} == before
+
+
+@pytest.mark.parametrize(
+    ("identity", "most"),
+    [({"dtype": "float32"}, 0.05), ({"dtype": "bfloat16"}, 0.2), ({"dtype": "float32", "quantization": "fp8"}, 0.2)],
+)
+@pytest.mark.parametrize("share", [0.9, 1.1])
+async def test_what_rounding_cannot_do_is_no_noise_floor(tmp_path, identity, most, share):
+    """The same fingerprint on a server that computes otherwise, by more noise the more nats."""
+    native, other = (ComputedBy(device="cpu", implementation=name) for name in ("vllm", "transformers"))
+    async with client_of_model(tmp_path, computed_by=native, **identity) as client:
+        await record(client)
+
+    async def floor_of(noise: float, **changes: Any) -> tuple[httpx.Response, dict[str, Any]]:
+        async with client_of_model(tmp_path, noise, computed_by=other, **identity) as client:
+            answer = await client.post(KLD, json={**BODY, **changes})
+            return answer, (await client.get(BASE)).json()
+
+    # KL divergence is a square of small noise.
+    mean = (await floor_of(0.01))[0].json()["statistics"]["kld"]["mean"]
+    noise = 0.01 * math.sqrt(share * most / mean)
+    assert (await floor_of(noise))[0].json()["statistics"]["kld"]["mean"] == pytest.approx(share * most, rel=0.08)
+    answer, reference = await floor_of(noise, as_noise_floor=True)
+    assert (answer.status_code, reference["noise_floor"] is not None) == ((200, True) if share < 1 else (400, False))
+    if share > 1:
+        status, param, message = error_of(answer)
+        assert (status, param) == (400, "as_noise_floor")
+        assert f"in {identity['dtype']} gives at most {most}, so this is not a noise floor" in message
+        assert "as it was recorded (implementation is 'transformers' instead of 'vllm')" in message
 
 
 async def test_noise_floors_of_two_lanes_measured_at_once_are_both_stored(root):

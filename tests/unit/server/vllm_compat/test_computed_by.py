@@ -3,10 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from scoremode.wire.protocol import ComputedBy
-from scoremode_server.vllm_compat.computed_by import describe_worker, what_computes
+from scoremode_server.vllm_compat import computed_by
+from scoremode_server.vllm_compat.computed_by import _implementation, describe_worker, what_computes
 
 
 def made(name: str, module: str = "vllm.model_executor.layers", **attributes: Any) -> Any:
@@ -57,8 +59,44 @@ def test_kernels_are_those_of_every_kind_of_layer_once():
     assert (described["model_runner"], described["kv_cache_dtype"]) == ("v2", "bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("modules", "implementation"),
+    [
+        (["vllm.model_executor.models.granite"], "vllm"),
+        (["vllm.model_executor.models.transformers"], "transformers"),
+        # A model of vLLM's with images, whose language model is the backend's.
+        (["vllm.model_executor.models.llava", "vllm.model_executor.models.transformers.causal"], "transformers"),
+        (["vllm.model_executor.models.transformers_like"], "vllm"),
+        (["their_models.granite"], "their_models"),
+    ],
+)
+def test_the_implementation_is_that_of_the_loaded_classes(modules, implementation):
+    outer, *inner = (type("Model", (torch.nn.Module,), {"__module__": module})() for module in modules)
+    for part in inner:
+        outer.add_module("language_model", part)
+    assert _implementation(outer) == implementation
+
+
 def test_other_ranks_say_nothing():
-    assert describe_worker(SimpleNamespace(worker=SimpleNamespace(rank=1))) is None
+    runner = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    assert describe_worker(SimpleNamespace(worker=SimpleNamespace(rank=1, model_runner=runner))) is None
+
+
+async def test_the_logits_of_a_pipelines_last_rank_are_described_and_logged(monkeypatch):
+    warnings: list[str] = []
+    monkeypatch.setattr(computed_by.logger, "warning", lambda text, *values: warnings.append(text % values))
+    parallel = SimpleNamespace(world_size=2, data_parallel_size=1, tensor_parallel_size=1, pipeline_parallel_size=2)
+    parallel.enable_expert_parallel = False
+    answers = [[{"device": "cpu"}, {"wrong_logits": "no scale"}]]
+
+    async def call(*arguments: Any) -> list[list[Any]]:
+        return answers
+
+    core = SimpleNamespace(call_utility_all_async=call)
+    config = SimpleNamespace(parallel_config=parallel, speculative_config=None)
+    found = await what_computes(SimpleNamespace(vllm_config=config, engine_core=core))
+    assert (found.device, found.wrong_logits) == ("cpu", "no scale")
+    assert warnings == ["Scores are not those of the model: no scale."]
 
 
 async def test_a_server_without_patched_workers_knows_its_configuration():
