@@ -111,7 +111,7 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
             "prompt",
             PROMPT_MUST_BE + "; [1][1] ",
         ),
-        ("too many lists", {"prompt": [[1]] * 100_001}, "prompt", "prompt has 100002 lists and objects, but a"),
+        ("too many lists", {"prompt": [[1]] * 2**18}, "prompt", "prompt has 262145 lists and objects, but a"),
     ],
     (SCORE,): [
         ("no prompt", {}, "prompt", "prompt is required"),

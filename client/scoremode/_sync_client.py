@@ -29,20 +29,32 @@ from scoremode.wire import (
     Tools,
     TurnSequence,
 )
-from scoremode.wire.calls import BYTES_PER_BYTE, FIXED_BYTES, LISTING_BYTES, Answer, BytesReader, Call, call, stream
+from scoremode.wire.calls import (
+    BYTES_PER_BYTE,
+    FIXED_BYTES,
+    LISTING_BYTES,
+    REFERENCE_BYTES,
+    Answer,
+    BytesReader,
+    Call,
+    call,
+    stream,
+)
 from scoremode.wire.requests import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT,
     MAX_POSITIONS,
     NEUTRAL_SAMPLING,
     OVERLAPS,
-    POSITION_BYTES,
     VALUE_BYTES,
     DetokenizedText,
     OnWindow,
     connection_settings,
     info_path,
+    kld_bytes,
     lane_request,
+    most_tokens,
+    origins_bytes,
     parse_answer,
     parse_token_texts,
     parse_turns,
@@ -169,7 +181,7 @@ class ScoreClient:
                 "/v1/score",
                 lambda body: parse_scores(body, sequences, logprobs_from or 0),
                 # A continuation may be scored after many prompts.
-                fixed_bytes=FIXED_BYTES + (BYTES_PER_BYTE + VALUE_BYTES * num_values) * sum(map(len, sequences)),
+                fixed_bytes=FIXED_BYTES + (BYTES_PER_BYTE + VALUE_BYTES * num_values) * most_tokens(sequences),
                 model=model or self.model,
                 prompt=prompt,
                 continuations=continuations,
@@ -302,12 +314,13 @@ class ScoreClient:
 
     def reference(self, name: str) -> Reference:
         """Look up a reference."""
-        return self.send(call("GET", reference_path(name), Reference.model_validate))
+        return self.send(call("GET", reference_path(name), Reference.model_validate, fixed_bytes=REFERENCE_BYTES))
 
     def reference_windows(self, name: str) -> ReferenceWindows:
         """Look up where each window of a reference is from."""
+        num_bytes = origins_bytes(self.reference(name))
         return self.send(
-            call("GET", f"{reference_path(name)}/windows", ReferenceWindows.model_validate, fixed_bytes=LISTING_BYTES)
+            call("GET", f"{reference_path(name)}/windows", ReferenceWindows.model_validate, fixed_bytes=num_bytes)
         )
 
     def llama_cpp_base(self, name: str, first: int, write: Callable[[bytes], object]) -> None:
@@ -353,7 +366,7 @@ class ScoreClient:
             windows: The first window and the one after the last, from 0; all when left out.
             top_logprobs: Return the k most likely tokens of both models at every position, at most what the server's
                 `--max-logprobs` allows, and 256.
-            num_positions: The most that these windows have: an answer with many more is refused.
+            num_positions: The most that these windows have, at most 8,388,608: an answer with many more is refused.
             as_noise_floor: Keep the result with the reference as its noise floor in this lane; all windows, and the
                 reference's own model.
             from_boundary: Replace the served model's residual stream by the reference's at this boundary of its decoder
@@ -368,7 +381,7 @@ class ScoreClient:
             stream(
                 "/v1/kld",
                 lambda: kld_reader(on_window, windows),
-                fixed_bytes=FIXED_BYTES + (POSITION_BYTES + 2 * VALUE_BYTES * top_logprobs) * num_positions,
+                fixed_bytes=kld_bytes(windows, num_positions, top_logprobs),
                 model=model or self.model,
                 reference=reference,
                 windows=None if windows is None else list(windows),

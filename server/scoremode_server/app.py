@@ -12,18 +12,21 @@ from vllm.engine.protocol import EngineClient
 from vllm.envs import enable_envs_cache
 from vllm.logger import init_logger
 
-from scoremode.wire.protocol import ServerInfo
+from scoremode.wire.protocol import MAX_CANDIDATES, Bounds, ServerInfo
+from scoremode.wire.references import ReferenceRequest
 from scoremode_server.completions import routes as completions
-from scoremode_server.engine.admission import EngineSize
+from scoremode_server.engine.admission import MAX_WAITING_SEQUENCES, EngineSize
 from scoremode_server.engine.engine import ScoringEngine, make_store
 from scoremode_server.engine.passes import RowsRequest, run_engine
-from scoremode_server.http import page
+from scoremode_server.http import json_fields, page
 from scoremode_server.metrics import Metrics
+from scoremode_server.references import comparer
 from scoremode_server.references import routes as references
+from scoremode_server.scoring import rendering
 from scoremode_server.scoring import routes as scoring
-from scoremode_server.scoring.conversations import Conversations
+from scoremode_server.scoring.conversations import MAX_MESSAGES, Conversations
 from scoremode_server.scoring.core import Core
-from scoremode_server.scoring.limits import Limits
+from scoremode_server.scoring.limits import MAX_VALUES, MAX_VALUES_PER_SEQUENCE, Limits
 from scoremode_server.scoring.model_files import model_identity
 from scoremode_server.scoring.scorer import Scorer, Turns, check_engine, served_lanes
 from scoremode_server.scoring.tokenizer import Tokenizer
@@ -81,6 +84,7 @@ async def start(client: EngineClient, state: State, settings: Namespace, *, has_
         bos_token_id=tokenizer.special_token_id("bos"),
         eos_token_id=tokenizer.special_token_id("eos"),
         adds_bos=await tokenizer.adds_bos(),
+        bounds=published_bounds(limits, engine.admission.size),
         **identity.model_dump(exclude={"model", "tokenizer_fingerprint"}),
     )
     guard_rows(client)
@@ -101,10 +105,34 @@ async def start(client: EngineClient, state: State, settings: Namespace, *, has_
     logger.info("%s can be scored: POST /v1/score, POST /v1/perplexity%s", info.model, page_path)
 
 
+def published_bounds(limits: Limits, size: EngineSize) -> Bounds:
+    """Collect what a client can run into, for it to know beforehand."""
+    return Bounds(
+        request_bytes=limits.max_request_bytes,
+        recording_bytes=ReferenceRequest.body_factor * limits.max_request_bytes,
+        fields=json_fields.MAX_FIELDS,
+        lists=json_fields.MAX_LISTS,
+        values=json_fields.MAX_VALUES,
+        messages=MAX_MESSAGES,
+        sequences=limits.max_sequences,
+        waiting_sequences=MAX_WAITING_SEQUENCES,
+        scoring_tokens=size.max_scoring_tokens,
+        sequence_tokens=limits.max_model_len,
+        top_logprobs=limits.max_top_logprobs,
+        candidates=MAX_CANDIDATES,
+        float_values=MAX_VALUES["float"],
+        base64_values=MAX_VALUES["base64"],
+        sequence_values=MAX_VALUES_PER_SEQUENCE,
+        rendering_requests=rendering.MAX_REQUESTS,
+        export_bytes=comparer.BYTES_AHEAD,
+        all_exports_bytes=comparer.EXPORTED_BYTES,
+        request_seconds=size.request_timeout,
+    )
+
+
 def engine_size(config: VllmConfig, settings: Namespace) -> EngineSize:
     """How much an engine of this configuration is given at once."""
     scheduler, num_engines = config.scheduler_config, config.parallel_config.data_parallel_size
-    cache_tokens = getattr(config.cache_config, "kv_cache_size_tokens", None) or config.model_config.max_model_len
     step_tokens = scheduler.max_num_batched_tokens * num_engines
     return EngineSize(
         # All steps in flight, and one that waits, so that the engine never waits for this process.
@@ -112,8 +140,7 @@ def engine_size(config: VllmConfig, settings: Namespace) -> EngineSize:
         # The steps in flight have at most `max_num_seqs` sequences.
         sequences=2 * scheduler.max_num_seqs * num_engines,
         reserved_tokens=step_tokens // 8,
-        # By default as many as 16 KV caches hold.
-        max_scoring_tokens=settings.max_scoring_tokens or 16 * cache_tokens * num_engines,
+        max_scoring_tokens=settings.max_scoring_tokens,
         request_timeout=settings.request_timeout,
     )
 

@@ -16,6 +16,9 @@ LOGPROB_VARIABLE = "SCOREMODE_LOGPROB_BYTES"
 
 MAX_SEQUENCES = 65_536
 
+MAX_SCORING_TOKENS = 2**24
+"""Each takes up to 75 bytes of the API server while it waits."""
+
 REFERENCE_VARIABLE = "SCOREMODE_REFERENCE_DIR"
 WORKER_EXTENSION = "scoremode_server.references.worker.extension.ReferenceWorker"
 
@@ -45,9 +48,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--max-scoring-tokens",
         type=positive,
+        default=MAX_SCORING_TOKENS,
         metavar="TOKENS",
         help="Tokens that may wait or be scored at once, in all requests to an API server process; further requests "
-        "get 429. Default: 16 times the tokens of the KV cache.",
+        "get 429. A token that waits takes up to 75 bytes of memory. Default: %(default)s.",
     )
     group.add_argument(
         "--max-request-sequences",

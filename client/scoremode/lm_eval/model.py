@@ -4,7 +4,7 @@ import asyncio
 import os
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -26,16 +26,18 @@ from scoremode._tasks import Result
 from scoremode._texts import printable
 from scoremode.client import AsyncScoreClient
 from scoremode.runs import Job, Pool
-from scoremode.wire import DEFAULT_TIMEOUT, LISTING_BYTES, PATIENT_RETRY_FOR, call
+from scoremode.wire import DEFAULT_TIMEOUT, LISTING_BYTES, PATIENT_RETRY_FOR, Bounds, call
 
 MAX_PROMPTS, MAX_TOKENS = 32, 65_536
-"""Of one request to `/v1/score`."""
+"""Of one request to `/v1/score`: contexts, and their tokens with those of their continuations."""
 PROBE = "Scoremode, 1 + 2:\n  naïve “quotes” 你好\n"
 """A text that the local tokenizer must encode as the server does."""
 
 Answer = tuple[float, bool]
 TokenRequest = tuple[Any, list[int], list[int]]
 """As lm-eval has it: the request's arguments or None, the context's tokens, the continuation's."""
+Part = tuple[tuple[int, ...], Sequence[int]]
+"""A context, and the places of requests for continuations of it."""
 
 
 class ScoremodeLM(TemplateLM):
@@ -195,16 +197,34 @@ class ScoremodeLM(TemplateLM):
                 )
             by_context[tuple(context[-(self.max_length + 1 - len(continuation)) :])].append(index)
 
-        async def score(client: AsyncScoreClient, contexts: Sequence[tuple[int, ...]]) -> list[tuple[int, Answer]]:
-            places = [by_context[context] for context in contexts]
+        most_tokens = (self._info.bounds or Bounds()).scoring_tokens
+
+        def size(context: tuple[int, ...], places: Sequence[int], *, alone: bool = True) -> int:
+            """The tokens that are sent, or the share of the server's bound that they take, if that is larger."""
+            own = sum(len(requests[index][2]) for index in places)
+            all_tokens = len(places) * len(context) + own
+            return max(alone * len(context) + own, -(-all_tokens * MAX_TOKENS // most_tokens))
+
+        def parts_of(context: tuple[int, ...]) -> Iterator[Part]:
+            """Those of a context: documents in windows have one in common, and may not fit one request."""
+            for own in constrained_batches(
+                by_context[context],
+                MAX_TOKENS,
+                get_len=lambda index: size(context, [index], alone=False),
+                strict=False,
+            ):
+                yield context, own
+
+        async def score(client: AsyncScoreClient, parts: Sequence[Part]) -> list[tuple[int, Answer]]:
             scores = await client.score(
-                [list(context) for context in contexts], [[requests[index][2] for index in own] for own in places]
+                [list(context) for context, _ in parts], [[requests[index][2] for index in own] for _, own in parts]
             )
             answers = [(each.sum_logprob, bool(each.is_greedy)) for each in scores]
-            return list(zip((index for own in places for index in own), answers, strict=True))
+            return list(zip((index for _, own in parts for index in own), answers, strict=True))
 
         most = min(MAX_PROMPTS, max(1, -(-len(by_context) // self._num_concurrent)))
-        jobs = constrained_batches(sorted(by_context), MAX_TOKENS, most, strict=False)
+        parts = (part for context in sorted(by_context) for part in parts_of(context))
+        jobs = constrained_batches(parts, MAX_TOKENS, most, get_len=lambda part: size(*part), strict=False)
         self._run(jobs, score, keep, tqdm(total=len(requests), desc="Scoring", unit="request", disable=disable))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:

@@ -4,10 +4,12 @@ library."""
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import httpx
 
 from scoremode._tasks import results_for_each
 from scoremode.client import AsyncScoreClient
@@ -20,9 +22,16 @@ from scoremode.runs.plan import TEXTS_AT_ONCE, server_header
 from scoremode.runs.pool import Pool
 from scoremode.runs.recording import Recording, record_reference
 from scoremode.runs.run import OnProgress, measure
-from scoremode.wire import Answer, Answers, AnswerSettings, Reference, ReferenceAnswers, ServerInfo
+from scoremode.wire import Answer, Answers, AnswerSettings, Bounds, Reference, ReferenceAnswers, ServerInfo
 
 _log = logging.getLogger(__name__)
+
+MAX_RECORDING_BYTES = 1 << 27
+"""Bytes of the request that records all answers, whatever the server takes: their prompts are read again later."""
+OTHER_BYTES = 4096
+"""The part of that request for names and settings."""
+LISTS_PER_ANSWER = 3
+"""Lists and objects in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +73,52 @@ class AnswersPlan:
             raise ValueError("not an answer of this run")
         return answer
 
+    @property
+    def most_bytes(self) -> int:
+        """Bytes that the request with all answers may have."""
+        return min((self.server.bounds or Bounds()).recording_bytes, MAX_RECORDING_BYTES)
+
     def answers(self, generated: Sequence[GeneratedAnswer]) -> Answers:
-        """The answers to all prompts, as they are recorded."""
+        """The answers to all prompts, as they are recorded: without their texts, which are only kept, if the request
+        would be too long with them."""
+        answers = self._joined((each.token_ids, each.text) for each in generated)
+        if self._num_bytes(answers) <= self.most_bytes:
+            return answers
+        _log.warning("the answers are recorded without their texts, which are too long for one request")
+        return self._joined((each.token_ids, "") for each in generated)
+
+    def check_bounds(self) -> None:
+        """Make sure that a reference can have all answers, however long they are. CorpusError if it cannot."""
+        bounds, num_prompts = self.server.bounds or Bounds(), len(self.prompts)
+        # A list for the answers in an object.
+        most_prompts = min(bounds.sequences, (bounds.lists - 2) // LISTS_PER_ANSWER)
+        if num_prompts > most_prompts:
+            raise CorpusError(
+                f"{self.corpus.name} has {num_prompts:,} prompts, and the server records at most {most_prompts:,} "
+                "(--max-request-sequences): answer fewer (--num-samples)"
+            )
+        most_new = num_prompts * self.settings.max_new_tokens
+        token_bytes = len(f"{self.server.vocab_size},")
+        most_needed = self._num_bytes(self._joined([([], "")] * num_prompts)) + most_new * token_bytes
+        if most_needed > self.most_bytes:
+            raise CorpusError(
+                f"{num_prompts:,} prompts with answers of {self.settings.max_new_tokens:,} tokens can have "
+                f"{most_needed:,} bytes, and one recording takes {self.most_bytes:,}: answer fewer (--num-samples), "
+                "ask for shorter answers (--max-new-tokens), or start the server with a larger --max-request-bytes"
+            )
+
+    def _joined(self, answers: Iterable[tuple[list[int], str]]) -> Answers:
+        """The prompts with answers as token ids and texts."""
         data = [
-            Answer(prompt_token_ids=prompt, token_ids=each.token_ids, text=each.text)
-            for prompt, each in zip(self.prompts, generated, strict=True)
+            Answer(prompt_token_ids=prompt, token_ids=token_ids, text=text)
+            for prompt, (token_ids, text) in zip(self.prompts, answers, strict=True)
         ]
         return Answers(**self.settings.model_dump(), data=data)
+
+    def _num_bytes(self, answers: Answers) -> int:
+        """The length of the request that records answers."""
+        body = {"answers": answers.model_dump(), "labels": self.corpus.labels, "corpus": self.corpus.info.model_dump()}
+        return OTHER_BYTES + len(httpx.Request("POST", "http://server", json=body).content)
 
 
 async def record_answers(
@@ -95,8 +143,9 @@ async def record_answers(
         on_progress: Called for each answer that is generated, which takes most of the time.
 
     Raises:
-        ScoremodeError: a prompt cannot be answered within the model's context, which is found before any answer is
-            generated; the journal or the reference of that name is of something else; or as in `record_reference`.
+        ScoremodeError: a prompt cannot be answered within the model's context, or one recording cannot have all
+            answers, which is found before any answer is generated; the journal or the reference of that name is of
+            something else; or as in `record_reference`.
     """
     pool = await Pool.connect(client, concurrency)
     path = folder / f"{name}.answers{JOURNAL_SUFFIX}"
@@ -114,6 +163,7 @@ async def record_answers(
     token_ids = await _tokenized(client, prompts)
     _check_lengths(prompts, token_ids, settings.max_new_tokens, pool.info.max_model_len)
     plan = AnswersPlan(pool.info, client.model or pool.info.model, prompts, token_ids, settings)
+    plan.check_bounds()
     with closing(Journal(path, plan)) as journal:
         _log.info("answers are kept in %s until the reference is complete; it has %d", path, journal.num_done)
         run = await measure(plan, pool, lambda _: journal, on_progress)

@@ -229,8 +229,11 @@ async def measure_kld(
     reference = await same_references(pool, name)
     num_top = min(max(top_logprobs, _num_top(reference)), pool.info.max_top_logprobs)
     plan = KldPlan(pool.info, pool.clients[0].model or pool.info.model, reference, num_top, lane)
+    origins = await _origins(pool.clients[0], reference)
     run = await measure(plan, pool, start_journal, on_progress)
-    return await _measurement(pool.clients[0], plan, run, pool.concurrency, return_token_texts=return_token_texts)
+    return await _measurement(
+        pool.clients[0], plan, origins, run, pool.concurrency, return_token_texts=return_token_texts
+    )
 
 
 def _num_top(reference: Reference) -> int:
@@ -270,6 +273,7 @@ async def measure_noise_floor(
     reference = await client.reference(name)
     num_top = min(_num_top(reference), info.max_top_logprobs)
     plan = KldPlan(info, client.model or info.model, reference, num_top, lane)
+    origins = await _origins(client, reference)
     run = Run(plan, None, on_progress)
     result = await client.kld(
         name,
@@ -281,13 +285,26 @@ async def measure_noise_floor(
     )
     if missing := list(run.missing()):
         raise ResponseError(f"the server's answer lacks {len(missing)} windows of the reference")
-    measurement = await _measurement(client, plan, run, None, return_token_texts=return_token_texts)
+    measurement = await _measurement(client, plan, origins, run, None, return_token_texts=return_token_texts)
     return replace(measurement, mean_batch=result.mean_batch)
+
+
+async def _origins(client: AsyncScoreClient, reference: Reference) -> WindowOrigins:
+    """Look up where the windows of a reference are from. ResponseError if they are not those of the reference."""
+    origins = await client.reference_windows(reference.name)
+    lists = (origins.num_context, origins.documents, origins.labels, origins.roles, origins.prompts)
+    is_beyond = reference.answers is not None and max(origins.documents) >= reference.answers.num_answers
+    if is_beyond or any(each is not None and len(each) != reference.num_windows for each in lists):
+        raise ResponseError(
+            f"the server described another number of windows of {reference.name} than {reference.num_windows}"
+        )
+    return origins
 
 
 async def _measurement(
     client: AsyncScoreClient,
     plan: KldPlan,
+    origins: WindowOrigins,
     run: Run[KldWindowValues],
     concurrency: int | None,
     *,
@@ -307,11 +324,6 @@ async def _measurement(
     shown_ids = [positions.token_ids, positions.top_token_ids, positions.reference_top_token_ids]
     shown_ids += [] if top_tokens is None else [top_tokens.token_ids.ravel()]
     figures = statistics(positions, window_sizes)
-    origins = await client.reference_windows(reference.name)
-    lists = (origins.num_context, origins.documents, origins.labels, origins.roles, origins.prompts)
-    is_beyond = reference.answers is not None and max(origins.documents) >= reference.answers.num_answers
-    if is_beyond or any(each is not None and len(each) != len(windows) for each in lists):
-        raise ResponseError(f"the server described another number of windows of {reference.name} than {len(windows)}")
     return KldMeasurement(
         server=plan.server,
         model=plan.model,

@@ -1,9 +1,10 @@
 """The windows of an evaluation, cut before the first one is scored, and the values of a window."""
 
 import hashlib
+import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,8 +33,8 @@ _log = logging.getLogger(__name__)
 _COMPUTED_BY = "server.computed_by."
 TEXTS_AT_ONCE = 16
 """Tokenized by the server."""
-CONVERSATIONS_AT_ONCE = 64
-"""Rendered by one request."""
+CONVERSATIONS_AT_ONCE, CONVERSATION_BYTES = 64, 1 << 20
+"""Rendered by one request, and their bytes unless one alone has more: 64 of 128k tokens exceed what a server takes."""
 
 
 class WindowNlls(JournalLine):
@@ -243,8 +244,8 @@ async def _with_turns(plan: Plan, client: AsyncScoreClient) -> Plan:
     corpus, context_length = plan.corpus, plan.context_length
     tokens, windows, documents, roles = list[int](), list[Window](), list[int](), list[str]()
     num_turns, num_cut, merged = 0, 0, set[int]()
-    for start in range(0, len(corpus.conversations), CONVERSATIONS_AT_ONCE):
-        for sequence in await client.turns(**corpus.messages(start, start + CONVERSATIONS_AT_ONCE)):
+    for start, end in _batches(corpus):
+        for sequence in await client.turns(**corpus.messages(start, end)):
             turns = sequence["turns"]
             cut = turn_windows([(turn["first"], turn["end"]) for turn in turns], context_length)
             num_turns += len(turns)
@@ -268,12 +269,23 @@ async def _with_turns(plan: Plan, client: AsyncScoreClient) -> Plan:
     return replace(plan, tokens=tokens, windows=windows, documents=documents, roles=roles, prompts=prompts)
 
 
+def _batches(corpus: Corpus) -> Iterator[tuple[int, int]]:
+    """The first conversation of each request, and the one after its last."""
+    start = num_bytes = 0
+    for index, each in enumerate(corpus.conversations):
+        size = len(json.dumps([each.messages, each.tools], default=str))
+        if index - start == CONVERSATIONS_AT_ONCE or (index > start and num_bytes + size > CONVERSATION_BYTES):
+            yield start, index
+            start, num_bytes = index, 0
+        num_bytes += size
+    yield start, len(corpus.conversations)
+
+
 def identity(server: ServerInfo) -> dict[str, object]:
     """The fields that decide the numbers of a server: servers with equal ones can share a run. GPUs and kernels, which
     decide the last digits, are left out."""
-    return server.model_dump(
-        exclude={"object", "max_top_logprobs", "max_num_seqs", "weight_bytes", "num_parameters", "computed_by"}
-    )
+    others = {"object", "max_top_logprobs", "max_num_seqs", "bounds", "weight_bytes", "num_parameters", "computed_by"}
+    return server.model_dump(exclude=others)
 
 
 def server_header(server: ServerInfo) -> dict[str, object]:

@@ -58,7 +58,7 @@ def record_beginning(kind: str, urls: Sequence[str], model: str, server: ServerI
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "urls": [str(httpx.URL(url).copy_with(userinfo=b"")) for url in urls],
         "model": model_name(model),
-        "server": server.model_dump(),
+        "server": server.model_dump(exclude={"bounds"}),
     }
 
 

@@ -22,9 +22,10 @@ FIXED_BYTES = 1 << 20
 BYTES_PER_BYTE = 512
 """That an answer may have for each byte of its request, in addition: a token has at least one. This is room for an id,
 a logprob, a rank, the text of a token, and its part of a window's event."""
-LISTING_BYTES = 1 << 23
-"""That an answer may have whose length does not follow from the request: a server's references, or a reference's
-windows."""
+REFERENCE_BYTES = 1 << 22
+"""That the description of a reference may have: in each lane a noise floor has a number for each of 65,536 answers."""
+LISTING_BYTES = 1 << 26
+"""That a list of all references or models of a server may have."""
 
 # A carriage return at the end of a chunk may be half of a line end whose other half is still to come. Not
 # str.splitlines: it would cut at U+2028 and its like, which JSON may hold.

@@ -7,7 +7,7 @@ per token would cost more than the scoring.
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NotRequired, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -90,6 +90,9 @@ Text = Annotated[str | TokenIds, one_message("must be a string or a list of toke
 
 class Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    body_factor: ClassVar[int] = 1
+    """A body may have this many times `--max-request-bytes`."""
 
     model: str | None = None
     """A served model or LoRA adapter; the served model when left out."""
@@ -364,6 +367,53 @@ class ServedModel(BaseModel):
         return 0.05 if self.dtype == "float32" and self.quantization is None else 0.2
 
 
+class Bounds(BaseModel):
+    """The most that a server takes and answers. A client uses the defaults with a server that does not publish its own.
+
+    docs/http-api.md says where each bound applies, and which option sets it."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    request_bytes: PositiveInt = 16 * 1024**2
+    """Bytes of a request's body."""
+    recording_bytes: PositiveInt = 16 * 1024**2
+    """Bytes of the body of `POST /v1/references`."""
+    fields: PositiveInt = 1000
+    """Fields of a body."""
+    lists: PositiveInt = 100_000
+    """Lists and objects in one field."""
+    values: PositiveInt = 500_000
+    """Values in one field, or names in one that has tokens or texts."""
+    messages: PositiveInt = 1024
+    """Messages of a conversation."""
+    sequences: PositiveInt = 65_536
+    """Sequences of a request."""
+    waiting_sequences: PositiveInt = 2**17
+    """Sequences of all requests in an API server process, without an answer yet."""
+    scoring_tokens: PositiveInt = 2**24
+    """Tokens of a request, and of all requests in an API server process, without an answer yet."""
+    sequence_tokens: PositiveInt = 2**31
+    """Tokens of a sequence or a conversation."""
+    top_logprobs: NonNegativeInt = 20
+    """Top tokens at a position."""
+    candidates: PositiveInt = MAX_CANDIDATES
+    """Chosen tokens at a position."""
+    float_values: PositiveInt = 2**23
+    """Logprobs of an answer with `encoding_format` `float`, or tokens of conversations that are rendered."""
+    base64_values: PositiveInt = 2**26
+    """Logprobs of an answer with `base64`, or of a completion."""
+    sequence_values: PositiveInt = 2**24
+    """Logprobs of one sequence."""
+    rendering_requests: PositiveInt = 32
+    """Requests whose conversations are rendered or wait for it, in an API server process."""
+    export_bytes: PositiveInt = 256 * 1024**2
+    """Bytes of an export between the engine and its client, unless one window has more."""
+    all_exports_bytes: PositiveInt = 512 * 1024**2
+    """Bytes of all exports in an API server process together, unless one export alone has more."""
+    request_seconds: float | None = None
+    """Seconds to answer a request; null without a limit."""
+
+
 class ServerInfo(ServedModel):
     """Response of `GET /v1/score`: what a client needs to cut windows and to repeat a run."""
 
@@ -380,6 +430,8 @@ class ServerInfo(ServedModel):
     fingerprint: str | None = None
     """Of the contents of config and weights, dtype and quantization, of an adapter too if `model` names one; begins
     with `v2-`, or `v2-dummy-` with dummy weights; None from an older server."""
+    bounds: Bounds | None = None
+    """Null from an older server."""
 
     @property
     def saturates(self) -> bool:

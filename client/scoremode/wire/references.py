@@ -1,6 +1,6 @@
 """The wire types of references, of KL divergences from them, and of their statistics: see `wire.protocol`."""
 
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, ClassVar, Literal, NotRequired
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, StringConstraints
 from typing_extensions import TypedDict
@@ -108,6 +108,8 @@ class ReferenceAnswers(AnswerSettings):
 
 class ReferenceRequest(PerplexityRequest):
     """Body of `POST /v1/references`: a text as in `/v1/perplexity`, and the name to record the served model under."""
+
+    body_factor: ClassVar[int] = 4
 
     name: ReferenceName
     """Of the reference: letters, digits, '.', '_' and '-', at most 128."""

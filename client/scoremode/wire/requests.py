@@ -1,7 +1,7 @@
 """Parts of requests and answers that both clients have in common: addresses, fields, limits and readers."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from scoremode._version import __version__
 from scoremode.errors import ResponseError
-from scoremode.wire.calls import Answer, Call, EventReader, call
+from scoremode.wire.calls import FIXED_BYTES, Answer, Call, EventReader, call
 from scoremode.wire.protocol import (
     Continuations,
     Int32,
@@ -22,17 +22,25 @@ from scoremode.wire.protocol import (
     TurnSequence,
     TurnsResponse,
 )
+from scoremode.wire.references import Reference
 
 API_KEY_VARIABLE = "SCOREMODE_API_KEY"
 DEFAULT_TIMEOUT = 600.0
 """Seconds without a byte from the server. A request may wait long for others, so a healthy server can be silent."""
 DEFAULT_MAX_RETRIES = 4
-MAX_POSITIONS = 1 << 19
-"""Positions in the windows of one answer of `kld`, where the caller does not know how many there are."""
+MAX_POSITIONS = 1 << 23
+"""Positions in the windows of one answer of `kld`, whatever the server says."""
+MAX_WINDOWS = 1 << 17
+"""Windows of one answer, whatever the server says: twice as many as a server cuts by default."""
+MAX_ORIGINS_BYTES = 1 << 27
+"""That the windows of a reference may have, whatever the server says."""
 
-VALUE_BYTES, POSITION_BYTES, OVERLAPS = 32, 64, 8
-"""Bytes that an answer may have for a top token or a candidate at a position, and for a position of `kld` without them;
-and how many times as long an answer may be whose windows overlap."""
+VALUE_BYTES, POSITION_BYTES, WINDOW_BYTES, OVERLAPS = 32, 64, 1024, 8
+"""Bytes that an answer may have for a top token or a candidate at a position, for a position of `kld` without them, and
+for a window without positions; and how many times as long an answer may be whose windows overlap. The server writes 11,
+59 and 512."""
+ORIGIN_BYTES, TOKEN_BYTES = 4200, 11
+"""Bytes that a window may have with its label of 1,024 characters and its role, and a token id in JSON."""
 
 OnWindow = Callable[[PerplexityWindow], object]
 
@@ -149,6 +157,30 @@ def parse_token_texts(body: object, token_ids: list[int]) -> dict[int, str]:
     if len(texts) != len(token_ids):
         raise ResponseError(f"the server gave {len(texts)} texts for {len(token_ids)} tokens")
     return dict(zip(token_ids, texts, strict=True))
+
+
+def most_tokens(sequences: Sequence[str | list[int]]) -> int:
+    """The most tokens of sequences: a token of a text has at least a byte."""
+    return sum(len(each.encode(errors="replace")) if isinstance(each, str) else len(each) for each in sequences)
+
+
+def kld_bytes(windows: tuple[int, int] | None, num_positions: int, top_logprobs: int) -> int:
+    """The bytes that the answer about these windows, or all of a reference, may have. ResponseError if they have more
+    positions than a client reads, which it knows from the server."""
+    if num_positions > MAX_POSITIONS:
+        raise ResponseError(
+            f"the server's reference has {num_positions:,} positions to compare in one request, more than the "
+            f"{MAX_POSITIONS:,} that an answer can have: record a shorter text"
+        )
+    num_windows = MAX_WINDOWS if windows is None else min(windows[1] - windows[0], MAX_WINDOWS)
+    position_bytes = POSITION_BYTES + 2 * VALUE_BYTES * top_logprobs
+    return FIXED_BYTES + WINDOW_BYTES * num_windows + position_bytes * num_positions
+
+
+def origins_bytes(reference: Reference) -> int:
+    """The bytes that the windows of a reference may have, by what it says it holds."""
+    claimed = ORIGIN_BYTES * reference.num_windows + TOKEN_BYTES * reference.num_tokens
+    return FIXED_BYTES + min(claimed, MAX_ORIGINS_BYTES)
 
 
 def scored_sequences(prompt: Prompt, continuations: Continuations | None) -> list[str | list[int]]:

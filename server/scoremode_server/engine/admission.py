@@ -19,6 +19,10 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.05
 
+MAX_WAITING_SEQUENCES = 2**17
+"""Sequences without an answer, of all requests together, unless one request alone has more. Each takes three to seven
+kilobytes in addition to its tokens: two of the largest requests, and under a gigabyte."""
+
 _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
 """When the current HTTP request is overdue, in seconds of the event loop's clock; None without a limit."""
 
@@ -71,9 +75,9 @@ class Admission:
         """Of the tasks that read, tokenize and score requests."""
         self._is_draining = self.is_stopped = False
 
-    def check(self, num_tokens: int = 0) -> None:
-        """Refuse a request with `num_tokens` tokens for which the server has no space, before anything is done for
-        it: TooLargeError if it never fits, BusyError if it does not fit now, UnavailableError if the server stops."""
+    def check(self, num_sequences: int = 0, num_tokens: int = 0) -> None:
+        """Refuse a request for which the server has no space, before anything is done for it: TooLargeError if it never
+        fits, BusyError if it does not fit now, UnavailableError if the server stops."""
         most = self.size.max_scoring_tokens
         if self._is_draining:
             raise stopping_error()
@@ -82,6 +86,9 @@ class Admission:
             raise TooLargeError(f"the request's {num_tokens} tokens to score exceed {limit}", "prompt")
         if self.num_tokens and self.num_tokens + max(num_tokens, 1) > most:
             raise BusyError(f"{self.num_tokens} of {limit} are taken: try again later", None)
+        if self.num_sequences and self.num_sequences + max(num_sequences, 1) > MAX_WAITING_SEQUENCES:
+            most = MAX_WAITING_SEQUENCES
+            raise BusyError(f"{self.num_sequences} of at most {most} sequences wait: try again later", None)
 
     def start_clock(self) -> None:
         """Begin the time of the current HTTP request, in which it is tokenized, scored and answered."""
@@ -92,7 +99,7 @@ class Admission:
     async def request(self, num_sequences: int = 0, num_tokens: int = 0) -> AsyncGenerator["RequestQueue", None]:
         """Accept an HTTP request with all of its sequences, or with none if it counts each when it begins. The timeout
         cancels the current task, so do not use this in a generator that yields within: it would cancel the consumer."""
-        self.check(num_tokens)
+        self.check(num_sequences, num_tokens)
         queue = RequestQueue(self)
         self._queues.add(queue)
         queue.add(num_sequences, num_tokens)

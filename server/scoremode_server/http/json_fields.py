@@ -10,15 +10,16 @@ from scoremode_server.errors import MAX_NAME, RequestError
 MAX_FIELDS = 1000
 """Fields of a body. A model makes an error for each that it does not know."""
 
-MAX_LISTS = 100_000
-"""Lists and objects in one field. Python's garbage collector goes through all of them repeatedly: a million stop the
-server for seconds."""
+MAX_LISTS = 2**18
+"""Lists and objects in one field: three for each answer, one for each position of a long context. Python's garbage
+collector goes through all of them repeatedly: a million stop the server for seconds."""
 
-LONG_LISTS = {"prompt", "texts", "continuations", "candidate_token_ids", "logprobs_from", "token_ids"}
+LONG_LISTS = {"prompt", "texts", "continuations", "candidate_token_ids", "logprobs_from", "token_ids", "answers"}
 """Fields that may have any number of values, of which the first wrong one ends the validation."""
 
 MAX_VALUES = 500_000
-"""Values in another field; more than any vocabulary has tokens. vLLM's models make an error for each wrong one."""
+"""Values in another field; more than any vocabulary has tokens. vLLM's models make an error for each wrong one, and all
+models for each unknown name, so the names in long lists are counted."""
 
 
 class _Name(str):
@@ -31,7 +32,7 @@ class _Name(str):
 
 _FIELDS = msgspec.json.Decoder(dict[_Name, msgspec.Raw], dec_hook=lambda _, name: _Name(name))
 
-_MARKS = b'"[{,'
+_MARKS = b'"[{,:'
 _NOT_MARKS = bytes(byte for byte in range(256) if byte not in _MARKS)
 
 
@@ -54,8 +55,8 @@ def read_fields(body: bytes) -> dict[str, Any]:
         if len(content) > MAX_LISTS and content.startswith((b"[", b"{")):
             marks = _outside_texts(content)
             _check_count(marks.count(b"[") + marks.count(b"{"), MAX_LISTS, "lists and objects", field, field)
-            if field not in LONG_LISTS:
-                _check_count(marks.count(b",") + 1, MAX_VALUES, "values", field, field)
+            separator, things = (b":", "names") if field in LONG_LISTS else (b",", "values")
+            _check_count(marks.count(separator) + 1, MAX_VALUES, things, field, field)
         try:
             fields[field] = msgspec.json.decode(content)
         except (ValueError, RecursionError) as error:
@@ -64,7 +65,7 @@ def read_fields(body: bytes) -> dict[str, Any]:
 
 
 def _outside_texts(content: bytes) -> bytes:
-    """The brackets and commas of JSON that are not in its texts."""
+    """The brackets, commas and colons of JSON that are not in its texts."""
     # Without escapes, each quote begins or ends a text.
     marks = content.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_MARKS)
     values = np.frombuffer(marks, np.uint8)

@@ -205,7 +205,7 @@ async def _read_request(request: Request, model: type[BaseModel]) -> BaseModel:
         raise errors.EncodingError(f"Content-Encoding {encoding} is not supported: send the body as it is", None)
     core: Any = request.app.state.scoremode
     async with core.admission.until_stopped():
-        body = await _read_body(request, core.limits.max_request_bytes)
+        body = await _read_body(request, core.limits.max_request_bytes, getattr(model, "body_factor", 1))
 
         def read() -> BaseModel:
             return model.model_validate(read_fields(body))
@@ -213,8 +213,9 @@ async def _read_request(request: Request, model: type[BaseModel]) -> BaseModel:
         return read() if len(body) <= READ_AT_ONCE else await asyncio.to_thread(read)
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
-    message = f"the body has more than {limit} bytes, which is this server's --max-request-bytes"
+async def _read_body(request: Request, max_request_bytes: int, factor: int) -> bytes:
+    limit, times = factor * max_request_bytes, "" if factor == 1 else f"{factor} times "
+    message = f"the body has more than {limit} bytes, which is {times}this server's --max-request-bytes"
     # uvicorn has checked that the length is a number.
     if int(request.headers.get("content-length", 0)) > limit:
         raise errors.TooLargeError(message, None)

@@ -135,7 +135,9 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
     references = references_of(raw_request)
     async with prepare(raw_request, request.model) as (core, model, options):
         if request.answers is not None:
-            texts, num_texts = answer_windows(request, request.answers, core.limits), len(request.answers.data)
+            # In a thread: answers have millions of tokens.
+            texts = await asyncio.to_thread(answer_windows, request, request.answers, core.limits)
+            num_texts = len(request.answers.data)
         else:
             texts = await cut_texts(request, core)
             num_texts = len(request.conversations) if request.messages is not None else len(request.texts or [""])
@@ -149,12 +151,16 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         reference = await references.recorder.begin(
             request.name, texts, request.labels, request.corpus, layers, request.answers
         )
+    num_windows = len(texts.windows)
+    # All is on disk now: in memory, the tokens of a text would take 40 bytes each until the last window is recorded.
+    del texts
+    request.prompt = request.texts = request.messages = request.answers = None
     request_id = f"ppl-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
         """Each window that was not there before, in order; then the reference with its perplexity. The files of a
         complete one are read too, so that the same request again repairs what is damaged."""
-        running = RunningPerplexity(len(texts.windows))
+        running = RunningPerplexity(num_windows)
         settings = ScoreSettings(request_id=engine_id(request_id), queue=queue, options=options)
         async with aclosing(references.recorder.record(reference, settings)) as windows:
             async for nlls, ranks in windows:

@@ -90,8 +90,8 @@ async def test_servers_with_different_references_do_not_share_a_run(server):
     assert "num_windows is 10 instead of 5" in str(caught.value)
 
 
-REPLACED = iter([1, 2])
-"""When the reference was created, by two answers."""
+REPLACED = iter([1, 1, 2])
+"""When the reference was created, by three answers."""
 
 
 @pytest.mark.parametrize(

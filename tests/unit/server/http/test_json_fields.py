@@ -26,8 +26,10 @@ def test_fields_are_what_json_says(body):
     ("body", "message"),
     [
         ({str(number): 1 for number in range(1001)}, "the body has 1001 fields"),
-        ({"messages": [{}] * 100_001}, "messages has 100002 lists and objects"),
-        ({"prompt": ["a", *[[]] * 100_001]}, "prompt has 100002 lists and objects"),
+        ({"messages": [{}] * 2**18}, "messages has 262145 lists and objects"),
+        ({"prompt": ["a", *[[]] * 2**18]}, "prompt has 262145 lists and objects"),
+        # Each unknown name of an object would be an error of its own.
+        ({"answers": {"data": [{f"{at}": 0 for at in range(500_000)}]}}, "answers has 500002 names"),
         ({"stop": ["a"] * 500_001}, "stop has 500001 values"),
         ({"stop": ['","', *["\\\\"] * 500_001]}, "stop has 500002 values"),
     ],
