@@ -78,6 +78,13 @@ class AnswersPlan:
         """Bytes that the request with all answers may have."""
         return min((self.server.bounds or Bounds()).recording_bytes, MAX_RECORDING_BYTES)
 
+    @property
+    def most_needed(self) -> int:
+        """Bytes of the longest request that the answers can make, without their texts."""
+        num_new = len(self.prompts) * self.settings.max_new_tokens
+        token_bytes = len(f"{self.server.vocab_size},")
+        return self._num_bytes(self._joined([([], "")] * len(self.prompts))) + num_new * token_bytes
+
     def answers(self, generated: Sequence[GeneratedAnswer]) -> Answers:
         """The answers to all prompts, as they are recorded: without their texts, which are only kept, if the request
         would be too long with them."""
@@ -97,10 +104,7 @@ class AnswersPlan:
                 f"{self.corpus.name} has {num_prompts:,} prompts, and the server records at most {most_prompts:,} "
                 "(--max-request-sequences): answer fewer (--num-samples)"
             )
-        most_new = num_prompts * self.settings.max_new_tokens
-        token_bytes = len(f"{self.server.vocab_size},")
-        most_needed = self._num_bytes(self._joined([([], "")] * num_prompts)) + most_new * token_bytes
-        if most_needed > self.most_bytes:
+        if (most_needed := self.most_needed) > self.most_bytes:
             raise CorpusError(
                 f"{num_prompts:,} prompts with answers of {self.settings.max_new_tokens:,} tokens can have "
                 f"{most_needed:,} bytes, and one recording takes {self.most_bytes:,}: answer fewer (--num-samples), "

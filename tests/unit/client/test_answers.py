@@ -2,14 +2,18 @@
 
 import json
 
+import httpx
 import pyarrow
 import pyarrow.parquet
 import pytest
-from fake_server import BOS, MAX_MODEL_LEN, FakeServer, StoredReference, client_of, compare, error, ok
+from fake_server import BOS, INFO, MAX_MODEL_LEN, VOCAB_SIZE, FakeServer, StoredReference, client_of, compare, error, ok
 
 from scoremode import CorpusError, NotFoundError, OutputError, ResponseError, TransportError, measure_kld
 from scoremode.runs import load_prompts, record_answers
+from scoremode.runs.answers import AnswersPlan
+from scoremode.wire import ServerInfo
 from scoremode.wire.references import AnswerSettings
+from tests import largest_uses as largest
 
 QUESTION, ANSWER = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}
 SETTINGS = AnswerSettings(max_new_tokens=6)
@@ -39,6 +43,7 @@ class AnsweringServer(FakeServer):
 
     stored_class = StoredAnswers
     finish_reason = "stop"
+    text = "text"
 
     def __call__(self, request):
         body = json.loads(request.content) if request.content else {}
@@ -46,7 +51,7 @@ class AnsweringServer(FakeServer):
             self.requests.append((request.method, request.url.path, body))
             self.allowed -= 1
             ids = [] if body["prompt"][-1] == ord("-") else [body["prompt"][-1] + step for step in (1, 2, 3)]
-            choice = {"token_ids": ids, "text": "text", "finish_reason": self.finish_reason}
+            choice = {"token_ids": ids, "text": self.text, "finish_reason": self.finish_reason}
             return ok({"choices": [choice]}) if self.allowed >= 0 else None
         if request.url.path == "/tokenize" and "messages" in body:
             return ok({"tokens": [1, 2]}) if body["messages"] == [QUESTION] else error(400, "broken")
@@ -148,6 +153,52 @@ async def test_no_answer_is_generated_if_a_prompt_cannot_have_one(tmp_path, serv
     with pytest.raises(CorpusError, match=message):
         await recorded(server, tmp_path, rows=rows)
     assert not server.asked
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"sequences": 2}, r"has 3 prompts, and the server records at most 2 \(--max-request-sequences\)"),
+        ({"lists": 3 * 3 + 1}, "records at most 2"),
+        ({"recording_bytes": 4600}, r"3 prompts with answers of 6 tokens can have 4,.* takes 4,600: .*--max-request-b"),
+    ],
+)
+async def test_no_answer_is_generated_if_no_recording_can_have_all(tmp_path, bounds, message):
+    server = AnsweringServer(info={"bounds": bounds})
+    with pytest.raises(CorpusError, match=message):
+        await recorded(server, tmp_path)
+    assert not server.asked
+
+
+async def test_what_was_checked_is_recorded_without_texts_that_are_too_long(tmp_path, caplog):
+    plan = plan_of([[BOS, *b"ab"], [BOS, *b"-"], [BOS, *b"cde"]], SETTINGS, VOCAB_SIZE, prompts_of(tmp_path))
+    for text, kept in (("t" * 9, "t" * 9), ("t" * 9000, "")):
+        server = AnsweringServer(info={"bounds": {"recording_bytes": plan.most_needed + 100}})
+        server.text = text
+        await recorded(server, tmp_path)
+        [body] = [body for method, path, body in server.requests if (method, path) == ("POST", "/v1/references")]
+        assert [each["text"] for each in body["answers"]["data"]] == [kept] * 3
+        assert len(httpx.Request("POST", "http://a", json=body).content) <= plan.most_needed + 100
+        assert ("recorded without their texts" in caplog.text) == (kept == "")
+
+
+def plan_of(prompts, settings, vocab_size, corpus) -> AnswersPlan:
+    info = ServerInfo.model_validate({**INFO, "vocab_size": vocab_size, "bounds": LARGE})
+    return AnswersPlan(info, "bytes", corpus, prompts, settings)
+
+
+LARGE = {"recording_bytes": 64 * 2**20, "lists": 2**18}
+"""As a server publishes them by default."""
+
+
+@pytest.mark.parametrize(
+    ("number", "prompt", "answer"),
+    [(largest.PROMPTS, largest.PROMPT_TOKENS, largest.ANSWER_TOKENS), (largest.SEQUENCES, 20, 20)],
+)
+def test_the_largest_answers_are_asked_for(tmp_path, number, prompt, answer):
+    settings = AnswerSettings(max_new_tokens=answer)
+    plan = plan_of([largest.tokens(prompt)] * number, settings, largest.TOKEN_ID + 1, prompts_of(tmp_path))
+    plan.check_bounds()
 
 
 async def test_no_answer_is_generated_without_a_folder_for_references(tmp_path, server):

@@ -111,6 +111,22 @@ async def test_answers_that_do_not_fit_the_windows_end_the_run(server, path, cha
         await measure(changed(server, path, change), concurrency=1)
 
 
+@pytest.mark.parametrize("measured", [measure, lambda server: measure_noise_floor(client_of(server), "base")])
+async def test_nothing_is_compared_if_the_windows_cannot_be_read(server, measured):
+    async def run(path, change):
+        with pytest.raises(ResponseError) as caught:
+            await measured(changed(server, path, change))
+        return str(caught.value)
+
+    message = await run("/v1/references/base/windows", lambda answer: answer["documents"].pop())
+    assert message == "the server described another number of windows of base than 5"
+    message = await run("/v1/references/base/windows", lambda answer: answer.update(text_fingerprint="x" * 2**21))
+    assert message == "the server's answer is longer than the 1,070,060 bytes that it may have"
+    too_many = {"num_scored": 2**23 + 1, "context_length": 2**23 + 1}
+    assert "8,388,609 positions to compare" in await run("/v1/references/base", lambda answer: answer.update(too_many))
+    assert not server.compared
+
+
 async def measure_with_journal(server, path, **settings):
     with ExitStack() as journals:
         return await measure(

@@ -1,11 +1,15 @@
 """`/v1/references` with a model's answers to prompts: what is kept, the agreement of a floor, and what is refused."""
 
+import gc
 import json
 from typing import Any
 
 import pytest
 
+from scoremode.wire.references import Answer
 from scoremode_server.references.comparer import Comparer
+from scoremode_server.references.recorder import Recorder
+from scoremode_server.scoring.text_windows import TextDocument
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.light_app import error_of
 from tests.unit.server.references.reference_engine import ReferenceEngine
@@ -48,6 +52,19 @@ async def test_answers_are_windows_and_keep_their_places(engine, client, monkeyp
     assert (measured, are_answers) == ([6, 0, 3], [True] * 2)
     kept = (engine.directory.root / "base" / "answers.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in kept] == request["answers"]["data"]
+
+
+async def test_tokens_are_on_disk_alone_while_windows_are_recorded(engine, client, monkeypatch):
+    record, held = Recorder.record, []
+
+    def noted(*given):
+        gc.collect()
+        held.extend(each for each in gc.get_objects() if type(each) in (Answer, TextDocument))
+        return record(*given)
+
+    monkeypatch.setattr(Recorder, "record", noted)
+    assert (await client.post(REFERENCES, json=body(engine))).json()["complete"]
+    assert not held
 
 
 async def test_sampled_answers_have_no_greedy_agreement(engine, client):
