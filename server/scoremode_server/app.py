@@ -20,7 +20,6 @@ from scoremode_server.engine.engine import ScoringEngine, make_store
 from scoremode_server.engine.passes import RowsRequest, run_engine
 from scoremode_server.http import json_fields, page
 from scoremode_server.metrics import Metrics
-from scoremode_server.references import comparer
 from scoremode_server.references import routes as references
 from scoremode_server.scoring import rendering
 from scoremode_server.scoring import routes as scoring
@@ -30,7 +29,7 @@ from scoremode_server.scoring.limits import MAX_VALUES, MAX_VALUES_PER_SEQUENCE,
 from scoremode_server.scoring.model_files import model_identity
 from scoremode_server.scoring.scorer import Scorer, Turns, check_engine, served_lanes
 from scoremode_server.scoring.tokenizer import Tokenizer
-from scoremode_server.settings import logprob_bytes
+from scoremode_server.settings import BYTES_AHEAD, EXPORTED_BYTES, logprob_bytes
 from scoremode_server.vllm_compat.computed_by import what_computes
 from scoremode_server.vllm_compat.engine_client import bound_generation_alone, drain_before_shutdown
 from scoremode_server.vllm_compat.served_models import ServedModels
@@ -124,8 +123,8 @@ def published_bounds(limits: Limits, size: EngineSize) -> Bounds:
         base64_values=MAX_VALUES["base64"],
         sequence_values=MAX_VALUES_PER_SEQUENCE,
         rendering_requests=rendering.MAX_REQUESTS,
-        export_bytes=comparer.BYTES_AHEAD,
-        all_exports_bytes=comparer.EXPORTED_BYTES,
+        export_bytes=BYTES_AHEAD,
+        all_exports_bytes=EXPORTED_BYTES,
         request_seconds=size.request_timeout,
     )
 

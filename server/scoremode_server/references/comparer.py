@@ -26,6 +26,7 @@ from scoremode_server.references.worker.packing import ComparedRows
 from scoremode_server.rows import Columns, missing_row
 from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.settings import BYTES_AHEAD, EXPORTED_BYTES
 from scoremode_server.worker.row_spec import RowSpec
 
 T = TypeVar("T")
@@ -33,12 +34,6 @@ T = TypeVar("T")
 SECONDS_TO_WAIT = 45.0
 """How long a request waits while the engine compares with other references. Proxies end an answer without a byte after
 60 seconds. The client's next try finds its place among those that wait."""
-
-BYTES_AHEAD = 256 * 1024**2
-"""Of windows of an export between the engine and its client, unless one window alone is larger."""
-
-EXPORTED_BYTES = 2 * BYTES_AHEAD
-"""Of windows of all exports of this process between the engine and their clients, unless one export alone has more."""
 
 
 def llama_cpp_header(reference: StoredReference) -> bytes:
