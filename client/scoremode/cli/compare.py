@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from scoremode._texts import printable
-from scoremode.cli.options import MORE_THAN_0, Command, Group, Option, UsageError, at_least, check_report, value
+from scoremode.cli.options import MORE_THAN_0, Command, Group, Option, UsageError, at_least, check_report, given, value
 from scoremode.errors import RunError, extra
 
 
@@ -40,7 +40,7 @@ def check(options: argparse.Namespace) -> None:
             len(tasks) != len(runs) and any("=" not in task for task in tasks),
             f"--tasks has {len(tasks)} folders for {len(runs)} runs: give names to them (NAME=DIR)",
         ),
-        *((not runs, f"--{name.replace('_', '-')} needs runs") for name in _OF_RUNS if getattr(options, name)),
+        *((not runs, f"{name} needs runs") for name in given(options, _OF_RUNS)),
     ]
     for is_broken, message in rules:
         if is_broken:
@@ -108,9 +108,9 @@ def _compare_layers(options: argparse.Namespace) -> int:
     """Compare runs of `ppl-client layers`: bars side by side, and a table."""
     from scoremode.comparison.layers import layers_as_text, load_layers, write_layers_report
 
-    for name in (*_OF_RUNS, "tasks", "llama_cpp", "qbench", "markdown", "csv"):
-        if name != "html" and getattr(options, name):
-            raise RunError(f"--{name.replace('_', '-')} does not work with runs of ppl-client layers")
+    for name in given(options, (*_OF_RUNS, "tasks", "llama_cpp", "qbench", "markdown", "csv")):
+        if name != "--html":
+            raise RunError(f"{name} does not work with runs of ppl-client layers")
     runs = load_layers(options.runs, options.labels)
     if options.html is not None:
         write_layers_report(runs, options.html)

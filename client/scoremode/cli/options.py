@@ -10,7 +10,16 @@ from typing import Any, NoReturn
 
 from scoremode._texts import json_object, printable
 from scoremode._version import __version__
-from scoremode.runs import DEFAULT_CONCURRENCY, DEFAULT_THRESHOLD, MAX_CONCURRENCY, PRESETS, corpora, window_settings
+from scoremode.errors import RunError
+from scoremode.runs import (
+    DEFAULT_CONCURRENCY,
+    DEFAULT_THRESHOLD,
+    MAX_CONCURRENCY,
+    PRESETS,
+    corpora,
+    read_card,
+    window_settings,
+)
 from scoremode.windows import METHODS, Method
 from scoremode.wire import (
     API_KEY_VARIABLE,
@@ -122,6 +131,7 @@ def at_least(least: int, convert: Callable[[str], float] = int) -> Callable[[str
     return value(convert, lambda number: number >= least, f"at least {least}")
 
 
+NAME = value(str, bool, "a name")
 MORE_THAN_0 = value(float, lambda number: number > 0, "more than 0")
 COUNT = at_least(1)
 
@@ -146,7 +156,7 @@ def _server(url_help: str) -> Group:
         "server",
         [
             Option("--url URL", f"{url_help}; default: {DEFAULT_URL}", dest="urls", type=_url, action="append"),
-            Option("--model NAME", "default: the served model"),
+            Option("--model NAME", "default: the served model", type=NAME),
             Option("--api-key KEY", API_KEY_HELP),
             Option(
                 "--timeout SECONDS",
@@ -185,14 +195,16 @@ DATASET = Group(
         Option("--text-column NAME", "default: %(default)s", default=corpora.DEFAULT_COLUMN),
         Option("--num-samples N", "the first N rows only", type=COUNT),
         Option(
-            "--messages COLUMN", "column of the dataset with conversations, of which the assistant's turns are scored"
+            "--messages COLUMN",
+            "column of the dataset with conversations, of which the assistant's turns are scored",
+            type=NAME,
         ),
         Option(
             "--chat-template-kwargs JSON",
             "for the chat template of conversations",
             type=value(json_object, lambda value: value is not None, "a JSON object"),
         ),
-        Option("--by COLUMN", "column with a label of each row, for tables by it; rows are then not joined"),
+        Option("--by COLUMN", "column with a label of each row, for tables by it; rows are then not joined", type=NAME),
     ],
 )
 WINDOWS = [
@@ -264,21 +276,23 @@ def output_options(help: str) -> list[Option]:
     ]
 
 
-def _given(options: argparse.Namespace, names: Iterable[str]) -> Iterator[str]:
-    """The options among these that are given, as they are written."""
-    return (f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, False))
+def given(options: argparse.Namespace, names: Iterable[str]) -> Iterator[str]:
+    """The options among these that are given, as they are written: 0 and an empty text are values too."""
+    for name in names:
+        if (content := getattr(options, name)) is not None and content is not False and content != []:
+            yield f"--{name.replace('_', '-')}"
 
 
 def refuse(options: argparse.Namespace, names: Iterable[str], other: str, why: str) -> None:
     """Raise UsageError if one of these is given together with another option."""
-    for together in _given(options, [other]):
-        for name in _given(options, names):
+    for together in given(options, [other]):
+        for name in given(options, names):
             raise UsageError(f"{name} does not work with {together}{why}")
 
 
 def require(options: argparse.Namespace, names: Iterable[str], needed: str, why: str = "") -> None:
     """Raise UsageError if one of these is given without another option."""
-    for name in _given(options, names):
+    for name in given(options, names):
         if getattr(options, needed) is None:
             raise UsageError(f"{name} needs --{needed}{why}")
 
@@ -290,6 +304,11 @@ def check_report(options: argparse.Namespace) -> None:
     for path in filter(None, (options.html, options.write_card)):
         if not path.parent.is_dir():
             raise UsageError(f"{path.parent} is not a folder, so {path.name} cannot be written there")
+    try:
+        if options.write_card is not None:
+            read_card(options.write_card)
+    except RunError as error:
+        raise UsageError(f"--write-card: {error}") from error
 
 
 def check_servers(options: argparse.Namespace) -> None:

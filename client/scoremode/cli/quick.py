@@ -7,7 +7,7 @@ from typing import Any
 
 from scoremode._texts import model_name
 from scoremode.cli import sweep
-from scoremode.cli.options import COUNT, QUIET, Command, Group, Option, check_report, refuse
+from scoremode.cli.options import COUNT, NAME, QUIET, Command, Group, Option, check_report, refuse
 from scoremode.errors import extra
 from scoremode.runs import PRESETS
 from scoremode.wire import LANES
@@ -81,8 +81,8 @@ COMMAND = Command(
             "text",
             [
                 Option("--dataset NAME|PATH", "as for ppl-client; default: %(default)s", default="wikitext"),
-                Option("--messages COLUMN", "column of the dataset with conversations"),
-                Option("--by COLUMN", "column with a label of each row, with --messages"),
+                Option("--messages COLUMN", "column of the dataset with conversations", type=NAME),
+                Option("--by COLUMN", "column with a label of each row, with --messages", type=NAME),
                 Option(
                     "--preset",
                     f"whose windows and figures; default: {_PRESET}, none with --messages",

@@ -13,8 +13,7 @@ from scoremode.comparison.figures import METRICS, NOT_KNOWN, Figure, RunComparis
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import computed_differently
 from scoremode.comparison.tables import Column, escaped, markdown_rows, measured_by, short_labels
-from scoremode.errors import RunError
-from scoremode.runs import HUB_ALIASES, comparable_with
+from scoremode.runs import HUB_ALIASES, comparable_with, read_card, with_card, write_whole
 from scoremode.windows import STRIDED_METHODS
 
 _HUB_METRICS = {
@@ -29,8 +28,6 @@ _HUB_METRICS = {
 _QUANTILES = {"kld_median": "median KLD", "kld_p99": "99 % KLD", "kld_p999": "99.9 % KLD"}
 _SAME_FOR = "same for (median tokens)"
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
-_START, _END = "<!-- scoremode -->", "<!-- /scoremode -->"
-"""Marks of what `write_card` replaces."""
 
 
 def card(comparison: RunComparison) -> str:
@@ -40,30 +37,12 @@ def card(comparison: RunComparison) -> str:
 
 def write_card(comparison: RunComparison, path: Path) -> None:
     """Write the card into a file between marks, or after what it has if there are none; all else stays as it is.
-    RunError if a mark has no end, OSError if the file cannot be written.
+    RunError if the file cannot be used, OutputError if it cannot be written: then it stays as it is.
 
     A new file has YAML too, between marks of its own. That of other people's files is left to them.
     """
-    yaml, body = _marked("# ", _metadata(comparison).to_yaml()), _marked("", _body(comparison))
-    if not path.exists():
-        path.write_text(f"---\n{yaml}\n---\n\n{body}\n", encoding="utf-8")
-        return
-    text = path.read_text(encoding="utf-8")
-    for prefix, marked in (("# ", yaml), ("", body)):
-        start, end = f"{prefix}{_START}\n", f"\n{prefix}{_END}"
-        before, mark, rest = f"\n{text}".partition(f"\n{start}")
-        if mark:
-            _, mark, after = rest.partition(end)
-            if not mark:
-                raise RunError(f"{path}: {_START} has no {_END} after it")
-            text = f"{before}\n{marked}{after}".removeprefix("\n")
-        elif not prefix:
-            text = f"{text.rstrip()}\n\n{marked}\n"
-    path.write_text(text, encoding="utf-8")
-
-
-def _marked(prefix: str, content: str) -> str:
-    return f"{prefix}{_START}\n{content}\n{prefix}{_END}"
+    text = with_card(path, read_card(path), _metadata(comparison).to_yaml(), _body(comparison))
+    write_whole(path, text.encode())
 
 
 def _body(comparison: RunComparison) -> str:

@@ -15,7 +15,7 @@ from scoremode.comparison.report import TEMPLATES, policy_hash, template_of
 from scoremode.comparison.run_file import labels_of
 from scoremode.comparison.tables import Column, aligned, paragraphs
 from scoremode.errors import RunError, file_errors
-from scoremode.runs import Cost, PartCost, PartKind, weights_in_words
+from scoremode.runs import Cost, PartCost, PartKind, weights_in_words, write_whole
 from scoremode.wire import Reference, ServerInfo
 
 _COLORS: dict[PartKind, str] = {
@@ -112,7 +112,7 @@ def write_layers_report(runs: Mapping[str, LayersRun], path: Path) -> None:
         ],
         table=layers_as_text(runs),
     )
-    path.write_text(html, encoding="utf-8")
+    write_whole(path, html.encode())
 
 
 def _bars(run: LayersRun) -> Figure:

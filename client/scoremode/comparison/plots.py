@@ -18,6 +18,7 @@ from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.sizes import Point, is_simulated
 from scoremode.comparison.tables import measured_by, short_labels
 from scoremode.kld import MOST_FLOORS
+from scoremode.runs import write_together
 
 MAX_LABEL = 40
 """Characters that a plot and its caption show of a run's name."""
@@ -83,8 +84,7 @@ def write_plots(comparison: RunComparison, folder: Path) -> list[Path]:
             contents[f"{plot.name}-{name}.png"] = as_png(drawing)
     captions = [*(f"**{plot.name}**: {plot.caption}" for plot in all_plots), common_caption(comparison)]
     contents["captions.md"] = "".join(f"{caption}\n\n" for caption in captions).encode()
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
+    write_together({folder / name: content for name, content in contents.items()})
     return [folder / name for name in contents]
 
 

@@ -23,7 +23,7 @@ from scoremode.comparison.report_tables import effect_cells, pair_matrices, part
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import computed_differently, in_words, summary
 from scoremode.comparison.tables import Column, best_at_each_size, group_notes, group_tables
-from scoremode.runs import weights_in_words
+from scoremode.runs import weights_in_words, write_whole
 
 TEMPLATES = Path(__file__).with_name("templates")
 MAX_BYTES = 30_000_000
@@ -35,7 +35,7 @@ _MAX_NAMED = 8
 def write_report(
     comparison: RunComparison, path: str | Path, *, max_bytes: int = MAX_BYTES, tasks: TaskComparison | None = None
 ) -> None:
-    """Write the report. OSError if the file cannot be written.
+    """Write the report. OSError or OutputError if the file cannot be written.
 
     Args:
         comparison: The runs and their figures.
@@ -58,7 +58,7 @@ def write_report(
         part = f"The text of {num_kept:,} of {num_tokens:,} tokens is here, that of the passages that diverge most"
         text_note = f"{part}; others have their mean. {text_note}"
     html = template.render(**context, data=Markup(script_json(data)), text_note=text_note)
-    Path(path).write_text(html, encoding="utf-8")
+    write_whole(Path(path), html.encode())
 
 
 def _context(comparison: RunComparison) -> dict[str, Any]:

@@ -3,6 +3,7 @@ results, and the servers that share a run."""
 
 from scoremode.runs.answers import record_answers
 from scoremode.runs.calibration import DEFAULT_THRESHOLD, Calibration, FinishedRun, Overlap, measure_overlap
+from scoremode.runs.card_file import read_card, with_card
 from scoremode.runs.corpora import (
     DEFAULT_COLUMN,
     DEFAULT_SPLIT,
@@ -22,7 +23,7 @@ from scoremode.runs.export import OnBytes, export_llama_cpp
 from scoremode.runs.journal import AppendedFile, Journal, Measurement, check_same_run, open_locked
 from scoremode.runs.lanes import in_lane, lane_difference
 from scoremode.runs.layers import Cost, LayersMeasurement, PartCost, PartKind, measure_layers
-from scoremode.runs.output import ARRAYS_SUFFIX, JOURNAL_SUFFIX, Output, sync_folder
+from scoremode.runs.output import ARRAYS_SUFFIX, JOURNAL_SUFFIX, Output, sync_folder, write_together, write_whole
 from scoremode.runs.plan import Plan, WindowNlls, identity, server_header, tokenize_texts
 from scoremode.runs.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY, Job, Pool, patient_client
 from scoremode.runs.presets import PRESETS, Preset, comparable_with, window_settings
@@ -88,6 +89,7 @@ __all__ = [
     "measure_overlap",
     "open_locked",
     "patient_client",
+    "read_card",
     "read_file",
     "read_rows",
     "record_answers",
@@ -99,4 +101,7 @@ __all__ = [
     "tokenize_texts",
     "weights_in_words",
     "window_settings",
+    "with_card",
+    "write_together",
+    "write_whole",
 ]

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from shutil import copymode
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -61,7 +62,7 @@ class Output:
         content = save(arrays)
         described = {"file": self._arrays_path.name, "sha256": hashlib.sha256(content).hexdigest()}
         text = json.dumps({**record, "arrays": described}, indent=2, allow_nan=False) + "\n"
-        _write_together({self._arrays_path: content, self.path: text.encode()})
+        write_together({self._arrays_path: content, self.path: text.encode()})
 
     def remove_journal(self) -> None:
         """Delete the journal of a run whose result is written."""
@@ -104,8 +105,18 @@ def _progress(journal: Journal[Any]) -> str:
     return f"{journal.num_done} of {journal.plan.num_windows} windows"
 
 
-def _write_together(contents: Mapping[Path, bytes]) -> None:
-    """Write files of one folder, whole, before any takes its place."""
+def write_whole(path: Path, content: bytes) -> None:
+    """Put content in the place of a file, whole or not at all; links to it stay links. OutputError if it cannot be
+    written."""
+    if path.exists() and not path.is_file():
+        # Such as /dev/stdout.
+        path.write_bytes(content)
+    else:
+        write_together({path.resolve(): content})
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Write files of one folder, whole, before any takes its place, with the mode of the one that was there."""
     temporaries = {path: path.with_name(f".{path.name}.tmp") for path in contents}
     path = next(iter(contents))
     try:
@@ -114,6 +125,8 @@ def _write_together(contents: Mapping[Path, bytes]) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
+            if path.exists():
+                copymode(path, temporaries[path])
         for path, temporary in temporaries.items():
             temporary.replace(path)
         sync_folder(path.parent)

@@ -48,6 +48,7 @@ Words = Annotated[list[Word], BeforeValidator(lambda value: shlex.split(value) i
 Flags = Annotated[Words, AfterValidator(_flags)]
 LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
 """Or a name; `~` is the home folder."""
+Column = Annotated[str, Field(min_length=1)]
 Environment = dict[str, Word]
 Command = Annotated[Words, Field(min_length=1)]
 
@@ -65,9 +66,9 @@ class TextOptions(_Part):
     dataset_config: str | None = None
     split: str = DEFAULT_SPLIT
     text_column: str = DEFAULT_COLUMN
-    messages: str | None = None
+    messages: Column | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    by: str | None = None
+    by: Column | None = None
     num_samples: PositiveInt | None = None
     max_tokens: PositiveInt | None = None
 

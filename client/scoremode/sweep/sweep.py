@@ -34,6 +34,7 @@ from scoremode.runs import (
     measure_noise_floor,
     open_locked,
     patient_client,
+    read_card,
     record_reference,
 )
 from scoremode.sweep import reuse
@@ -87,6 +88,8 @@ async def run_sweep(
     output = (folder / plan.output).resolve()
     with file_errors(OutputError, f"make {output / 'references'}"):
         (output / "references").mkdir(parents=True, exist_ok=True)
+    if plan.compare.card is not None:
+        read_card(output / plan.compare.card)
     with open_locked(output / ".lock"):
         return await _run(_Sweep(plan, folder, corpus, output, api_key, open_bar))
 

@@ -70,15 +70,21 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         patch.chdir(folder)
         assert run("record SERVER --reference base TEXT", url) == 0
         assert run("SERVER TEXT --output plain.json", url) == 0
+        assert run("kld SERVER --reference base --output own.json", url) == 0
         for name, noise in (("near", 0.1), ("far", 1.0)):
             with serve(Server(server.references, noise=noise)) as of_noise:
                 assert run(f"kld SERVER --reference base --output {name}.json", of_noise) == 0
     (folder / "same.txt").write_text("one\n\ntwo")
     for name in ("old.json", "half.safetensors", "lanes-decode.json"):
         (folder / name).write_text("an earlier result")
+    (folder / "latin.md").write_text("caf\xe9", encoding="latin-1")
+    (folder / "utf16.md").write_text("text", encoding="utf-16-le")
+    (folder / "two.md").write_text(2 * "<!-- scoremode -->\n<!-- /scoremode -->\n")
     (folder / "wrong.yaml").write_text("{output: o, text: {text: a}, models: [{name: base}]}")
     models = "{name: int8, model: ./begun}, {name: int4, model: ./int4}"
     (folder / "local.yaml").write_text(f"{{output: o, text: {{text: a}}, command: ['false'], models: [{models}]}}")
+    card = (folder / "local.yaml").read_text().replace("./int4", "./begun").replace("output: o", "output: .")
+    (folder / "card.yaml").write_text(card.replace("command:", "compare: {card: latin.md}, command:"))
     (folder / "taken.safetensors").mkdir()
     (folder / "begun").mkdir()
     for name in ("a", "b", "begun/a"):
@@ -115,6 +121,10 @@ def references(made) -> dict[str, Any]:
         ("kld --reference r --floor --resume --output o", 2, "--resume does not work with --floor", ""),
         ("--text a --decode-batch 2", 2, "--decode-batch needs --lane", ""),
         ("record --reference r --text a --max-new-tokens 3", 2, "--max-new-tokens needs --prompts", ""),
+        ("record --reference r --text a --seed 0", 2, "--seed needs --prompts", ""),
+        ("record --reference r --text a --temperature 0", 2, "--temperature needs --prompts", ""),
+        ("--dataset d --by ''", 2, "--by: must be a name, got ", ""),
+        ("kld --reference r --model ''", 2, "--model: must be a name, got ", ""),
         ("record --reference r --prompts p", 2, "--prompts needs --max-new-tokens", ""),
         ("ANSWERS --temperature 0.7", 2, "--temperature: must be 0 or 1, got 0.7", ""),
         ("ANSWERS --temperature 1", 2, "--temperature 1 and --seed S are given together", ""),
@@ -130,6 +140,10 @@ def references(made) -> dict[str, Any]:
         ("quick a b --messages m --preset hf", 2, "--preset does not work with --messages", ""),
         ("quick a b --write-card x.txt", 2, "must end in .md", ""),
         ("quick a b --html missing/x.html", 2, "missing is not a folder", ""),
+        ("quick a b --write-card latin.md", 2, "--write-card: latin.md is not UTF-8 at byte 3: convert it", ""),
+        ("quick a b --write-card utf16.md", 2, "--write-card: utf16.md is not UTF-8 at byte 1: convert it", ""),
+        ("quick a b --write-card two.md", 2, "two.md: keep one <!-- scoremode --> and one <!-- /scoremode --> ", ""),
+        ("sweep card.yaml", 1, "latin.md is not UTF-8 at byte 3: convert it", ""),
         ("layers --reference r --keep 1", 2, "need --base-weights DIR", ""),
         ("record --reference r --text a --layers --stride 8", 2, "--stride does not work with --layers", ""),
         ("compare", 2, "give finished runs, or --tasks", ""),
@@ -168,6 +182,8 @@ def references(made) -> dict[str, Any]:
         ("compare far.json near.json --max-ppl-increase 1", 3, "--max-ppl-increase 1: far: +", ""),
         ("compare plain.json --max-kld 1", 1, "bytes has no base, so no limit can be checked", ""),
         ("compare near.json far.json --base fat", 1, "--base: no run is called 'fat'; there are: bytes, near, far", ""),
+        ("compare own.json --fail-if worse --max-kld 0", 0, "it is the base itself, 0 nats from it.", ""),
+        ("compare --tasks a=x b=y --max-kld 0", 2, "--max-kld needs runs", ""),
         ("compare near.json --html missing/report.html", 2, "missing is not a folder", ""),
         ("compare near.json --write-card README", 2, "--write-card: README must end in .md", ""),
         ("compare --tasks a=x b=y --base a", 2, "--base needs runs", ""),

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import resource
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +29,7 @@ from scoremode.comparison import as_csv, as_markdown, as_text, compare, load_run
 from scoremode.comparison.card import card, write_card
 from scoremode.comparison.plots import write_plots
 from scoremode.comparison.report import write_report
-from scoremode.errors import RunError
+from scoremode.errors import OutputError, RunError
 from scoremode.runs import Corpus, load_corpus
 
 HEADER = [
@@ -145,6 +148,38 @@ def test_a_card_is_written_between_its_marks_and_nothing_else_changes(made, tmp_
     path.write_text("<!-- scoremode -->\nno end")
     with pytest.raises(RunError, match="has no <!-- /scoremode --> after it"):
         write_card(first, path)
+
+
+def test_a_full_disk_leaves_every_file_as_it_was(made, tmp_path):
+    comparison = compare(made[1:2], num_resamples=100)
+    (tmp_path / "of").mkdir()
+    card, link, report = tmp_path / "of" / "card.md", tmp_path / "card.md", tmp_path / "report.html"
+    card.write_text("mine\n")
+    report.write_text("an earlier report")
+    card.chmod(0o640)
+    link.symlink_to(card)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Python ignores the signal, so that writes fail as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+    try:
+        for write, path in ((write_card, link), (write_report, report)):
+            with pytest.raises(OutputError, match=f"cannot write .*{path.name}: File too large"):
+                write(comparison, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (card.read_text(), report.read_text()) == ("mine\n", "an earlier report")
+    write_card(comparison, link)
+    assert (link.readlink(), card.stat().st_mode & 0o777) == (card, 0o640)
+    assert card.read_text().startswith("mine\n\n<!-- scoremode -->\n")
+    assert [path.name for path in tmp_path.rglob("*") if path.name.startswith(".")] == []
+
+
+def test_a_report_can_go_to_a_pipe(made, tmp_path):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with ThreadPoolExecutor() as readers:
+        read = readers.submit(pipe.read_bytes)
+        write_report(compare(made[1:2], num_resamples=100), pipe)
+        assert read.result().rstrip().endswith(b"</html>")
 
 
 def test_nothing_published_has_the_path_of_a_folder(tmp_path):

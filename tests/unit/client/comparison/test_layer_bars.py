@@ -109,6 +109,8 @@ def test_a_file_that_is_cut_short_and_options_of_other_runs_are_refused(paths, t
         load_layers(paths, ["A", "A"])
     assert main(["compare", *map(str, paths), "--card"]) == 1
     assert "--card does not work with runs of ppl-client layers" in capsys.readouterr().err
+    assert main(["compare", *map(str, paths), "--max-kld", "0"]) == 1
+    assert "--max-kld does not work with runs of ppl-client layers" in capsys.readouterr().err
     paths[1].write_text(paths[1].read_text()[:100])
     assert main(["compare", *map(str, paths)]) == 1
     assert "Invalid JSON: EOF" in capsys.readouterr().err
