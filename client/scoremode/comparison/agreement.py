@@ -1,17 +1,18 @@
 """For how many tokens runs give the same answers as the model of their reference, which has that model's answers.
 
 An answer that never parts is censored: it says that the first difference comes after its last token. So quantiles are
-those of the Kaplan-Meier estimate. Intervals are percentiles of it over resampled answers.
+those of the Kaplan-Meier estimate. Answers are independent of each other: where none is censored, intervals are exact.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode.comparison.bootstrap import MIN_UNITS, unit_counts
+from scoremode.comparison.bootstrap import MIN_UNITS, ROUNDING, exact_interval, unit_counts
 from scoremode.comparison.figures import Figure
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import Floats, agreement_lengths, num_ties
@@ -50,25 +51,42 @@ class Agreement:
     def quantile(self, fraction: float) -> float:
         """The fewest tokens at which at least this share of the answers has parted; infinite if fewer ever do."""
         tokens, shares = self.survival()
-        return float(_quantiles(tokens, shares[None], fraction)[0])
+        return _quantile(tokens, shares, fraction)
 
-    def resampled(self, counts: Floats, fractions: Iterable[float]) -> list[Floats]:
-        """The quantiles at some fractions in each resample, given how often each answer is drawn,
-        [resamples, answers]."""
-        tokens = np.unique(self._last[self.parts])
-        has_parted = self.parts[:, None] & (self._last[:, None] == tokens)
-        num_left = counts @ (self._last[:, None] >= tokens)
-        hazards = np.divide(counts @ has_parted, num_left, out=np.zeros_like(num_left), where=num_left > 0)
-        shares = np.cumprod(1 - hazards, axis=1)
-        return [_quantiles(tokens, shares, fraction) for fraction in fractions]
+    def survival_intervals(self) -> tuple[Floats, Floats, Floats]:
+        """Numbers of tokens from 1 on, and the ends of the 95 % interval of the share that is the same for more.
+
+        The interval is that of Clopper and Pearson for as many answers as Greenwood's variance stands for: all if none
+        ends before it parts.
+        """
+        tokens, shares = self.survival()
+        ordered = np.sort(self._last)
+        num_left = len(ordered) - np.searchsorted(ordered, tokens)
+        num_parting = np.array([((self._last == token) & self.parts).sum() for token in tokens])
+        # All that are left part where the share falls to 0, whose variance is not defined.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            relative_variance = np.cumsum(num_parting / (num_left * (num_left - num_parting)))
+            sizes = (1 - shares) / (shares * relative_variance)
+        sizes = np.where((shares > 0) & (shares < 1), sizes, num_left)
+        ends = [exact_interval(share, size) for share, size in zip(shares.tolist(), sizes.tolist(), strict=True)]
+        low, high = np.minimum.accumulate(ends).T
+        # Any answer may part at its first token.
+        return np.maximum(tokens, 1), low, high
+
+    def quantile_figure(self, fraction: float) -> Figure:
+        """A quantile with those of the ends of `survival_intervals`, as Brookmeyer and Crowley have it: for answers
+        that all part these are order statistics. Equal ends are left out."""
+        tokens, *shares = self.survival_intervals()
+        low, high = (_quantile(tokens, each, fraction) for each in shares)
+        ends = (low, high) if low < high else (None, None)
+        return Figure(self.quantile(fraction), None, *ends)
 
 
-def _quantiles(tokens: NDArray[np.integer] | Floats, shares: Floats, fraction: float) -> Floats:
-    """[any], the tokens before the first of these at which a row of shares [any, tokens] has fallen by a fraction."""
-    # Shares never rise. A product of them may miss a half by a rounding.
-    first = (shares > 1 - fraction + 1e-9).sum(axis=1)
-    values: Floats = np.append(np.asarray(tokens, np.float64) - 1, np.inf)[first]
-    return values
+def _quantile(tokens: Floats, shares: Floats, fraction: float) -> float:
+    """The tokens before the first of these at which the shares, which never rise, have fallen by a fraction."""
+    # A product may miss a half by a rounding.
+    first = int((shares > 1 - fraction + 1e-9).sum())
+    return float(tokens[first]) - 1 if first < len(tokens) else math.inf
 
 
 def has_answers(run: RunFile, *, are_greedy: bool) -> bool:
@@ -98,9 +116,9 @@ def floor_of(run: RunFile, runs: Sequence[RunFile]) -> Agreement | None:
 
 
 def answer_counts(runs: Sequence[RunFile], num_resamples: int, seed: int) -> Floats | None:
-    """How often each answer is drawn, [resamples, answers]; None without answers, or with too few of them."""
+    """How often each answer is drawn, [resamples, answers]; None without sampled answers, or with too few of them."""
     num_answers = runs[0].num_windows
-    if num_answers < MIN_UNITS or all(run.reference is None or run.reference.answers is None for run in runs):
+    if num_answers < MIN_UNITS or not any(has_answers(run, are_greedy=False) for run in runs):
         return None
     return np.stack([*unit_counts(num_answers, 1, num_resamples, seed)])
 
@@ -113,7 +131,7 @@ def agreement_figures(
     drawn = None if counts is None or present.sum() < MIN_UNITS else counts[:, present]
     if has_answers(run, are_greedy=True):
         agreement = agreement_of(run, members)
-        figures = _figures(agreement, drawn)
+        figures = _figures(agreement)
         if run.top_ties is not None and members is None:
             figures["agreement_ties"] = num_ties(run.top_ties > 0, agreement.lengths, run.window_sizes)
         return figures
@@ -129,7 +147,7 @@ def floor_figures(run: RunFile, runs: Sequence[RunFile]) -> AgreementFigures:
         return {}
     return {
         "agreement_floor": Figure(floor.quantile(0.5), None, None, None),
-        "agreement_floor_share": _mean(~floor.parts, None),
+        "agreement_floor_share": _share(floor),
     }
 
 
@@ -142,23 +160,26 @@ def expected_lengths(run: RunFile, members: NDArray[np.bool_] | None = None) -> 
     return np.array([np.exp(np.cumsum(part)).sum() for part in parts])
 
 
-def _figures(agreement: Agreement, counts: Floats | None) -> AgreementFigures:
-    figures: AgreementFigures = {"agreement_share": _mean(~agreement.parts, counts)}
-    resampled = [None] * len(_QUANTILES) if counts is None else agreement.resampled(counts, _QUANTILES.values())
-    for (name, fraction), values in zip(_QUANTILES.items(), resampled, strict=True):
-        ends = (None, None) if values is None else _percentiles(values)
-        figures[name] = Figure(agreement.quantile(fraction), None, *ends)
-    return figures
+def _figures(agreement: Agreement) -> AgreementFigures:
+    quantiles = {name: agreement.quantile_figure(fraction) for name, fraction in _QUANTILES.items()}
+    return {"agreement_share": _share(agreement), **quantiles}
 
 
-def _mean(values: Floats | NDArray[np.bool_], counts: Floats | None) -> Figure:
-    """The mean over answers."""
-    ends = (None, None) if counts is None else _percentiles(counts @ values / counts.sum(axis=1))
+def _share(agreement: Agreement) -> Figure:
+    """The share of answers that are the same to their end."""
+    share = float((~agreement.parts).mean())
+    return Figure(share, None, *exact_interval(share, len(agreement.parts)))
+
+
+def _mean(values: Floats, counts: Floats | None) -> Figure:
+    """The mean over answers, with percentiles of the resamples, unless these are equal."""
+    low, high = (math.nan, math.nan) if counts is None else _percentiles(counts @ values / counts.sum(axis=1))
+    ends = (low, high) if high - low > ROUNDING else (None, None)
     return Figure(float(values.mean()), None, *ends)
 
 
 def _percentiles(resampled: Floats) -> tuple[float, float]:
-    """The ends of the 95 % interval, which may be infinite."""
+    """The ends of the 95 % interval."""
     low, high = np.quantile(resampled[~np.isnan(resampled)], (0.025, 0.975), method="inverted_cdf")
     return float(low), float(high)
 

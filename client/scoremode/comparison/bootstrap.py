@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
+from scipy.special import betaincinv, ndtri, stdtrit
 
 from scoremode.kld import Floats
 
@@ -23,6 +23,8 @@ MIN_UNITS = 20
 """With fewer there are not enough blocks for an interval."""
 FEW_WINDOWS = 40
 """A text with fewer windows is cut into at least so many segments, if it is long enough."""
+ROUNDING = 1e-12
+"""Resamples that spread by less, in nats or shares, are equal but for the order of their sums."""
 MANY_UNITS = 2000
 """More windows than these are joined: an interval gains nothing by them, and resamples take longer."""
 
@@ -78,10 +80,37 @@ class Resamples:
     def interval(self, value: float, resampled: Floats) -> tuple[float, float] | tuple[None, None]:
         """The 95 % interval of a figure, given it for the text itself and, [resamples], for each resample.
 
-        None and None where there are too few units, or a value is infinite.
+        None and None where there are too few units, a value is infinite, or all resamples are equal: then they do not
+        show how much the figure varies.
         """
-        half = self.factor * float(np.std(resampled)) if np.isfinite(resampled).all() else math.nan
-        return (value - half, value + half) if math.isfinite(half) else (None, None)
+        half = self._half(resampled)
+        return (value - half, value + half) if math.isfinite(half) and half else (None, None)
+
+    def share_interval(
+        self, share: float, resampled: Floats, num_targets: int
+    ) -> tuple[float, float] | tuple[None, None]:
+        """The same for a share of targets: at each end the wider one of that interval and the exact one for as many
+        independent targets as would vary as much, which are all of them where all resamples are equal."""
+        half = self._half(resampled)
+        if not math.isfinite(half):
+            return None, None
+        variance = (half / ndtri(0.975)) ** 2
+        size = min(num_targets, share * (1 - share) / variance) if half else num_targets
+        low, high = exact_interval(share, size)
+        return min(low, max(share - half, 0.0)), max(high, min(share + half, 1.0))
+
+    def _half(self, resampled: Floats) -> float:
+        """Half of the interval: 0 if all resamples are equal, NaN if there is none."""
+        spread = float(np.std(resampled)) if np.isfinite(resampled).all() else math.nan
+        return self.factor * (0.0 if spread < ROUNDING else spread)
+
+
+def exact_interval(share: float, size: float) -> tuple[float, float]:
+    """The 95 % interval of Clopper and Pearson for a share of independent trials, whose number may be a fraction."""
+    hits, misses = share * size, (1 - share) * size
+    low = float(betaincinv(hits, misses + 1, 0.025)) if hits > 0 else 0.0
+    high = float(betaincinv(hits + 1, misses, 0.975)) if misses > 0 else 1.0
+    return low, high
 
 
 def resample(

@@ -10,7 +10,7 @@ import numpy as np
 
 from scoremode.comparison.agreement import AgreementFigures, agreement_figures, answer_counts, floor_figures
 from scoremode.comparison.bootstrap import Resamples, resample
-from scoremode.comparison.figures import Figure, PairFigures, RunComparison, RunFigures, Size, Verdict
+from scoremode.comparison.figures import Figure, PairFigures, RunComparison, RunFigures, Size, Verdict, plain
 from scoremode.comparison.groups import Group, first_known, groups_of
 from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
@@ -113,6 +113,10 @@ def _with_base_first(runs: Sequence[RunFile], label: str | None = None) -> tuple
     if not own and len(identities) == 1 and references:
         candidates.insert(0, _run_of_reference(runs))
     base = (own or candidates)[0]
+    if base.is_of_original and len(candidates) == 1:
+        assert base.kld is not None
+        nats = plain(float(base.kld.mean())).text
+        warnings.append(f"{base.label} is the reference's own model: it is the base itself, {nats} nats from it.")
     if label is not None:
         labels = [run.label for run in candidates]
         if label not in labels:
@@ -183,7 +187,7 @@ class _Sample:
             perplexity=_exponential(nll),
             bits_per_byte=None if is_group else _bits_per_byte(run, nll),
             kld=kld,
-            same_top_p=self._clipped_mean(run, "same_top", 1),
+            same_top_p=self._same_top(run),
             delta_p_rms=square and square.mapped(math.sqrt, 0.5 / math.sqrt(square.value) if square.value else None),
             kld_over_noise_floor=kld.value / noise_floor if kld and noise_floor and noise_floor > 0 else None,
             ppl_ratio=None if run is base else _exponential(self._difference(base, run, "nll")),
@@ -199,7 +203,7 @@ class _Sample:
         kld_difference, kld_verdict = None, None
         if first.kld is not None and second.kld is not None and first.reference_identity == second.reference_identity:
             kld_difference = self._difference(first, second, "kld")
-            kld_verdict = _verdict(kld_difference)
+            kld_verdict = self._verdict(kld_difference)
             multiples = (first_figures.kld_over_noise_floor, second_figures.kld_over_noise_floor)
             if all(multiple is not None and multiple <= 1 for multiple in multiples):
                 kld_verdict = "no difference shown"
@@ -210,7 +214,7 @@ class _Sample:
             ppl_ratio=_exponential(ln_ratio),
             ppl_difference=self._figure(ppl_second - ppl_first, stderr, resampled),
             kld_difference=kld_difference,
-            verdict=_verdict(ln_ratio, LEAST_LN_RATIO),
+            verdict=self._verdict(ln_ratio, LEAST_LN_RATIO),
             kld_verdict=kld_verdict,
         )
 
@@ -223,17 +227,38 @@ class _Sample:
         values = self.values[run.label, name]
         return self._figure(float(values.mean()), standard_error(values), self._resampled(run, name))
 
-    def _clipped_mean(self, run: RunFile, name: str, most: float = math.inf) -> Figure | None:
-        """The mean, with its interval clipped to [0, `most`]; None for a run without these values."""
+    def _clipped_mean(self, run: RunFile, name: str) -> Figure | None:
+        """The mean, with an interval that ends at 0; None for a run without these values."""
         if (run.label, name) not in self.values:
             return None
         mean = self._mean(run, name)
-        ends = (None if end is None else min(max(end, 0.0), most) for end in (mean.low, mean.high))
+        return mean if mean.low is None else replace(mean, low=max(mean.low, 0.0))
+
+    def _same_top(self, run: RunFile) -> Figure | None:
+        """The share of targets with the reference's top token; None for a run without a reference."""
+        mean = self._clipped_mean(run, "same_top")
+        # The reference has its own top tokens: that is not a sample.
+        if mean is None or run.is_reference:
+            return mean
+        resampled = self._resampled(run, "same_top")
+        ends = self.resamples.share_interval(mean.value, resampled, len(self.values[run.label, "same_top"]))
         return Figure(mean.value, mean.stderr, *ends)
 
     def _figure(self, value: float, stderr: float, resampled: Floats) -> Figure:
         finite = stderr if math.isfinite(stderr) else None
         return Figure(value, finite, *self.resamples.interval(value, resampled))
+
+    def _verdict(self, difference: Figure, least: float = 0.0) -> Verdict:
+        """No difference is shown if the interval contains 0, or if both of its ends are closer to 0 than `least`."""
+        low, high = difference.low, difference.high
+        if low is None or high is None:
+            if not math.isfinite(self.resamples.factor) or not math.isfinite(difference.value):
+                return "no interval"
+            # All resamples are equal.
+            low = high = difference.value
+        if low <= 0 <= high or max(-low, high) < least:
+            return "no difference shown"
+        return "better" if high < 0 else "worse"
 
 
 def _series(run: RunFile) -> dict[str, Floats]:
@@ -259,14 +284,6 @@ def _bits_per_byte(run: RunFile, nll: Figure) -> Figure | None:
     num_tokens = run.num_scored if run.method in EXHAUSTIVE_METHODS else run.num_tokens
     factor = bits_per_byte(num_tokens, run.num_bytes)
     return nll.mapped(lambda value: factor * value, factor)
-
-
-def _verdict(difference: Figure, least: float = 0.0) -> Verdict:
-    """No difference is shown if the interval contains 0, or if both of its ends are closer to 0 than `least`."""
-    low, high = difference.low, difference.high
-    if low is None or high is None or low <= 0 <= high or max(-low, high) < least:
-        return "no difference shown"
-    return "better" if high < 0 else "worse"
 
 
 def check_labels(labels: Sequence[str]) -> None:

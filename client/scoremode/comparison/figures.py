@@ -16,8 +16,13 @@ from scoremode.comparison.run_file import RunFile
 from scoremode.kld import MOST_FLOORS
 from scoremode.wire import CorpusInfo
 
-Verdict = Literal["better", "worse", "no difference shown"]
-OPPOSITE: dict[Verdict, Verdict] = {"better": "worse", "worse": "better", "no difference shown": "no difference shown"}
+Verdict = Literal["better", "worse", "no difference shown", "no interval"]
+OPPOSITE: dict[Verdict, Verdict] = {
+    "better": "worse",
+    "worse": "better",
+    "no difference shown": "no difference shown",
+    "no interval": "no interval",
+}
 Size = Literal["gib", "bits_per_weight"]
 NEGLIGIBLE_KLD = 1e-9
 """Nats, in the mean: below what float32 logits can show, so it is shown as 0."""
@@ -32,7 +37,8 @@ class Figure:
     stderr: float | None
     """Treats tokens as independent, as is usual; None where it is not defined."""
     low: float | None
-    """Ends of the 95 % interval that treats neighboring tokens as dependent; None where it cannot be computed."""
+    """Ends of the 95 % interval that treats neighboring tokens as dependent; None where it cannot be computed, or all
+    resamples are equal."""
     high: float | None
 
     def mapped(self, function: Callable[[float], float], slope: float | None) -> "Figure":
@@ -196,7 +202,8 @@ class PairFigures:
     kld_difference: Figure | None
     """Mean KL divergence of second minus that of first; None unless both have one from the same reference."""
     verdict: Verdict
-    """On second, by its NLL: no difference where the interval contains 0 or stays within `LEAST_LN_RATIO` of it."""
+    """On second, by its NLL: no difference where the interval contains 0 or stays within `LEAST_LN_RATIO` of it. There
+    is no interval for a text that is too short, or with an infinite NLL. If all resamples are equal, they decide."""
     kld_verdict: Verdict | None
     """On second, by `kld_difference`; no difference is shown either where both means are below the noise floor."""
 

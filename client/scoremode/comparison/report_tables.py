@@ -141,11 +141,11 @@ def _pair_cells(
     cells = {}
     for (run, other, run_verdict), figure in zip(ways, figures, strict=True):
         shown, mark = with_errors(figure, sign=sign), _mark(run_verdict)
-        said = f"{run} is {run_verdict} than {other}" if mark else f"No difference is shown between {run} and {other}"
+        said = f"{run} is {run_verdict} than {other}" if mark else f"{run_verdict.capitalize()} for {run} and {other}"
         tip = f"{said} by {by}: {' '.join((f'{shown.text} {unit}', *shown.errors))}"
         cells[run, other] = Cell(shown.text, shown.value, shown.errors[1:], mark=mark, tip=tip)
     return cells
 
 
 def _mark(verdict: Verdict) -> str:
-    return "" if verdict == "no difference shown" else verdict
+    return verdict if verdict in ("better", "worse") else ""

@@ -145,6 +145,11 @@ class RunFile(_Record):
         return None if floor is None else floor.mean
 
     @property
+    def is_of_original(self) -> bool:
+        """Whether it is of its reference's own model."""
+        return self.reference is not None and self.reference.is_of(self.server)
+
+    @property
     def text_identity(self) -> str:
         """Equal for runs of one kind on one text: the corpus' sha256, or the reference's of its tokens and windows."""
         if self.reference is not None:

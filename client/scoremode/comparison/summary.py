@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from scoremode.comparison.agreement import agreement_of
-from scoremode.comparison.figures import OPPOSITE, RunComparison, RunFigures, Verdict, with_errors
+from scoremode.comparison.figures import OPPOSITE, EngineLog, RunComparison, RunFigures, Verdict, plain, with_errors
 from scoremode.comparison.groups import tokens_before
 from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
 from scoremode.kld import times_the_floor
+from scoremode.metrics import exp
 from scoremode.runs import lane_difference
 from scoremode.wire import ComputedBy, ServedModel
 
@@ -25,11 +26,9 @@ def summary(comparison: RunComparison) -> list[str]:
     by_kld: dict[tuple[str, str], Verdict] = {}
     for pair in comparison.pairs:
         first, second, ratio = pair.first.label, pair.second.label, pair.ppl_ratio
-        if pair.first is comparison.base and pair.verdict != "no difference shown":
-            sentences.append(
-                f"{second} is {pair.verdict} than {first}: {ratio.value:.4f} times its perplexity "
-                f"[{ratio.low:.4f}, {ratio.high:.4f}]."
-            )
+        if pair.first is comparison.base and pair.verdict in ("better", "worse"):
+            times = " ".join((f"{ratio.value:.4f} times its perplexity", *with_errors(ratio, 4).errors[1:]))
+            sentences.append(f"{second} is {pair.verdict} than {first}: {times}.")
         else:
             by_nll[second, first] = pair.verdict
         if pair.kld_verdict is not None and first in compared and second in compared:
@@ -39,20 +38,27 @@ def summary(comparison: RunComparison) -> list[str]:
         sentences += _order("mean KL divergence", compared, by_kld)
     sentences += [*_lanes(comparison), *_noise_floor(comparison.runs), *agreements(comparison.runs)]
     sentences += computed_differently(comparison.files)
-    differences = [figure for pair in comparison.pairs for figure in (pair.ln_ppl_ratio, pair.kld_difference)]
-    if any(figure is not None and figure.low is None for figure in differences):
+    if any("no interval" in (pair.verdict, pair.kld_verdict) for pair in comparison.pairs):
         sentences.append(
             "Without an interval (the text is too short, or a value is infinite) no difference can be shown."
         )
     return sentences
 
 
-def verdict_line(comparison: RunComparison, figures: RunFigures) -> str:
-    """One line on the cost of a run against the base, with the verdict."""
-    verdict = comparison.base_pairs[figures.run.label].verdict
-    line = f"{figures.run.label}: {', '.join(effects(comparison, figures))}: {verdict}"
-    fault = _fault(figures.run.server)
-    return f"{line} ({fault})" if fault else line
+def verdict_line(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog]) -> str:
+    """One line on the cost of a run against the base, with the verdict, or why there is none. The base and logs have
+    their figures alone."""
+    line = f"{figures.run.label}: {', '.join(effects(comparison, figures))}"
+    pair = comparison.base_pairs.get(figures.run.label)
+    if pair is None:
+        return line
+    verdict: str = pair.verdict
+    if verdict == "no interval":
+        infinite = [run.label for run in (pair.first, pair.second) if math.isinf(run.nlls.max())]
+        reason = f"no interval, as the NLL of a token is infinite in {' and in '.join(infinite)}"
+        verdict = reason if comparison.has_intervals else comparison.blocks
+    fault = _fault(pair.second.server)
+    return f"{line}: {verdict} ({fault})" if fault else f"{line}: {verdict}"
 
 
 def exceeded_limits(
@@ -61,43 +67,61 @@ def exceeded_limits(
     max_kld: float | None = None,
     max_ppl_increase: float | None = None,
 ) -> list[str]:
-    """One line per run that exceeds a limit: which, and the run's verdict.
+    """One line per row that exceeds a limit, or whose figure is not finite: which, and its verdict.
 
     Args:
         fail_if: By perplexity, a run is worse than the base, or is shown to differ from it.
-        max_kld: Nats, in the mean.
-        max_ppl_increase: Of the base's perplexity, as a percentage.
+        max_kld: Nats, in the mean; the base has to keep to it too, if it has a divergence.
+        max_ppl_increase: Of the base's perplexity, as a percentage; in a log, of that of the base which it names.
 
     Raises:
         RunError: a limit cannot be checked: there is no base, interval or divergence.
     """
-    if not comparison.pairs:
-        raise RunError(f"{comparison.base.label} has no base, so no limit can be checked: give one, or a run of kld")
-    if fail_if is not None and not comparison.has_intervals:
+    base = comparison.base
+    if len(comparison.rows) == 1 and not base.is_of_original:
+        raise RunError(f"{base.label} has no base, so no limit can be checked: give one, or a run of kld")
+    if fail_if is not None and comparison.logs:
+        raise RunError(
+            f"--fail-if cannot be checked: {comparison.logs[0].run.label} is a log, which has no interval: leave it "
+            "out, or use --max-kld or --max-ppl-increase"
+        )
+    if fail_if is not None and comparison.pairs and not comparison.has_intervals:
         raise RunError(f"--fail-if cannot be checked: {comparison.blocks}")
-    failing = {"worse": ("worse",), "differs": ("worse", "better")}.get(fail_if or "", ())
+    failing = {"worse": ("worse", "no interval"), "differs": ("worse", "better", "no interval")}.get(fail_if or "", ())
+    verdicts = {label: pair.verdict for label, pair in comparison.base_pairs.items()}
     lines: list[str] = []
-    for figures in comparison.runs[1:]:
-        label, kld, change, reasons = figures.run.label, figures.kld, figures.ppl_change, list[str]()
-        if comparison.base_pairs[label].verdict in failing:
+    for figures in comparison.rows:
+        label, kld, is_base, reasons = figures.run.label, figures.kld, figures.run is base, list[str]()
+        if verdicts.get(label) in failing:
             reasons.append(f"--fail-if {fail_if}")
-        if max_kld is not None:
-            if kld is None:
-                raise RunError(f"--max-kld: {label} has no KL divergence, which only `ppl-client kld` measures")
-            if not kld.value <= max_kld:
-                reasons.append(f"--max-kld {max_kld:g}")
-        if max_ppl_increase is not None and change is not None and not 100 * change.value <= max_ppl_increase:
+        if max_kld is not None and kld is None and not is_base:
+            raise RunError(f"--max-kld: {label} has no KL divergence, which only `ppl-client kld` measures")
+        if max_kld is not None and kld is not None and not (math.isfinite(kld.value) and kld.value <= max_kld):
+            wrong = "" if math.isfinite(kld.value) else f" (the mean is {kld.value})"
+            reasons.append(f"--max-kld {max_kld:g}{wrong}")
+        if max_ppl_increase is not None and not is_base and not _increase(comparison, figures) <= max_ppl_increase:
             reasons.append(f"--max-ppl-increase {max_ppl_increase:g}")
         if reasons:
             lines.append(f"{' and '.join(reasons)}: {verdict_line(comparison, figures)}")
     return lines
 
 
-def effects(comparison: RunComparison, figures: RunFigures) -> list[str]:
-    """The cost of a run that is not the base: its change of perplexity, its divergence, and its size."""
-    change = with_errors(figures.ppl_change, scale=100, sign="+")
-    stderr, interval = (*change.errors, "", "")[:2]
-    parts = [" ".join(filter(None, (change.text, stderr, "% PPL", interval)))]
+def _increase(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog]) -> float:
+    """The increase of perplexity in percent, from the base of a log where it names one; infinite where a perplexity is
+    not finite."""
+    named = figures.run.base_perplexity if isinstance(figures.run, EngineLog) else None
+    difference = figures.nll.value - (comparison.runs[0].nll.value if named is None else math.log(named))
+    return 100 * (exp(difference) - 1) if math.isfinite(difference) else math.inf
+
+
+def effects(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog]) -> list[str]:
+    """The cost of a run: its change of perplexity, its divergence, and its size; of the base and of a log, which have
+    no change that is paired, the perplexity."""
+    parts = [f"perplexity {plain(figures.perplexity.value).text}"]
+    if figures.ppl_change is not None:
+        change = with_errors(figures.ppl_change, scale=100, sign="+")
+        stderr, interval = (*change.errors, "", "")[:2]
+        parts = [" ".join(filter(None, (change.text, stderr, "% PPL", interval)))]
     if figures.kld is not None:
         kld = with_errors(figures.kld)
         parts.append(" ".join(("KLD", kld.text, *kld.errors[:1])))
@@ -135,9 +159,13 @@ def _lanes(comparison: RunComparison) -> Iterator[str]:
         if before is None or not is_one_model or (prefill.lane == "prefill") == (other.lane == "prefill"):
             continue
         first, second, by = prefill.nlls, other.nlls, "NLL"
-        is_own = prefill.reference is not None and prefill.reference.is_of(prefill.server)
         # By rounding a model diverges from itself more in the other lane.
-        if pair.kld_difference is not None and prefill.kld is not None and other.kld is not None and not is_own:
+        if (
+            pair.kld_difference is not None
+            and prefill.kld is not None
+            and other.kld is not None
+            and not prefill.is_of_original
+        ):
             first, second, by = prefill.kld, other.kld, "KL divergence"
         verdict = lane_difference(first, second, before).verdict(other.lane)
         yield f"{other.label} and {prefill.label} by {by}: {verdict}."

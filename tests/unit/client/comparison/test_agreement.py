@@ -1,5 +1,6 @@
 """The agreement of answers: figures worked by hand and their intervals, and where a comparison shows them."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -7,9 +8,12 @@ import pytest
 from fake_server import INFO
 from made_up_runs import made_up_reference, write_kld_run
 from run_files import OWN
+from scipy import stats
+from statsmodels.duration.survfunc import SurvfuncRight
 
 from scoremode.comparison import RunFile, as_csv, as_markdown, as_text, card, compare, load_run, summary
-from scoremode.comparison.agreement import agreement_figures, agreement_of
+from scoremode.comparison.agreement import Agreement, _share, agreement_figures, agreement_of, answer_counts
+from scoremode.comparison.bootstrap import exact_interval
 from scoremode.comparison.plot_style import LIGHT, as_svg
 from scoremode.comparison.plots import plots
 from scoremode.comparison.report import write_report
@@ -69,19 +73,65 @@ def test_quantiles_leave_out_answers_that_have_ended(tmp_path):
     assert figures["agreement_share"].value == 2 / 5
 
 
-def test_the_estimate_of_each_resample_is_that_of_its_answers(tmp_path):
-    random = np.random.default_rng(3)
-    sizes = random.integers(1, 9, 30).tolist()
-    lengths = [int(random.integers(0, size + 1)) for size in sizes]
-    agreement = agreement_of(run_of(tmp_path / "copy.json", lengths, sizes))
-    counts = random.multinomial(30, [1 / 30] * 30, size=20).astype(np.float64)
-    for fraction in (0.1, 0.5, 0.9):
-        [found] = agreement.resampled(counts, [fraction])
-        for drawn, value in zip(counts.astype(int), found, strict=True):
-            drawn_run = run_of(
-                tmp_path / "drawn.json", np.repeat(lengths, drawn).tolist(), np.repeat(sizes, drawn).tolist()
-            )
-            assert agreement_of(drawn_run).quantile(fraction) == value
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5, 0.75])
+def test_intervals_of_answers_that_all_part_are_scipys_order_statistics(fraction):
+    lengths = np.random.default_rng(3).permutation(np.arange(7, 66))
+    found = Agreement(lengths, lengths + 1).quantile_figure(fraction)
+    expected = stats.quantile_test(lengths, p=fraction).confidence_interval()
+    assert (found.low, found.high) == (expected.low, expected.high)
+
+
+def test_the_interval_of_a_curve_is_of_greenwoods_variance():
+    random = np.random.default_rng(4)
+    sizes = random.integers(1, 9, 60)
+    agreement = Agreement(random.integers(0, sizes + 1), sizes)
+    tokens, low, high = agreement.survival_intervals()
+    oracle = SurvfuncRight(agreement._last, agreement.parts)
+    at = [tokens[1:].tolist().index(token) + 1 for token in oracle.surv_times]
+    sizes = oracle.surv_prob * (1 - oracle.surv_prob) / oracle.surv_prob_se**2
+    expected = [exact_interval(share, size) for share, size in zip(oracle.surv_prob, sizes, strict=True)]
+    np.testing.assert_allclose(np.column_stack([low, high])[at], np.minimum.accumulate(expected), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes", "quantiles", "share"),
+    [
+        # The exact ends are 0.025 to the power of 1 / 60 and 1 / 25: more than 1 of 10 of 25 may part at once.
+        ([48] * 60, [48] * 60, [(None, None), (None, None)], (0.9404, 1)),
+        ([48] * 25, [48] * 25, [(0, math.inf), (None, None)], (0.8628, 1)),
+        ([12] * 25, [48] * 25, [(0, 12), (None, None)], (0, 0.1372)),
+        ([1], [4], [(0, math.inf), (0, math.inf)], (0, 0.975)),
+        ([4], [4], [(0, math.inf), (0, math.inf)], (0.025, 1)),
+    ],
+)
+def test_no_interval_is_without_width(lengths, sizes, quantiles, share):
+    agreement = Agreement(np.array(lengths), np.array(sizes))
+    found = [agreement.quantile_figure(fraction) for fraction in (0.1, 0.5)]
+    assert [(each.low, each.high) for each in found] == quantiles
+    figure = _share(agreement)
+    assert (figure.low, figure.high) == pytest.approx(share, abs=5e-5)
+
+
+def test_intervals_of_40_answers_cover_a_share_of_1_in_22():
+    """Percentiles of resamples contain it in 83 of 100; exact ones in no fewer than 95, and in 99 by the binomial."""
+    random, held, true_share = np.random.default_rng(5), [], 0.046
+    # Each token of 48 is the last that is the same with this chance; the median of the first difference is token 11.
+    chance = 1 - true_share ** (1 / 48)
+    median = math.ceil(math.log(0.5) / math.log(1 - chance)) - 1
+    for _ in range(500):
+        lengths = np.minimum(random.geometric(chance, 40) - 1, 48)
+        agreement = Agreement(lengths, np.full(40, 48))
+        share, half = _share(agreement), agreement.quantile_figure(0.5)
+        held.append([share.low <= true_share <= share.high, half.low <= median <= half.high])
+    # Less three deviations of 500 trials, 1 %.
+    assert min(np.mean(held, axis=0)) > 0.95 - 0.03
+
+
+def test_equal_expectations_of_sampled_answers_have_no_interval(tmp_path):
+    sampled = ReferenceAnswers(max_new_tokens=4, num_answers=26, temperature=1, seed=1)
+    run = run_of(tmp_path / "run.json", [4] * 25, [4] * 25, answers=sampled)
+    found = agreement_figures(run, answer_counts([run], 100, 0))["expected_agreement"]
+    assert (found.value, found.low, found.high) == (4, None, None)
 
 
 def test_windows_without_targets_and_ties_after_the_difference():

@@ -8,7 +8,7 @@ from arch.bootstrap import StationaryBootstrap, optimal_block_length
 from interval_coverage import DEPENDENCES, measure
 from scipy import stats
 
-from scoremode.comparison.bootstrap import MANY_UNITS, MIN_UNITS, block_length, cut_units, resample
+from scoremode.comparison.bootstrap import MANY_UNITS, MIN_UNITS, block_length, cut_units, exact_interval, resample
 
 RNG_SEED = 20261122
 
@@ -101,3 +101,36 @@ def test_on_dependent_data_blocks_cover_what_independence_does_not():
     independent_level, blocks_level, independent_difference, blocks_difference = found
     assert min(blocks_level, blocks_difference) >= 0.885
     assert max(independent_level, independent_difference) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("hits", "number"), [(60, 60), (0, 40), (59, 60), (1, 1), (0, 1), (7, 40), (999_999, 1_000_000)]
+)
+def test_an_exact_interval_is_scipys(hits, number):
+    expected = stats.binomtest(hits, number).proportion_ci(method="exact")
+    # Scipy has another inverse of the incomplete beta function; both are right to float64's last digits.
+    assert exact_interval(hits / number, number) == pytest.approx((expected.low, expected.high), rel=1e-9, abs=1e-15)
+
+
+def test_a_share_has_an_interval_with_a_width_where_no_token_differs():
+    """At the edge as if tokens were independent; elsewhere wide enough for tokens of a document that are alike."""
+    documents = np.arange(40, dtype=np.int32)
+    same = np.ones((4000, 1))
+    [found] = resample(same, same, sizes(*[100] * 40), documents, num_resamples=200, seed=0)
+    low, high = found.share_interval(1.0, found.means[:, 0], 4000)
+    assert (low, high) == pytest.approx((0.025 ** (1 / 4000), 1))
+    assert found.interval(1.0, found.means[:, 0]) == (None, None)
+    # One document of forty differs in all tokens: about as much is known as of forty answers.
+    same[:100] = 0
+    [found] = resample(same, same, sizes(*[100] * 40), documents, num_resamples=2000, seed=0)
+    low, high = found.share_interval(0.975, found.means[:, 0], 4000)
+    # The spread of 2,000 resamples is known to 1/sqrt(4000).
+    assert low == pytest.approx(stats.binomtest(39, 40).proportion_ci().low, abs=0.02)
+    assert 0.995 < high <= 1
+
+
+def test_equal_resamples_give_no_interval_though_tokens_differ():
+    """Thirty windows of one passage: sums in another order differ by roundings."""
+    values = np.tile(np.random.default_rng(RNG_SEED).exponential(3, 100), 45)[:, None]
+    [found] = resample(values, values, sizes(*[100] * 45), num_resamples=50, seed=0)
+    assert found.interval(values.mean(), found.means[:, 0]) == (None, None)
