@@ -442,6 +442,8 @@ class ScoreClient:
         tools: Tools | list[Tools | None] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         roles: list[str] | None = None,
+        *,
+        add_generation_prompt: bool = False,
     ) -> list[TurnSequence]:
         """Render conversations with the served model's chat template, and find their turns to score.
 
@@ -450,6 +452,7 @@ class ScoreClient:
             tools: Tools of all conversations, or a list for each.
             chat_template_kwargs: Passed to the template.
             roles: Roles of the turns to score; the assistant's when left out.
+            add_generation_prompt: Render each conversation up to where the assistant answers, without turns.
         """
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
         return self.send(
@@ -464,6 +467,8 @@ class ScoreClient:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
                 roles=roles,
+                # A server that is older than this field refuses it.
+                add_generation_prompt=add_generation_prompt or None,
             )
         )
 

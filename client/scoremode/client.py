@@ -448,6 +448,8 @@ class AsyncScoreClient:
         tools: Tools | list[Tools | None] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         roles: list[str] | None = None,
+        *,
+        add_generation_prompt: bool = False,
     ) -> list[TurnSequence]:
         """Render conversations with the served model's chat template, and find their turns to score.
 
@@ -456,6 +458,7 @@ class AsyncScoreClient:
             tools: Tools of all conversations, or a list for each.
             chat_template_kwargs: Passed to the template.
             roles: Roles of the turns to score; the assistant's when left out.
+            add_generation_prompt: Render each conversation up to where the assistant answers, without turns.
         """
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
         return await self.send(
@@ -470,6 +473,8 @@ class AsyncScoreClient:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
                 roles=roles,
+                # A server that is older than this field refuses it.
+                add_generation_prompt=add_generation_prompt or None,
             )
         )
 

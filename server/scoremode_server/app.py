@@ -71,8 +71,14 @@ async def start(client: EngineClient, state: State, settings: Namespace, *, has_
     if client.renderer.tokenizer is not None:
         await asyncio.to_thread(tokenizer.strings.fill_vocabulary)
     models = ServedModels(state.openai_serving_models, client.model_config)
+    conversations = Conversations(state.online_renderer, client.model_config, limits, metrics)
     identity = await asyncio.to_thread(
-        model_identity, client.vllm_config, client.renderer.tokenizer, await what_computes(client)
+        model_identity,
+        client.vllm_config,
+        client.renderer.tokenizer,
+        await what_computes(client),
+        conversations.ends,
+        conversations.templates(),
     )
     info = ServerInfo(
         model=(await models.resolve(None)).name,
@@ -91,7 +97,7 @@ async def start(client: EngineClient, state: State, settings: Namespace, *, has_
         client=client,
         scorer=Scorer(engine, Turns()),
         tokenizer=tokenizer,
-        conversations=Conversations(state.online_renderer, client.model_config, limits, metrics),
+        conversations=conversations,
         models=models,
         limits=limits,
         info=info,

@@ -164,7 +164,7 @@ async def record_answers(
                 f"the reference {name!r} is not complete, and its answers are not in {path}: run the command in the "
                 "folder that has this file, or delete the reference"
             )
-    token_ids = await _tokenized(client, prompts)
+    token_ids = await _tokenized(client, pool.info, prompts)
     _check_lengths(prompts, token_ids, settings.max_new_tokens, pool.info.max_model_len)
     plan = AnswersPlan(pool.info, client.model or pool.info.model, prompts, token_ids, settings)
     plan.check_bounds()
@@ -187,7 +187,8 @@ async def _recorded(
         return None
     wanted = ReferenceAnswers(**settings.model_dump(), num_answers=prompts.num_rows)
     is_same_text = reference.corpus is not None and reference.corpus.sha256 == prompts.fingerprint
-    if not (is_same_text and reference.answers == wanted and reference.is_of(server)):
+    is_same_model = reference.is_of(server) and not any(reference.other_stops(server))
+    if not (is_same_text and reference.answers == wanted and is_same_model):
         raise OutputError(
             f"there is a reference {name!r} already, of another model, other prompts or other settings of answers: "
             "delete it, or take another name"
@@ -195,17 +196,19 @@ async def _recorded(
     return reference
 
 
-async def _tokenized(client: AsyncScoreClient, prompts: Corpus) -> list[list[int]]:
+async def _tokenized(client: AsyncScoreClient, server: ServerInfo, prompts: Corpus) -> list[list[int]]:
     """The token ids of each prompt: a conversation's by the chat template, a text's as completions have them."""
 
     async def tokens_of(row: int) -> list[int]:
         try:
             if prompts.documents:
                 return await client.tokenize(prompts.documents[row])
-            conversation = prompts.conversations[row]
-            return await client.tokenize_messages(
-                conversation.messages, conversation.tools, prompts.chat_template_kwargs
-            )
+            messages, tools = prompts.conversations[row].messages, prompts.conversations[row].tools
+            if server.chat_template_fingerprint is None:
+                # Without a Jinja template, or older.
+                return await client.tokenize_messages(messages, tools, prompts.chat_template_kwargs)
+            [sequence] = await client.turns(messages, tools, prompts.chat_template_kwargs, add_generation_prompt=True)
+            return sequence["token_ids"]
         except BadRequestError as error:
             raise CorpusError(f"row {row + 1} of {prompts.name} cannot be a prompt: {error}") from error
 

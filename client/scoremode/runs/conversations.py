@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,8 @@ class Conversation:
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    where: str = field(default="", compare=False)
+    """The row that it is from, in words."""
 
 
 def read_conversation(row: Mapping[str, Any], column: str, where: str, *, is_prompt: bool = False) -> Conversation:
@@ -91,7 +93,7 @@ def read_conversation(row: Mapping[str, Any], column: str, where: str, *, is_pro
         raise CorpusError(f"{where} has {match[0]} in its messages: only text is scored")
     if row.get("system") and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": valid_text(row["system"], f"{where}: column 'system'")})
-    return Conversation(messages, tools or None)
+    return Conversation(messages, tools or None, where)
 
 
 def _message(fields: dict[str, Any], where: str) -> dict[str, Any]:
@@ -101,8 +103,11 @@ def _message(fields: dict[str, Any], where: str) -> dict[str, Any]:
     role = _ROLES.get(str(name).lower().replace("-", "_"))
     if role is None:
         raise CorpusError(f"{where} is of role {name!r}, which is not one of {', '.join(_ROLES)}")
-    content = message.pop("value") if "value" in message else message.get("content")
-    message |= {"role": role, "content": content}
+    content = message.pop("value") if "value" in message else fields.get("content")
+    message |= {"role": role}
+    if content is not None or "content" in fields:
+        # Templates tell a call without content from one whose content is null.
+        message["content"] = content
     if not isinstance(content, str | list) and (content is not None or not _has_content(message)):
         raise CorpusError(f"{where} has no text: its content is {json.dumps(content, default=str)}")
     return message

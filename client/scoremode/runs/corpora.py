@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import platform
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scoremode._texts import encoding_of, valid_text
-from scoremode.errors import CorpusError, extra, file_errors
+from scoremode.errors import BadRequestError, CorpusError, ScoremodeError, extra, file_errors
 from scoremode.metrics import count_words
 from scoremode.runs import presets
 from scoremode.runs.conversations import MEDIA, OPTIONAL_COLUMNS, RENDERED, Conversation, read_conversation
@@ -96,6 +97,16 @@ class Corpus:
             "tools": [each.tools for each in some] if any(each.tools for each in some) else None,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
+
+    def named(self, error: BadRequestError, start: int = 0) -> ScoremodeError:
+        """An error of a server, with the row of the conversation that it is about, if it is about one of those that a
+        request had from `start` on."""
+        match = re.match(r"messages\[(\d+)\](?:\[(\d+)\])?", str(error))
+        if match is None or not self.conversations:
+            return error
+        message = "" if match[2] is None else f", message {int(match[2]) + 1}"
+        where = self.conversations[start + int(match[1])].where
+        return CorpusError(f"{where}{message}{str(error)[match.end() :]}")
 
     @property
     def fingerprint(self) -> str:

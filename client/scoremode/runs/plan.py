@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scoremode._tasks import results_for_each
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import ResponseError
+from scoremode.errors import BadRequestError, ResponseError
 from scoremode.metrics import count_words
 from scoremode.results import JournalLine
 from scoremode.runs.corpora import Corpus
@@ -245,7 +245,11 @@ async def _with_turns(plan: Plan, client: AsyncScoreClient) -> Plan:
     tokens, windows, documents, roles = list[int](), list[Window](), list[int](), list[str]()
     num_turns, num_cut, merged = 0, 0, set[int]()
     for start, end in _batches(corpus):
-        for sequence in await client.turns(**corpus.messages(start, end)):
+        try:
+            sequences = await client.turns(**corpus.messages(start, end))
+        except BadRequestError as error:
+            raise corpus.named(error, start) from error
+        for sequence in sequences:
             turns = sequence["turns"]
             cut = turn_windows([(turn["first"], turn["end"]) for turn in turns], context_length)
             num_turns += len(turns)
@@ -283,9 +287,9 @@ def _batches(corpus: Corpus) -> Iterator[tuple[int, int]]:
 
 def identity(server: ServerInfo) -> dict[str, object]:
     """The fields that decide the numbers of a server: servers with equal ones can share a run. GPUs and kernels, which
-    decide the last digits, are left out."""
+    decide the last digits, are left out, and so is the chat template, by which one server renders for all."""
     others = {"object", "max_top_logprobs", "max_num_seqs", "bounds", "weight_bytes", "num_parameters", "computed_by"}
-    return server.model_dump(exclude=others)
+    return server.model_dump(exclude={*others, "chat_template_fingerprint"})
 
 
 def server_header(server: ServerInfo) -> dict[str, object]:

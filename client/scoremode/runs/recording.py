@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import NotFoundError, RateLimitError, ServerError, TransportError
+from scoremode.errors import BadRequestError, NotFoundError, RateLimitError, ServerError, TransportError
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.run import OnProgress, Progress
 from scoremode.windows import WindowSettings
@@ -90,6 +90,8 @@ async def record_reference(
                 on_window=take,
                 **windows,
             )
+        except BadRequestError as error:
+            raise corpus.named(error) from error
         except (TransportError, ServerError, RateLimitError):
             # The client's patience is for one failure; a server that has recorded more since then has a new one.
             if num_new == num_before:

@@ -151,6 +151,9 @@ class MessagesFields(Request):
 class TurnsRequest(MessagesFields):
     """Body of `POST /v1/turns`."""
 
+    add_generation_prompt: bool = False
+    """Return each conversation up to where the assistant answers, as a prompt without turns."""
+
 
 class Turn(TypedDict):
     """A scored turn: the tokens that the model generates for it, or for another role, those of its message."""
@@ -359,6 +362,12 @@ class ServedModel(BaseModel):
     """Of the weight files that the server loads; None where it cannot know, or is older."""
     num_parameters: NonNegativeInt | None = None
     """Weights of the model before any quantization; None where the server cannot know, or is older."""
+    stop_token_ids: Many[Int32] | None = None
+    """Tokens after which the server ends an answer: the EOS ids of `generation_config.json` and of the tokenizer; None
+    from an older server."""
+    chat_template_fingerprint: str | None = None
+    """Of the chat templates, the server's variables for them, BOS and EOS; None without a Jinja template, and from an
+    older server."""
 
     @property
     def most_noise_floor(self) -> float:

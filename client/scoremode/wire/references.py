@@ -226,6 +226,14 @@ class Reference(KeptWithReference, ServedModel, TextInWindows):
         """Whether the server has the model that was recorded: it diverges from this by rounding alone."""
         return self.fingerprint == server.fingerprint
 
+    def other_stops(self, server: ServedModel) -> tuple[list[int], list[int]]:
+        """The tokens after which this model stops and a served one does not, and the other way around; none where one
+        of them does not say after which it stops."""
+        if self.stop_token_ids is None or server.stop_token_ids is None:
+            return [], []
+        own, other = {*self.stop_token_ids}, {*server.stop_token_ids}
+        return sorted(own - other), sorted(other - own)
+
     def noise_floor_of(self, lane: Lane) -> NoiseFloor | None:
         """The noise floor in that lane; None where it was not measured, or is of another cause than rounding."""
         floor = self._stored_floor(lane)

@@ -5,6 +5,7 @@ is what a message adds to the conversation before it, which ends in the generati
 renders in another way once more messages follow, such as without its reasoning, is a sequence of its own.
 """
 
+import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -52,22 +53,44 @@ class Conversations:
     def __init__(self, online: OnlineRenderer, model: ModelConfig, limits: Limits, metrics: Metrics) -> None:
         self.online, self.model, self.limits, self.metrics = online, model, limits, metrics
         ends = model.try_get_generation_config().get("eos_token_id")
-        self.ends = {*(ends if isinstance(ends, list) else [ends]), getattr(self.tokenizer, "eos_token_id", None)}
-        """Tokens that end a turn."""
+        ends = {*(ends if isinstance(ends, list) else [ends]), getattr(self.tokenizer, "eos_token_id", None)}
+        self.ends = sorted(end for end in ends if end is not None and end >= 0)
+        """Tokens after which vLLM stops, so that they end a turn."""
         self._threads = RenderingThreads()
 
     @property
     def tokenizer(self) -> Any:
         return self.online.renderer.tokenizer
 
-    async def sequences(self, request: MessagesFields, excluded: Sequence[str] = ()) -> list[TurnSequence]:
-        """Sequences of the conversations of a request, each of which has at least one turn to score. TooLargeError if
-        they have too many tokens, BusyError if too many other requests have conversations. The fields `excluded` cannot
-        be given with messages."""
+    @property
+    def has_template(self) -> bool:
+        """Whether a Jinja template renders conversations."""
+        return (
+            isinstance(self.online.renderer, HfRenderer) and not self.online.use_harmony and self.tokenizer is not None
+        )
+
+    def templates(self) -> list[Any] | None:
+        """Everything that decides how a chat is rendered: the templates without and with tools, the server's variables
+        for them, and the special tokens that they write. None if no template renders conversations."""
+        if not self.has_template:
+            return None
+        templates = [
+            resolve_chat_template(self.tokenizer, self.online.chat_template, tools, model_config=self.model)
+            for tools in (None, list[dict[str, Any]]())
+        ]
+        variables = sorted(self.online.default_chat_template_kwargs.items())
+        return [*templates, variables, self.tokenizer.bos_token, self.tokenizer.eos_token] if any(templates) else None
+
+    async def sequences(
+        self, request: MessagesFields, excluded: Sequence[str] = (), *, are_prompts: bool = False
+    ) -> list[TurnSequence]:
+        """Sequences of the conversations of a request, each of which has at least one turn to score; or without turns,
+        up to where the assistant answers. TooLargeError if they have too many tokens, BusyError if too many other
+        requests have conversations. The fields `excluded` cannot be given with messages."""
         for name in excluded:
             if getattr(request, name) is not None:
                 raise RequestError(f"{name} cannot be given with messages", name)
-        if not isinstance(self.online.renderer, HfRenderer) or self.online.use_harmony or self.tokenizer is None:
+        if not self.has_template:
             raise RequestError("messages: this server renders conversations without a Jinja template", "messages")
         refused = self.online.validate_chat_template(
             None, request.chat_template_kwargs, self.online.trust_request_chat_template
@@ -86,9 +109,9 @@ class Conversations:
             raise RequestError(
                 f"messages: a conversation has {longest} messages, and can have at most {MAX_MESSAGES}", "messages"
             )
-        return await self._threads.run(partial(self._rendered, request))
+        return await self._threads.run(partial(self._rendered, request, are_prompts))
 
-    def _rendered(self, request: MessagesFields, is_over: threading.Event) -> list[TurnSequence]:
+    def _rendered(self, request: MessagesFields, are_prompts: bool, is_over: threading.Event) -> list[TurnSequence]:
         """The sequences of a request. For a thread, which ends once the request is over."""
         tools: Any = request.tools or []
         is_shared = not tools or isinstance(tools[0], dict)
@@ -97,8 +120,8 @@ class Conversations:
         for index, messages in enumerate(request.conversations):
             name = f"messages[{index}]"
             params = shared or self._params(name, tools[index], request.chat_template_kwargs)
-            conversation = _Conversation(self, name, _read(name, messages), set(request.roles), params, is_over)
-            for sequence in conversation.sequences(index):
+            conversation = _Conversation(self, name, *_read(name, messages), set(request.roles), params, is_over)
+            for sequence in conversation.prompt(index) if are_prompts else conversation.sequences(index):
                 sequences.append(sequence)
                 # Turns that are sequences of their own have the same beginnings.
                 num_tokens += len(sequence["token_ids"])
@@ -108,7 +131,8 @@ class Conversations:
         return sequences
 
     def _params(self, name: str, tools: Tools | None, chat_template_kwargs: dict[str, Any] | None) -> ChatParams:
-        """Make the parameters that vLLM's `preprocess_chat` makes from a request, without a generation prompt."""
+        """Make the parameters that vLLM's `preprocess_chat` makes from a request, without a generation prompt. The
+        template gets tools as they are given, to which vLLM adds null fields, and of which it drops others."""
         variables = dict(chat_template_kwargs or {})
         request = _chat_request(
             name,
@@ -119,9 +143,8 @@ class Conversations:
             chat_template_kwargs=variables,
             add_generation_prompt=False,
         )
-        own = None if request.tools is None else [tool.model_dump() for tool in request.tools]
         params = request.build_chat_params(self.online.chat_template, self.online.chat_template_content_format)
-        defaults = merge_kwargs(self.online.default_chat_template_kwargs, {"tools": own, "tokenize": False})
+        defaults = merge_kwargs(self.online.default_chat_template_kwargs, {"tools": tools, "tokenize": False})
         return params.with_defaults(defaults)
 
 
@@ -132,6 +155,9 @@ class _Conversation:
     shared: Conversations
     name: str
     messages: Messages
+    """In vLLM's form, without calls of tools."""
+    tool_calls: list[list[dict[str, Any]]]
+    """The calls in each message."""
     roles: set[str]
     params: ChatParams
     is_over: threading.Event
@@ -140,12 +166,20 @@ class _Conversation:
     _encoder: TextEncoder = field(init=False)
     """Of the whole conversation."""
 
+    def prompt(self, index: int) -> Iterator[TurnSequence]:
+        """The whole conversation, up to where the assistant answers."""
+        self._parsed = self._parse()
+        text = self._render_whole(self.shared.tokenizer, add_generation_prompt=True)
+        token_ids = TextEncoder(self.shared.tokenizer, text, self.shared.metrics.encoded_characters.inc).token_ids
+        self.shared.limits.check_length(len(token_ids), self.name)
+        yield {"conversation": index, "token_ids": token_ids, "turns": []}
+
     def sequences(self, index: int) -> Iterator[TurnSequence]:
         """The sequences with turns to score, and with the conversation's index."""
         self._parsed = self._parse()
         tokenizer, has_marks = self.shared.tokenizer, self.roles == {"assistant"} and self._has_marks()
         marked = MarkedRendering(tokenizer)
-        text = self._render(len(self.messages), marked if has_marks else tokenizer)
+        text = self._render_whole(marked if has_marks else tokenizer)
         self._encoder = TextEncoder(tokenizer, text, self.shared.metrics.encoded_characters.inc)
         whole = self._encoder.token_ids
         self.shared.limits.check_length(len(whole), self.name)
@@ -235,6 +269,13 @@ class _Conversation:
             parsed: list[Any] = parse_chat_messages(self.messages, model, content_format)[0]
         except (VLLMClientError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise RequestError(f"{self.name} cannot be read: {error}", "messages") from None
+        for message, tool_calls, for_template in zip(self.messages, self.tool_calls, parsed, strict=True):
+            if tool_calls:
+                for_template["tool_calls"] = [*map(_with_object, tool_calls)]
+                # vLLM makes an empty text of no content, by which templates tell a call from an answer.
+                if for_template["content"] == "" and message.get("content") is None:
+                    del for_template["content"]
+                    for_template |= {name: None for name in message if name == "content"}
         return parsed
 
     def _tokens(self, num_messages: int, *, add_generation_prompt: bool = False) -> list[int]:
@@ -244,6 +285,19 @@ class _Conversation:
         self.shared.limits.check_length(len(token_ids), self.name)
         return token_ids
 
+    def _render_whole(self, tokenizer: Any, *, add_generation_prompt: bool = False) -> str:
+        """The text of the whole conversation. If the template cannot render the arguments of calls as objects, it gets
+        them as they are given from now on: it may add JSON to a text."""
+        render = partial(self._render, len(self.messages), tokenizer, add_generation_prompt=add_generation_prompt)
+        try:
+            return render()
+        except RequestError:
+            if not any(self.tool_calls):
+                raise
+            for for_template, tool_calls in zip(self._parsed, self.tool_calls, strict=True):
+                for_template |= {"tool_calls": tool_calls} if tool_calls else {}
+            return render()
+
     def _render(self, num_messages: int, tokenizer: Any, *, add_generation_prompt: bool = False) -> str:
         """The text of a beginning of the conversation."""
         if self.is_over.is_set():
@@ -252,6 +306,8 @@ class _Conversation:
         kwargs = self.params.get_apply_chat_template_kwargs() | {"add_generation_prompt": add_generation_prompt}
         try:
             text = safe_apply_chat_template(self.shared.model, tokenizer, self._parsed[:num_messages], **kwargs)
+            # Arguments in JSON may have half of a surrogate pair.
+            text.encode()
         except (VLLMClientError, ValueError, TypeError, KeyError, TemplateError) as error:
             beginning = f"{self.name}: its first {num_messages} messages cannot be rendered"
             raise RequestError(f"{beginning}: {error}", "messages") from None
@@ -267,8 +323,8 @@ class _Conversation:
         return RequestError(f"{self.name}[{place}] cannot be scored: the chat template {reason}", "messages")
 
 
-def _read(name: str, messages: Messages) -> Messages:
-    """The messages of a conversation in vLLM's form: all of their content is text."""
+def _read(name: str, messages: Messages) -> tuple[Messages, list[list[dict[str, Any]]]]:
+    """The messages of a conversation in vLLM's form, all of whose content is text, and the calls of tools in each."""
     if not messages:
         raise RequestError(f"{name} is empty: there is no message to score", "messages")
     for place, each in enumerate(messages):
@@ -277,9 +333,36 @@ def _read(name: str, messages: Messages) -> Messages:
         parts = each.get("content")
         for at, part in enumerate(parts if isinstance(parts, list) else ()):
             _check_part(f"{name}[{place}]", at, part)
+    tool_calls = [_read_calls(f"{name}[{place}]", each.pop("tool_calls", None)) for place, each in enumerate(messages)]
     # vLLM's model renames fields in the messages themselves.
     _chat_request(name, messages=messages)
-    return messages
+    return messages, tool_calls
+
+
+def _read_calls(message: str, tool_calls: Any) -> list[dict[str, Any]]:
+    """The calls of tools in a message. vLLM's model refuses those without an id, and arguments that are objects."""
+    if tool_calls is not None and not isinstance(tool_calls, list):
+        raise RequestError(f"{message}.tool_calls must be a list", "messages")
+    for at, call in enumerate(tool_calls or ()):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f"{message}.tool_calls[{at}] must be a call of a function, such as "
+                '{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}',
+                "messages",
+            )
+    return tool_calls or []
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of a tool with an object for arguments in JSON, as templates expect them. Other texts stay as they are,
+    for which vLLM has no arguments."""
+    function = call["function"]
+    try:
+        arguments = json.loads("{}" if function["arguments"] == "" else function["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _check_part(message: str, at: int, part: Any) -> None:
@@ -300,8 +383,13 @@ def _chat_request(name: str, **fields: Any) -> ChatCompletionRequest:
     try:
         return ChatCompletionRequest(**fields)
     except ValidationError as error:
-        detail = error.errors()[0]
+        detail, *others = error.errors()
         field = str(detail["loc"][0]) if detail["loc"] else "messages"
+        if field == "messages":
+            # Of all types of messages, the one of any role tells what is wrong.
+            detail = next((each for each in others if "CustomChatCompletionMessageParam" in each["loc"]), detail)
+            _, place, _, part, *_ = detail["loc"]
+            raise RequestError(f"{name}[{place}].{part}: {detail['msg']}", field) from None
         field = "chat_template_kwargs" if field == "chat_template" else field
         raise RequestError(f"{name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}", field) from None
     except VLLMClientError as error:

@@ -59,7 +59,13 @@ _adapters: dict[str, tuple[Any, str]] = {}
 """The request and the digest of each adapter, by its name."""
 
 
-def model_identity(config: VllmConfig, tokenizer: Any, computed_by: ComputedBy | None = None) -> ModelIdentity:
+def model_identity(
+    config: VllmConfig,
+    tokenizer: Any,
+    computed_by: ComputedBy | None = None,
+    stop_token_ids: list[int] | None = None,
+    templates: list[Any] | None = None,
+) -> ModelIdentity:
     """The identity of a server's model, whose tokenizer may be None. Reads its files, which takes seconds."""
     model, load = config.model_config, config.load_config
     dtype = str(model.dtype).removeprefix("torch.")
@@ -79,6 +85,8 @@ def model_identity(config: VllmConfig, tokenizer: Any, computed_by: ComputedBy |
         stored_dtype=_stored_dtype(model, weights),
         weight_bytes=sum(file.stat().st_size for file in weights) or None,
         num_parameters=num_parameters(model.hf_config, model.trust_remote_code),
+        stop_token_ids=stop_token_ids,
+        chat_template_fingerprint=None if templates is None else _digest(*templates),
     )
 
 

@@ -155,7 +155,8 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
 async def create_turns(request: TurnsRequest, raw_request: Request) -> Response:
     """Conversations as the chat template renders them, and where each scored turn is among their tokens."""
     async with prepare(raw_request, request.model) as (core, _, _):
-        return json_response({"object": "turns", "data": await core.conversations.sequences(request)})
+        sequences = await core.conversations.sequences(request, are_prompts=request.add_generation_prompt)
+        return json_response({"object": "turns", "data": sequences})
 
 
 @router.post("/v1/tokens", response_model=TokensResponse, summary="Texts of single tokens")

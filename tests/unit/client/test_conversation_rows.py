@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from fake_server import FakeServer, changed, client_of, ok
+from fake_server import FakeServer, changed, client_of, error, ok
 
 from scoremode import CorpusError, record_reference
 from scoremode.runs import load_corpus
@@ -17,6 +17,10 @@ from scoremode.windows import TOKEN_CLASSES
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+TURN = {"role": "assistant", "first": 1, "end": 3, "is_merged": False}
+SEQUENCE = {"conversation": 0, "token_ids": [1, 2, 3], "turns": [TURN]}
 
 
 def written(path, rows):
@@ -127,6 +131,37 @@ def test_a_column_of_images_that_is_null_in_every_row_marks_no_text(tmp_path, im
             load_corpus(str(path), messages="chat")
 
 
+async def test_a_row_that_the_server_refuses_is_named(tmp_path):
+    path = written(tmp_path / "chats.jsonl", [{"chat": MESSAGES}] * 70)
+
+    def handler(request):
+        if request.url.path not in ("/v1/turns", "/v1/references"):
+            return server(request)
+        # The second request has the rest of them.
+        at = 65 - 64 if len(json.loads(request.content)["messages"]) == 6 else 65
+        is_here = len(json.loads(request.content)["messages"]) > at
+        return (
+            error(400, f"messages[{at}][1].tool_calls must be a list")
+            if is_here
+            else ok({"object": "turns", "data": [SEQUENCE]})
+        )
+
+    server, corpus = FakeServer(), load_corpus(path, messages="chat")
+    async with client_of(handler) as client:
+        for work in (make_plan(client, await client.info(), corpus), record_reference(client, corpus, "chats")):
+            with pytest.raises(CorpusError, match=r"row 66 of .*chats.jsonl, message 2.tool_calls must be a list"):
+                await work
+
+
+def test_a_call_without_content_is_not_one_with_null(tmp_path):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": None}}}]}
+    path = written(
+        tmp_path / "chats.jsonl", [{"chat": [MESSAGES[0], each]} for each in (call, call | {"content": None})]
+    )
+    found = [each.messages[1] for each in load_corpus(path, messages="chat").conversations]
+    assert found == [call, call | {"content": None}]
+
+
 def test_fields_without_use_are_a_warning(tmp_path, caplog):
     chat = [{"from": "human", "value": "Is <image> a tag?", "weight": 0}, {**SHAREGPT[1], "train": False}]
     load_corpus(written(tmp_path / "chats.jsonl", [{"chat": chat}]), messages="chat")
@@ -136,13 +171,11 @@ def test_fields_without_use_are_a_warning(tmp_path, caplog):
 async def test_rows_that_have_nothing_to_score_are_a_warning(tmp_path, caplog):
     texts = written(tmp_path / "texts.jsonl", [{"text": text, "kind": "a"} for text in ("one two", "", "three")])
     chats = written(tmp_path / "chats.jsonl", [{"chat": MESSAGES}] * 3)
-    turn = {"role": "assistant", "first": 1, "end": 3, "is_merged": False}
-    turns = {"token_ids": [1, 2, 3], "turns": [turn]}
     server = FakeServer()
 
     def handler(request):
         # The template renders nothing of the second, and the third's turn begins within a token.
-        data = [{**turns, "conversation": 0}, {**turns, "turns": [turn | {"is_merged": True}], "conversation": 2}]
+        data = [SEQUENCE, {**SEQUENCE, "turns": [TURN | {"is_merged": True}], "conversation": 2}]
         return ok({"object": "turns", "data": data}) if request.url.path == "/v1/turns" else server(request)
 
     async with client_of(handler) as client:

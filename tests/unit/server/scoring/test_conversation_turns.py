@@ -2,11 +2,13 @@
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from vllm import SamplingParams
 
 from tests.models import MARKED_TEMPLATE
 from tests.unit.server.light_app import app_with_completions, client_of, error_of
@@ -76,6 +78,94 @@ async def test_turns_are_what_the_model_generates(served: Served, family: str):
     assert [text for sequence in (*own, whole) for text in texts_of(model, sequence)] == about["turns"]
 
 
+CALLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}<{{ message.role }} {{ message.name }}>"
+    "{% if 'content' not in message %}absent{% elif message.content is none %}null"
+    "{% else %}{{ message.content }}{% endif %}"
+    "{% for each in message.tool_calls or [] %}{{ each.id }}{{ each.type }}"
+    "{% set call = each.function %}CALL{% endfor %}"
+    "{{ message.tool_call_id }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+RENDERED_CALLS = {
+    "tojson": "{{ {'name': call.name, 'arguments': call.arguments} | tojson }}",
+    "items": "{{ call.name }}{% for key, value in call.arguments.items() %}{{ key }}={{ value | tojson }}{% endfor %}",
+    "text": "{{ call.name }}({{ call.arguments }})",
+    "either": "{{ call.arguments if call.arguments is string else call.arguments | tojson }}",
+    "added": "{{ call.name + call.arguments }}",
+}
+"""What templates write of a call."""
+ARGUMENTS = {"city": "Köln", "days": [1, 2.50], "unit": None, "more": {"b": True, "a": "\\"}}
+
+
+def calling(arguments: Any, **fields: Any) -> list[dict[str, Any]]:
+    """A conversation with a call of a tool, as transformers documents it."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    result = {"role": "tool", "name": "weather", "content": "Sunny."}
+    return [COUNT, {"role": "assistant", "tool_calls": [call, call], **fields}, result, GREEN]
+
+
+@pytest.mark.parametrize(
+    "written", ["tojson", "items", "text", "either", *(name for name in TEMPLATES if "tools" in name)]
+)
+async def test_calls_are_rendered_as_by_transformers(served: Served, written: str):
+    """Arguments that are objects, without an id, also as a prompt, and tools without the fields that vLLM adds."""
+    model = served(TEMPLATES.get(written) or CALLS.replace("CALL", RENDERED_CALLS[written]))
+    with_id = {"id": "abcdefghi", "index": 0, "function": {"name": "weather", "arguments": {}}}
+    no_parameters = {"function": WEATHER | {"return": {"type": "string"}}, "type": "function"}
+    tokenizer, tools = (
+        AutoTokenizer.from_pretrained(model),
+        [no_parameters, {"type": "function", "function": {"name": "f"}}],
+    )
+    async with client_of(app_with_completions(model)) as client:
+        for fields in ({}, {"content": None}, {"content": ""}, {"content": "So: "}, {"tool_calls": [with_id]}):
+            body = {"messages": calling(ARGUMENTS, **fields), "tools": tools}
+            conversation = deepcopy(body["messages"])
+            expected, prompt = (
+                tokenizer.apply_chat_template(
+                    conversation[:end], tools=tools, tokenize=True, add_generation_prompt=is_prompt
+                )["input_ids"]
+                for end, is_prompt in ((4, False), (3, True))
+            )
+            turns = (await client.post("/v1/turns", json=body)).json()["data"]
+            assert turns[-1]["token_ids"] == expected
+            as_prompt = {**body, "messages": body["messages"][:3], "add_generation_prompt": True}
+            [sequence] = (await client.post("/v1/turns", json=as_prompt)).json()["data"]
+            assert sequence == {"conversation": 0, "token_ids": prompt, "turns": []}
+
+
+async def test_calls_are_scored_by_all_routes(served: Served):
+    body = {"messages": calling(ARGUMENTS), "tools": [{"type": "function", "function": {"name": "f"}}]}
+    async with client_of(app_with_completions(served(CALLS.replace("CALL", RENDERED_CALLS["tojson"])))) as client:
+        turns, score, perplexity = [
+            (await client.post(f"/v1/{route}", json=body)).json() for route in ("turns", "score", "perplexity")
+        ]
+    lengths = [turn["end"] - turn["first"] for turn in turns["data"][0]["turns"]]
+    assert [each["num_scored"] for each in score["data"]] == lengths
+    assert perplexity["num_scored"] == sum(lengths) > 50
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments", "as_rendered"),
+    [
+        # An object in JSON is one, as in vLLM, unless the template can only add a text.
+        *(("tojson", json.dumps(ARGUMENTS), ARGUMENTS), ("items", '{"a":1}', {"a": 1}), ("tojson", "", {})),
+        *(("added", json.dumps(ARGUMENTS), json.dumps(ARGUMENTS)), ("either", '{"a":1}', {"a": 1})),
+        # Other texts are as they are given, in place of which vLLM has {}.
+        *(("either", text, text) for text in ("{city", "[1]", "[" * 100_000, '{"a": "\\ud800"}')),
+        ("tojson", None, None),
+    ],
+)
+async def test_arguments_in_json_become_objects(served: Served, written: str, arguments: Any, as_rendered: Any):
+    model = served(CALLS.replace("CALL", RENDERED_CALLS[written]))
+    app, tokenizer = app_with_completions(model), AutoTokenizer.from_pretrained(model)
+    limits = app.state.scoremode.conversations.limits
+    app.state.scoremode.conversations.limits = replace(limits, max_model_len=1 << 20)
+    async with client_of(app) as client:
+        answer = await client.post("/v1/turns", json={"messages": calling(arguments)})
+    expected = tokenizer.apply_chat_template(calling(as_rendered), tokenize=True)["input_ids"]
+    assert answer.json()["data"][-1]["token_ids"] == expected
+
+
 async def test_marked_turns_are_transformers_assistant_tokens(served: Served):
     model = served(TEMPLATES["smollm3"])
     expected = rendered(model, PLAIN, return_assistant_tokens_mask=True)
@@ -132,6 +222,42 @@ async def test_turns_that_are_sequences_of_their_own_are_scored_alike_by_all_rou
     assert perplexity["nll_sum"] == pytest.approx(-sum(each["sum_logprob"] for each in score["data"]))
 
 
+@pytest.mark.parametrize(
+    ("generation_config", "ends"),
+    [({"eos_token_id": 5}, [1, 5]), ({"eos_token_id": [9, 5, 1]}, [1, 5, 9]), ({}, [1]), (None, [1, 8])],
+)
+def test_an_answer_ends_where_vllm_ends_it(served: Served, generation_config: dict[str, Any] | None, ends: list[int]):
+    """With an EOS of generation_config.json, or else of config.json, or of the tokenizer."""
+    model = served(TEMPLATES["chatml"])
+    (model / "generation_config.json").unlink()
+    (model / "config.json").write_text(
+        json.dumps(json.loads((model / "config.json").read_text()) | {"eos_token_id": 8})
+    )
+    if generation_config is not None:
+        (model / "generation_config.json").write_text(json.dumps(generation_config))
+    conversations, params = app_with_completions(model).state.scoremode.conversations, SamplingParams()
+    params.update_from_generation_config(conversations.model.try_get_generation_config(), 1)
+    assert conversations.ends == sorted(params.all_stop_token_ids) == ends
+
+
+def test_chats_are_rendered_alike_if_the_templates_and_what_they_read_are_equal(served: Served):
+    models = [served(TEMPLATES[name]) for name in ("chatml", "chatml", "zephyr", "chatml")]
+    (models[3] / "chat_template.jinja").unlink()
+    same, again, other, without = (app_with_completions(model).state.scoremode.conversations for model in models)
+    assert same.templates() == again.templates() != other.templates()
+    assert without.templates() is None
+    for owner, name, value in (
+        (again.online, "chat_template", "{{ messages }}"),
+        (again.online, "default_chat_template_kwargs", {"thinking": False}),
+        (again.tokenizer, "bos_token", "<|im_start|>"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert same.templates() != again.templates()
+    again.online.use_harmony = True
+    assert again.templates() is None
+
+
 SAYS_OK = [
     {"role": "assistant", "content": ""},
     {"role": "user", "content": "hi there"},
@@ -161,6 +287,32 @@ REWRITES = "{{ messages[-1]['content'] }}{% for message in messages %}{{ message
             )
         ),
         ("chatml", {"messages": [{"content": "Hello"}]}, "messages[0][0] must have a role"),
+        *(
+            ("chatml", {"messages": [COUNT, ELEVEN | {"tool_calls": calls}]}, f"messages[0][1].tool_calls{message}")
+            for calls, message in (
+                ({}, " must be a list"),
+                *(([call], "[0] must be a call of a function, such as") for call in ("f", {"function": "f"}, WEATHER)),
+                ([{"function": {"arguments": {}}}], "[0] must be a call of a function, such as"),
+            )
+        ),
+        *(
+            (
+                "chatml",
+                {"messages": [COUNT, message, ELEVEN]},
+                f"messages[0][1].{field}: Input should be a valid string",
+            )
+            for message, field in (
+                (COUNT | {"content": None}, "content"),
+                ({"role": "tool", "content": {"a": 1}}, "content"),
+                ({"role": "tool", "content": "a", "tool_call_id": 5}, "tool_call_id"),
+            )
+        ),
+        (
+            "added",
+            {"messages": calling(ARGUMENTS)},
+            'messages[0]: its first 4 messages cannot be rendered: can only concatenate str (not "dict") to str',
+        ),
+        ("items", {"messages": calling("[1]")}, "messages[0]: its first 4 messages cannot be rendered: 'str object'"),
         ("chatml", {"messages": PLAIN, "roles": ["tool"]}, "messages has no turn of tool to score"),
         # Nothing is before it.
         ("chatml", {"messages": [ELEVEN]}, "messages has no turn of assistant to score"),
@@ -182,7 +334,8 @@ REWRITES = "{{ messages[-1]['content'] }}{% for message in messages %}{{ message
     ],
 )
 async def test_what_cannot_be_scored_is_refused(served: Served, family: str, body: dict[str, Any], message: str):
-    model = served((TEMPLATES | {"rewrites": REWRITES, "all_marked": ALL_MARKED})[family])
+    own = {name: CALLS.replace("CALL", call) for name, call in RENDERED_CALLS.items()}
+    model = served((TEMPLATES | own | {"rewrites": REWRITES, "all_marked": ALL_MARKED})[family])
     async with client_of(app_with_completions(model)) as client:
         status, _, found = error_of(await client.post("/v1/turns", json=body))
     assert (status, found[: len(message)]) == (400, message)

@@ -35,7 +35,7 @@ from tests.models import int8_model, random_llama, random_model_of
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
-def identity(path: Path | str, load: LoadConfig | None = None, **changes: Any) -> ModelIdentity:
+def identity(path: Path | str, load: LoadConfig | None = None, *in_chats: Any, **changes: Any) -> ModelIdentity:
     fields = {
         "model": str(path),
         "revision": None,
@@ -51,7 +51,15 @@ def identity(path: Path | str, load: LoadConfig | None = None, **changes: Any) -
         **changes,
     }
     config = SimpleNamespace(model_config=SimpleNamespace(**fields), load_config=load or LoadConfig())
-    return model_identity(config, None)
+    return model_identity(config, None, None, *in_chats)
+
+
+def test_a_model_tells_where_its_answers_end_and_how_chats_are_rendered(tmp_path: Path):
+    plain, same, other = (identity(tmp_path, None, [1, 5], each) for each in (None, ["a", "b"], ["a", "c"]))
+    assert plain.stop_token_ids == [1, 5]
+    assert plain.chat_template_fingerprint is None
+    assert same.chat_template_fingerprint != other.chat_template_fingerprint
+    assert same.fingerprint == other.fingerprint
 
 
 def fingerprint(path: Path | str, load: LoadConfig | None = None, **changes: Any) -> str:
