@@ -19,9 +19,11 @@ BOS, EOS = "<s>", "</s>"
 LARGEST_INT8 = 127
 SAMPLING_DEFAULTS = {
     **{"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.3},
-    **{"frequency_penalty": 1.0, "presence_penalty": 1.0, "min_new_tokens": 12, "max_new_tokens": 3, "eos_token_id": 1},
+    **{"frequency_penalty": 1.0, "presence_penalty": 1.0, "min_new_tokens": 12, "max_new_tokens": 3},
+    "eos_token_id": [1, 34, 55, 376, 646, 676, 968],
 }
-"""A generation_config.json that changes every answer of a server that takes its defaults."""
+"""A generation_config.json that changes every answer of a server that takes its defaults, and with EOS ids that answers
+of `random_llama` often have."""
 MARKED_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"

@@ -147,6 +147,15 @@ def agreement_lengths(is_same: NDArray[np.bool_], window_sizes: NDArray[np.integ
     return lengths
 
 
+def follows_stop(
+    token_ids: NDArray[Any], window_sizes: NDArray[np.integer[Any]], stops: Sequence[int]
+) -> NDArray[np.bool_]:
+    """Whether the target before each of [n], in the same window, is one of these tokens."""
+    follows = np.roll(np.isin(token_ids, stops), 1)
+    follows[(np.cumsum(window_sizes) - window_sizes)[window_sizes > 0]] = False
+    return follows
+
+
 def num_ties(ties: NDArray[np.bool_], lengths: NDArray[np.int64], window_sizes: NDArray[np.integer[Any]]) -> int:
     """Count ties [n] up to the first target of each window that is not the same, given the windows' agreement."""
     starts = np.cumsum(window_sizes) - window_sizes

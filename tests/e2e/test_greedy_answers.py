@@ -11,11 +11,13 @@ import torch
 from safetensors.numpy import load_file
 
 from scoremode.cli.main import main
-from scoremode.comparison import compare, load_runs
+from scoremode.comparison import compare, load_run, load_runs
+from scoremode.comparison.agreement import agreement_of
 from tests import oracle
+from tests.models import SAMPLING_DEFAULTS
 
 NUM_PROMPTS, NUM_TOKENS = 40, 24
-EOS = 1
+STOPS = {"random_model": [1], "disturbed_model": SAMPLING_DEFAULTS["eos_token_id"]}
 
 
 def write_prompts(path: Path, rows: list[dict]) -> Path:
@@ -55,17 +57,18 @@ def recorded(server, client, texts, folder) -> list[dict]:
 
 
 @torch.inference_mode()
-def generated(model: Path, tokens: list[int]) -> list[int]:
+def generated(model: Path, tokens: list[int], stops: list[int]) -> list[int]:
     """The greedy answer of a model in float64, whose own `generate` would follow its generation_config.json."""
     answer = list[int]()
-    while len(answer) < NUM_TOKENS and EOS not in answer:
+    while len(answer) < NUM_TOKENS and not {*answer} & {*stops}:
         logits = oracle._float64_model(model)(torch.tensor([[*tokens, *answer]])).logits
         answer.append(int(logits[0, -1].argmax()))
     return answer
 
 
 def num_same(answer: list[int], other: list[int]) -> int:
-    return next((at for at, pair in enumerate(zip(answer, other, strict=False)) if pair[0] != pair[1]), len(answer))
+    pairs = [*zip(answer, other, strict=False)]
+    return next((at for at, (one, another) in enumerate(pairs) if one != another), len(pairs))
 
 
 def measured(server: str, path: Path, *options: str, reference: str = "answers") -> dict:
@@ -74,20 +77,42 @@ def measured(server: str, path: Path, *options: str, reference: str = "answers")
     return json.loads(path.read_text())
 
 
+@pytest.fixture
+def answers(random_model, disturbed_model, client, texts) -> list[tuple[list[int], list[int], list[int]]]:
+    """Each prompt, the answer of the model and that of the disturbed copy, which has more EOS ids."""
+    prompts, both = [*map(client.tokenize, texts)], zip((random_model, disturbed_model), STOPS.values(), strict=True)
+    of_each = [[generated(model, prompt, stops) for prompt in prompts] for model, stops in both]
+    return [*zip(prompts, *of_each, strict=True)]
+
+
 def test_the_first_difference_is_that_of_the_copys_own_greedy_answer(
-    recorded, disturbed_server, random_model, disturbed_model, client, disturbed_client, texts, folder, capsys
+    recorded, disturbed_server, answers, disturbed_client, folder, capsys
 ):
-    expected = []
-    for text in texts:
-        prompt = client.tokenize(text)
-        answer, other = generated(random_model, prompt), generated(disturbed_model, prompt)
-        expected.append(num_same(answer, other))
-        # Whatever generation_config.json says.
+    for prompt, _, other in answers:
+        # Whatever else generation_config.json says.
         assert disturbed_client.generate(prompt, NUM_TOKENS)[0] == other
-    assert len({*expected}) > 5
+    expected = [num_same(answer, other) for _, answer, other in answers]
+    assert len({*expected}) > 4
+    assert any(other == answer[: len(other)] for _, answer, other in answers if len(other) < len(answer))
     record = measured(disturbed_server, folder / "disturbed.json", "--decode-batch", "8")
     assert record["agreement_lengths"] == expected
-    assert "Agreement of answers" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "Agreement of answers" in shown.out
+    assert "disturbed stops after token 34, 55, 376, 646, 676, 968, where random continues" in shown.out
+
+
+def test_an_answer_has_parted_where_a_copy_continues_after_it(
+    disturbed_server, server, answers, disturbed_client, texts, folder
+):
+    """The roles of both models exchanged."""
+    prompts = write_prompts(folder / "stopped.jsonl", [{"prompt": text} for text in texts])
+    assert record(disturbed_server, prompts, "stopped") == 0
+    run = measured(server, folder / "continuing.json", "--decode-batch", "8", reference="stopped")
+    disturbed_client.delete_reference("stopped")
+    assert run["agreement_lengths"] == [num_same(other, answer) for _, answer, other in answers]
+    parts = agreement_of(load_run(folder / "continuing.json")).parts
+    assert parts.tolist() == [answer != other for _, answer, other in answers]
+    assert any(answer[: len(other)] == other for _, answer, other in answers if len(other) < len(answer))
 
 
 def test_no_answer_of_a_model_parts_from_itself(recorded, server, folder, capsys):
@@ -114,7 +139,8 @@ def test_sampled_answers_agree_as_long_as_exact_distributions_do(
         both = [oracle._float64_model(model)(sequences).logits.softmax(-1) for model in (random_model, disturbed_model)]
     p, q = (each[:, -2:].numpy() for each in both)
     first, second = np.minimum(p[0, 0], q[0, 0]), np.minimum(p[:, 1], q[:, 1]).sum(1)
-    second[1] = 0
+    # None after a token that ends the answer for one of both, and the copy stops after more.
+    second[STOPS["disturbed_model"]] = 0
     expected = first.sum() + first @ second
     stderr = (found.high - found.low) / (2 * 1.96)
     assert 0.1 < expected < 1.9

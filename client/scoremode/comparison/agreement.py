@@ -1,7 +1,8 @@
 """For how many tokens runs give the same answers as the model of their reference, which has that model's answers.
 
-An answer that never parts is censored: it says that the first difference comes after its last token. So quantiles are
-those of the Kaplan-Meier estimate. Answers are independent of each other: where none is censored, intervals are exact.
+A run that stops after another token than the original parts there, or after the answer's last token. An answer that
+never parts is censored: it says that the first difference comes after its last token. So quantiles are those of the
+Kaplan-Meier estimate. Answers are independent of each other: where none is censored, intervals are exact.
 """
 
 import math
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from scoremode.comparison.bootstrap import MIN_UNITS, ROUNDING, exact_interval, unit_counts
 from scoremode.comparison.figures import Figure
 from scoremode.comparison.run_file import RunFile
-from scoremode.kld import Floats, agreement_lengths, num_ties
+from scoremode.kld import Floats, agreement_lengths, follows_stop, num_ties
 
 AgreementFigures = dict[str, Any]
 """Fields of `RunFigures`."""
@@ -29,16 +30,13 @@ class Agreement:
     lengths: NDArray[np.int64]
     """The tokens before the first difference; all of the answer's if there is none."""
     sizes: NDArray[np.int64]
-
-    @property
-    def parts(self) -> NDArray[np.bool_]:
-        """Whether an answer has a difference."""
-        return self.lengths < self.sizes
+    parts: NDArray[np.bool_]
+    """Whether an answer has a difference, which may come after its last token."""
 
     @property
     def _last(self) -> NDArray[np.int64]:
         """The token that differs, from 1; the last one of an answer that never parts."""
-        return np.minimum(self.lengths + 1, self.sizes)
+        return self.lengths + self.parts
 
     def survival(self) -> tuple[Floats, Floats]:
         """Numbers of tokens from 0 on, and the estimated share of answers that are the same for at least as many."""
@@ -98,9 +96,27 @@ def has_answers(run: RunFile, *, are_greedy: bool) -> bool:
 def agreement_of(run: RunFile, members: NDArray[np.bool_] | None = None) -> Agreement:
     """The agreement of a run's answers, or of their tokens in a group [n] alone."""
     assert run.top_token_ids is not None
-    is_same, sizes = run.top_token_ids == run.token_ids, _sizes(run, members)
-    lengths = agreement_lengths(is_same if members is None else is_same[members], sizes)
-    return Agreement(lengths[sizes > 0], sizes[sizes > 0])
+    members = np.ones(run.num_scored, bool) if members is None else members
+    is_same, sizes = (run.top_token_ids == run.token_ids) & ~has_stopped(run), _sizes(run, members)
+    lengths = agreement_lengths(is_same[members], sizes)
+    parts = (lengths < sizes) | (_continues(run) & members[np.cumsum(run.window_sizes) - 1])
+    return Agreement(lengths[sizes > 0], sizes[sizes > 0], parts[sizes > 0])
+
+
+def has_stopped(run: RunFile) -> NDArray[np.bool_]:
+    """[n], whether the token before a target of an answer ends it for the run, though not for the original."""
+    assert run.reference is not None
+    return follows_stop(run.token_ids, run.window_sizes, run.reference.other_stops(run.server)[1])
+
+
+def _continues(run: RunFile) -> NDArray[np.bool_]:
+    """[windows], whether the last token of an answer ends it for the original, though not for the run. At the limit of
+    tokens both end."""
+    assert run.reference is not None
+    assert run.reference.answers is not None
+    last = run.token_ids[np.cumsum(run.window_sizes) - 1]
+    is_shorter = run.window_sizes < run.reference.answers.max_new_tokens
+    return is_shorter & np.isin(last, run.reference.other_stops(run.server)[0])
 
 
 def floor_of(run: RunFile, runs: Sequence[RunFile]) -> Agreement | None:
@@ -111,7 +127,7 @@ def floor_of(run: RunFile, runs: Sequence[RunFile]) -> Agreement | None:
         if is_alike and floor is not None and floor.agreement_lengths is not None:
             assert other.window_documents is not None
             lengths = np.array(floor.agreement_lengths)[other.window_documents]
-            return Agreement(lengths, run.window_sizes.astype(np.int64))
+            return Agreement(lengths, run.window_sizes.astype(np.int64), lengths < run.window_sizes)
     return None
 
 
@@ -155,7 +171,7 @@ def expected_lengths(run: RunFile, members: NDArray[np.bool_] | None = None) -> 
     """[windows], of a sampled answer the sum over its tokens of the product of min(1, q/p) up to each: in the mean over
     answers, the number of tokens after which the best coupling of both samplers parts."""
     assert run.reference_nlls is not None
-    logs = np.minimum(run.reference_nlls - run.nlls, 0.0)
+    logs = np.where(has_stopped(run), -np.inf, np.minimum(run.reference_nlls - run.nlls, 0.0))
     parts = np.split(logs if members is None else logs[members], np.cumsum(_sizes(run, members))[:-1])
     return np.array([np.exp(np.cumsum(part)).sum() for part in parts])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scoremode._texts import printable
-from scoremode.comparison.agreement import agreement_of
+from scoremode.comparison.agreement import agreement_of, has_stopped
 from scoremode.comparison.figures import (
     METRICS,
     NOT_KNOWN,
@@ -77,7 +77,8 @@ def effect_cells(comparison: RunComparison) -> Iterator[tuple[str, list[Cell]]]:
 
 def parted_answers(run: RunFile) -> list[Column]:
     """The answers of a run that part first, with what both models say there."""
-    agreement, starts = agreement_of(run), np.cumsum(run.window_sizes) - run.window_sizes
+    agreement, ends = agreement_of(run), np.cumsum(run.window_sizes)
+    starts = ends - run.window_sizes
     assert run.window_documents is not None
     assert run.top_token_ids is not None
     assert run.reference_top_token_ids is not None
@@ -85,16 +86,24 @@ def parted_answers(run: RunFile) -> list[Column]:
     windows = order[agreement.parts[order]][:NUM_PARTED]
     at = (starts + agreement.lengths)[windows]
     before = [run.token_ids[max(start, end - 16) : end] for start, end in zip(starts[windows], at, strict=True)]
+    original = np.where(at == ends[windows], "the end", "")
+    own = np.where(original == "", np.where(np.append(has_stopped(run), False)[at], "the end", ""), "another token")
     next_ids = {
-        "next in the answer": run.token_ids,
-        "original's top token": run.reference_top_token_ids,
-        "its top token": run.top_token_ids,
+        "next in the answer": (run.token_ids, original),
+        "original's top token": (run.reference_top_token_ids, original),
+        "its top token": (run.top_token_ids, own),
     }
     return [
         Column("prompt", [f"{row + 1:,}" for row in run.window_documents[windows]]),
         Column("same for", [f"{length:,}" for length in agreement.lengths[windows]]),
         Column("answer before", ["".join(_text(run, token) for token in tokens) for tokens in before], right=False),
-        *(Column(name, [f"“{_text(run, token)}”" for token in ids[at]], right=False) for name, ids in next_ids.items()),
+        *(
+            # At the end of an answer there is no token.
+            Column(
+                name, [end or f"“{_text(run, ids[place])}”" for place, end in zip(at, ends, strict=True)], right=False
+            )
+            for name, (ids, ends) in next_ids.items()
+        ),
     ]
 
 

@@ -12,7 +12,7 @@ from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
 from scoremode.kld import times_the_floor
 from scoremode.metrics import exp
-from scoremode.runs import lane_difference
+from scoremode.runs import chat_differences, lane_difference
 from scoremode.wire import ComputedBy, ServedModel
 
 
@@ -197,6 +197,8 @@ def agreements(runs: Sequence[RunFigures]) -> Iterator[str]:
     for figures in runs:
         run, median, sampled = figures.run, figures.agreement_median, figures.expected_agreement
         original = "" if run.reference is None else run.reference.model
+        if run.reference is not None and not run.is_reference:
+            yield from chat_differences(run.label, run.server, run.reference)
         if sampled is not None:
             yield f"{run.label} and {original}, coupled as well as can be, sample {sampled.value:.1f} same tokens."
         if median is None:

@@ -65,7 +65,7 @@ def draw_agreement(curves: Sequence[Curve], drawing: Drawing, axes: Axes, theme:
     """The share of answers that are the same for at least so many tokens, of runs and of the original in lanes."""
     for index, label, agreement in curves:
         tokens, shares = agreement.survival()
-        longest = int(agreement.sizes.max())
+        longest = int(max(agreement.sizes.max(), tokens[-1]))
         shown = np.unique(np.linspace(0, longest, _CURVE_POINTS).astype(int))
         # The share holds from a token on until the next at which an answer parts.
         held = shares[np.searchsorted(tokens, shown, side="right") - 1]

@@ -29,7 +29,7 @@ from scoremode.runs.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY, Job, Pool,
 from scoremode.runs.presets import PRESETS, Preset, comparable_with, window_settings
 from scoremode.runs.recipe import Recipe, make_recipe, tensor_bytes
 from scoremode.runs.recording import Recording, record_reference
-from scoremode.runs.report import RECORD_VERSION, Arrays, reference_in_words, weights_in_words
+from scoremode.runs.report import RECORD_VERSION, Arrays, chat_differences, reference_in_words, weights_in_words
 from scoremode.runs.run import OnProgress, Progress
 
 __all__ = [
@@ -71,6 +71,7 @@ __all__ = [
     "Recipe",
     "Recording",
     "WindowNlls",
+    "chat_differences",
     "check_same_run",
     "comparable_with",
     "evaluate",

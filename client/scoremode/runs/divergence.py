@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from scoremode._texts import model_name
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, ScoremodeError, ServersDifferError
-from scoremode.kld import POSITION_DTYPES, KldPositions, agreement_lengths, of_answers, statistics
+from scoremode.kld import POSITION_DTYPES, KldPositions, agreement_lengths, follows_stop, of_answers, statistics
 from scoremode.metrics import exp, finite_or_none
 from scoremode.results import TOP_DTYPES, KldWindowValues, TopTokens, most_divergent
 from scoremode.runs.lanes import lane_fields, mean_batch
 from scoremode.runs.plan import differences, server_header
 from scoremode.runs.pool import Pool
-from scoremode.runs.report import Arrays, origin_arrays, record_beginning, record_end
+from scoremode.runs.report import Arrays, chat_differences, origin_arrays, record_beginning, record_end
 from scoremode.runs.run import OnProgress, Run, StartJournal, measure
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
 from scoremode.wire import DivergentPosition, KldStatistics, Lane, Reference, ReferenceLayers, ServerInfo, WindowOrigins
@@ -136,12 +136,14 @@ class KldMeasurement(ComparedModel):
     @property
     def agreement_lengths(self) -> list[int] | None:
         """For a reference of greedy answers, the tokens of each before the first that is not the served model's top
-        token, in the order of prompts."""
+        token, or comes after one that ends an answer for the served model alone, in the order of prompts."""
         answers = self.reference.answers
         if answers is None or not answers.are_greedy or self.origins is None:
             return None
-        is_same = self.positions.top_token_ids == self.positions.token_ids
-        lengths = agreement_lengths(is_same, np.array(self.window_sizes))
+        sizes, stops = np.array(self.window_sizes), self.reference.other_stops(self.server)[1]
+        has_stopped = follows_stop(self.positions.token_ids, sizes, stops)
+        is_same = (self.positions.top_token_ids == self.positions.token_ids) & ~has_stopped
+        lengths = agreement_lengths(is_same, sizes)
         return of_answers(lengths, self.origins.documents, answers.num_answers)
 
     @property
@@ -229,6 +231,8 @@ async def measure_kld(
     reference = await same_references(pool, name)
     num_top = min(max(top_logprobs, _num_top(reference)), pool.info.max_top_logprobs)
     plan = KldPlan(pool.info, pool.clients[0].model or pool.info.model, reference, num_top, lane)
+    for difference in chat_differences(plan.model, plan.server, reference):
+        _log.warning("%s", difference)
     origins = await _origins(pool.clients[0], reference)
     run = await measure(plan, pool, start_journal, on_progress)
     return await _measurement(

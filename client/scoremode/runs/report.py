@@ -1,6 +1,6 @@
 """Finished runs as JSON and arrays: what both kinds of run have in common."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -32,6 +32,31 @@ def reference_in_words(reference: Reference) -> str:
     """The weights of a reference's model, and its revision."""
     weights = weights_in_words(reference)
     return weights if reference.revision is None else f"{weights}, revision {reference.revision}"
+
+
+def chat_differences(label: str, server: ServedModel, reference: Reference) -> Iterator[str]:
+    """By which answers in chats of a served model differ from those of a reference's, whatever both models compute."""
+    if reference.method != "conversation":
+        return
+    original, templates = (
+        model_name(reference.model),
+        {reference.chat_template_fingerprint, server.chat_template_fingerprint},
+    )
+    missing, added = (
+        ", ".join([*map(str, stops[:10]), *["..."][: len(stops) > 10]]) for stops in reference.other_stops(server)
+    )
+    if missing:
+        yield (
+            f"{label} continues after token {missing}, where {original} stops: "
+            "its generation_config.json and tokenizer lack these EOS ids."
+        )
+    if added:
+        yield f"{label} stops after token {added}, where {original} continues, by its EOS ids."
+    if len(templates - {None}) > 1:
+        yield (
+            f"{label} has another chat template than {original}: answers in chats part at once where it renders the "
+            "prompts otherwise, which figures on the same tokens do not show."
+        )
 
 
 def origin_arrays(origins: WindowOrigins | None, run_arrays: Arrays, token_texts: Mapping[int, str]) -> Arrays:

@@ -1,6 +1,8 @@
 """Answers to prompts: how they are asked for, kept, resumed and recorded, and what is refused beforehand."""
 
 import json
+import re
+from collections.abc import Mapping
 
 import httpx
 import pyarrow
@@ -22,6 +24,9 @@ ROWS = [{"prompt": "ab"}, {"prompt": "-"}, {"prompt": "cde"}]
 
 
 class StoredAnswers(StoredReference):
+    described: Mapping = {}
+    """More fields."""
+
     def __init__(self, body: dict) -> None:
         super().__init__({"prompt": "answers", "method": "disjoint", "name": body["name"]})
         data = body["answers"]["data"]
@@ -32,7 +37,7 @@ class StoredAnswers(StoredReference):
 
     def json(self) -> dict:
         answers = self.request["answers"]
-        return {**super().json(), "answers": {**answers, "num_answers": len(answers["data"])}}
+        return {**super().json(), "answers": {**answers, "num_answers": len(answers["data"])}, **self.described}
 
     def origins(self) -> dict:
         return {**super().origins(), "documents": self.documents}
@@ -45,6 +50,11 @@ class AnsweringServer(FakeServer):
     finish_reason = "stop"
     text = "text"
 
+    def __init__(self, **changes) -> None:
+        super().__init__(**changes)
+        self.rendered: list[dict] = []
+        """Bodies of requests to render conversations."""
+
     def __call__(self, request):
         body = json.loads(request.content) if request.content else {}
         if request.url.path == "/v1/completions":
@@ -53,6 +63,11 @@ class AnsweringServer(FakeServer):
             ids = [] if body["prompt"][-1] == ord("-") else [body["prompt"][-1] + step for step in (1, 2, 3)]
             choice = {"token_ids": ids, "text": self.text, "finish_reason": self.finish_reason}
             return ok({"choices": [choice]}) if self.allowed >= 0 else None
+        if request.url.path == "/v1/turns":
+            self.rendered.append(body)
+            if "tool_calls" in body["messages"][-1]:
+                return error(400, "messages[0][1].tool_calls[0] must be a call of a function", param="messages")
+            return ok({"object": "turns", "data": [{"conversation": 0, "token_ids": [1, 2], "turns": []}]})
         if request.url.path == "/tokenize" and "messages" in body:
             return ok({"tokens": [1, 2]}) if body["messages"] == [QUESTION] else error(400, "broken")
         return super().__call__(request)
@@ -199,6 +214,37 @@ def test_the_largest_answers_are_asked_for(tmp_path, number, prompt, answer):
     settings = AnswerSettings(max_new_tokens=answer)
     plan = plan_of([largest.tokens(prompt)] * number, settings, largest.TOKEN_ID + 1, prompts_of(tmp_path))
     plan.check_bounds()
+
+
+async def test_a_server_that_has_a_template_renders_prompts_itself(tmp_path):
+    """vLLM's own route refuses calls of tools as transformers has them."""
+    server = AnsweringServer(info={"chat_template_fingerprint": "a"})
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    chat = [QUESTION, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "Two."}]
+    await recorded(server, tmp_path, rows=[{"messages": chat, "tools": [call]}])
+    assert server.rendered == [{"messages": chat, "tools": [call], "add_generation_prompt": True}]
+    assert server.asked[0]["prompt"] == [1, 2]
+    rows = [{"messages": [QUESTION]}, {"messages": [*chat[:2], ANSWER, *chat[:2], QUESTION | {"tool_calls": [5]}]}]
+    with pytest.raises(CorpusError, match=r"row 2 of prompts.jsonl cannot be a prompt: messages\[0\]\[1\].tool_calls"):
+        await recorded(AnsweringServer(info=server.info), tmp_path / "..", rows=rows)
+
+
+async def test_answers_of_a_model_that_stops_elsewhere_are_not_taken_for_its_own(tmp_path, server, caplog):
+    """The fingerprint does not depend on generation_config.json."""
+    await recorded(server, tmp_path)
+    server.references["base"].described = {"stop_token_ids": [1, 2], "chat_template_fingerprint": "a"}
+    await recorded(server, tmp_path)
+    server.info["stop_token_ids"] = [1]
+    with pytest.raises(OutputError, match="of another model"):
+        await recorded(server, tmp_path)
+    server.info |= {"stop_token_ids": [100, 1], "chat_template_fingerprint": "b"}
+    async with client_of(server) as client:
+        await measure_kld(client, "base")
+    assert [re.split(",|: answers", text)[0] for text in caplog.messages if "bytes" in text] == [
+        "bytes continues after token 2",
+        "bytes stops after token 100",
+        "bytes has another chat template than bytes",
+    ]
 
 
 async def test_no_answer_is_generated_without_a_folder_for_references(tmp_path, server):

@@ -5,18 +5,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from fake_server import INFO
 from made_up_runs import made_up_reference, write_kld_run
 from run_files import OWN
 from scipy import stats
 from statsmodels.duration.survfunc import SurvfuncRight
+from transformers import AutoModelForCausalLM
 
 from scoremode.comparison import RunFile, as_csv, as_markdown, as_text, card, compare, load_run, summary
-from scoremode.comparison.agreement import Agreement, _share, agreement_figures, agreement_of, answer_counts
+from scoremode.comparison.agreement import (
+    Agreement,
+    _share,
+    agreement_figures,
+    agreement_of,
+    answer_counts,
+    expected_lengths,
+)
 from scoremode.comparison.bootstrap import exact_interval
 from scoremode.comparison.plot_style import LIGHT, as_svg
 from scoremode.comparison.plots import plots
 from scoremode.comparison.report import write_report
+from scoremode.comparison.report_tables import parted_answers
 from scoremode.errors import RunError
 from scoremode.kld import agreement_lengths, num_ties
 from scoremode.wire import NoiseFloor, ReferenceAnswers, ServerInfo, WindowOrigins
@@ -30,9 +40,9 @@ FIGURES = {"agreement_p10": 1, "agreement_p25": 2, "agreement_median": 2, "agree
 
 
 def run_of(
-    path: Path, lengths, sizes=SIZES, *, floor=None, server=None, answers=None, top_ties=None, **arrays
+    path: Path, lengths, sizes=SIZES, *, floor=None, server=None, answers=None, top_ties=None, original=None, **arrays
 ) -> RunFile:
-    """A run on answers of which the second prompt has none."""
+    """A run on answers of which the second prompt has none. `original` and `server` have fields of both models."""
     num_scored, places = sum(sizes), np.concatenate([np.arange(size) for size in sizes])
     is_same = places != np.repeat(lengths, sizes)
     values = {
@@ -52,7 +62,9 @@ def run_of(
         roles=["assistant"] * len(sizes),
     )
     reference = made_up_reference(
-        sizes, method="conversation", answers=answers, noise_floor=of_floor, fingerprint="of the model"
+        sizes,
+        **{"method": "conversation", "answers": answers, "noise_floor": of_floor, "fingerprint": "of the model"},
+        **(original or {}),
     )
     server = ServerInfo(**{**INFO, **(server or {"fingerprint": "of the copy"})})
     texts = {7: "the", 8: "<a>"}
@@ -76,7 +88,7 @@ def test_quantiles_leave_out_answers_that_have_ended(tmp_path):
 @pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5, 0.75])
 def test_intervals_of_answers_that_all_part_are_scipys_order_statistics(fraction):
     lengths = np.random.default_rng(3).permutation(np.arange(7, 66))
-    found = Agreement(lengths, lengths + 1).quantile_figure(fraction)
+    found = Agreement(lengths, lengths + 1, np.ones(59, bool)).quantile_figure(fraction)
     expected = stats.quantile_test(lengths, p=fraction).confidence_interval()
     assert (found.low, found.high) == (expected.low, expected.high)
 
@@ -84,7 +96,8 @@ def test_intervals_of_answers_that_all_part_are_scipys_order_statistics(fraction
 def test_the_interval_of_a_curve_is_of_greenwoods_variance():
     random = np.random.default_rng(4)
     sizes = random.integers(1, 9, 60)
-    agreement = Agreement(random.integers(0, sizes + 1), sizes)
+    lengths = random.integers(0, sizes + 1)
+    agreement = Agreement(lengths, sizes, lengths < sizes)
     tokens, low, high = agreement.survival_intervals()
     oracle = SurvfuncRight(agreement._last, agreement.parts)
     at = [tokens[1:].tolist().index(token) + 1 for token in oracle.surv_times]
@@ -105,7 +118,7 @@ def test_the_interval_of_a_curve_is_of_greenwoods_variance():
     ],
 )
 def test_no_interval_is_without_width(lengths, sizes, quantiles, share):
-    agreement = Agreement(np.array(lengths), np.array(sizes))
+    agreement = Agreement(np.array(lengths), np.array(sizes), np.array(lengths) < sizes)
     found = [agreement.quantile_figure(fraction) for fraction in (0.1, 0.5)]
     assert [(each.low, each.high) for each in found] == quantiles
     figure = _share(agreement)
@@ -120,7 +133,7 @@ def test_intervals_of_40_answers_cover_a_share_of_1_in_22():
     median = math.ceil(math.log(0.5) / math.log(1 - chance)) - 1
     for _ in range(500):
         lengths = np.minimum(random.geometric(chance, 40) - 1, 48)
-        agreement = Agreement(lengths, np.full(40, 48))
+        agreement = Agreement(lengths, np.full(40, 48), lengths < 48)
         share, half = _share(agreement), agreement.quantile_figure(0.5)
         held.append([share.low <= true_share <= share.high, half.low <= median <= half.high])
     # Less three deviations of 500 trials, 1 %.
@@ -132,6 +145,77 @@ def test_equal_expectations_of_sampled_answers_have_no_interval(tmp_path):
     run = run_of(tmp_path / "run.json", [4] * 25, [4] * 25, answers=sampled)
     found = agreement_figures(run, answer_counts([run], 100, 0))["expected_agreement"]
     assert (found.value, found.low, found.high) == (4, None, None)
+
+
+@pytest.mark.parametrize(
+    ("original", "copy", "lengths", "parts"),
+    [
+        # Answers 4 4 5 7, 4 7, 7 7 7 4 and 4 9 of at most 4 tokens, of which the third is cut by the limit if 4 ends
+        # none. The copy has the same weights.
+        ([7, 9], [7, 9], [4, 2, 4, 2], []),
+        ([4, 7, 9], [9, 4, 7], [4, 2, 4, 2], []),
+        # It goes on after 7, but not beyond the limit; nobody knows what ended the last answer.
+        ([7], [], [4, 2, 4, 2], [1]),
+        ([7, 9], [], [4, 2, 4, 2], [1, 3]),
+        ([7, 9], [9], [4, 2, 4, 2], [1]),
+        # It stops after the first 4 or 5; at the last token both end.
+        ([7, 9], [4, 7, 9], [1, 1, 4, 1], [0, 1, 3]),
+        ([7, 9], [5, 7, 9], [3, 2, 4, 2], [0]),
+        # It stops before a token, and elsewhere goes on.
+        ([7, 9], [5, 7], [3, 2, 4, 2], [0, 3]),
+        (None, [4], [4, 2, 4, 2], []),
+        ([7, 9], None, [4, 2, 4, 2], []),
+    ],
+)
+def test_an_answer_parts_where_one_stops_and_the_other_continues(tmp_path, original, copy, lengths, parts):
+    sizes, token_ids = [4, 2, 4, 2], np.array([4, 4, 5, 7, 4, 7, 7, 7, 7, 4, 4, 9])
+    run = run_of(
+        *(tmp_path / "copy.json", sizes, sizes),
+        original={"stop_token_ids": original},
+        server={"fingerprint": "of the model", "stop_token_ids": copy},
+        **dict.fromkeys(("token_ids", "top_token_ids", "reference_top_token_ids"), token_ids),
+    )
+    agreement = agreement_of(run)
+    assert (agreement.lengths.tolist(), np.flatnonzero(agreement.parts).tolist()) == (lengths, parts)
+    assert agreement_figures(run, None)["agreement_share"].value == 1 - len(parts) / 4
+    # Without the last token of each answer there is no end, and the stops after other tokens count there.
+    members = np.array([1, 1, 1, 0, 1, 0, 1, 1, 1, 0, 1, 0], bool)
+    before_end = agreement_of(run, members)
+    assert np.flatnonzero(before_end.parts).tolist() == [row for row in (0,) if lengths[row] < 3]
+
+
+@torch.inference_mode()
+def test_a_copy_that_continues_has_as_many_same_answers_as_it_generates(random_model, tmp_path):
+    """The copy's generation_config.json lacks all EOS ids but one."""
+    model = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float64)
+    stops = {"original": [1, *range(2, 1024, 32)], "copy": [1]}
+    prompts = torch.randint(2, 1024, (60, 5), generator=torch.Generator().manual_seed(0))
+    answers = [
+        [
+            model.generate(prompt[None], max_new_tokens=24, do_sample=False, eos_token_id=ids)[0, 5:].tolist()
+            for prompt in prompts
+        ]
+        for ids in stops.values()
+    ]
+    of_original, of_copy = answers
+    is_same = [one == other for one, other in zip(of_original, of_copy, strict=True)]
+    assert 10 < sum(is_same) < 50
+    sizes, token_ids = [*map(len, of_original)], np.concatenate(of_original)
+    run = run_of(
+        *(tmp_path / "copy.json", sizes, sizes),
+        answers=ReferenceAnswers(max_new_tokens=24, num_answers=61),
+        original={"stop_token_ids": stops["original"], "chat_template_fingerprint": "a"},
+        server={"fingerprint": "of the model", "stop_token_ids": stops["copy"], "chat_template_fingerprint": "b"},
+        **dict.fromkeys(("token_ids", "top_token_ids", "reference_top_token_ids"), token_ids),
+    )
+    assert (~agreement_of(run).parts).tolist() == is_same
+    comparison = compare([run], num_resamples=100)
+    shown = as_text(comparison)
+    assert f"{sum(is_same)} of 60 answers never part" in shown
+    assert "copy continues after token 2, 34, 66" in shown
+    assert "copy has another chat template than BF16" in shown
+    [parted] = [column.cells for column in parted_answers(run) if column.header == "its top token"]
+    assert {*parted} == {"another token"}
 
 
 def test_windows_without_targets_and_ties_after_the_difference():
@@ -149,6 +233,11 @@ def test_sampled_answers_have_the_expectation_of_the_best_coupling(tmp_path):
     figures = agreement_figures(run_of(tmp_path / "run.json", [0, 0], [3, 2], answers=sampled, **values), None)
     assert figures.keys() == {"expected_agreement"}
     assert figures["expected_agreement"].value == pytest.approx((9 / 8 + 2) / 2)
+    # A run that stops after the second and the first token: 1/2 + 1/2 and 1.
+    values |= {"token_ids": np.array([7, 9, 7, 9, 7])}
+    stops = {"original": {"stop_token_ids": [1]}, "server": {"stop_token_ids": [1, 9]}}
+    run = run_of(tmp_path / "run.json", [0, 0], [3, 2], answers=sampled, **stops, **values)
+    assert expected_lengths(run).tolist() == pytest.approx([1, 1])
 
 
 @pytest.fixture
