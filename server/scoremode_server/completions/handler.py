@@ -232,7 +232,6 @@ class _EngineThatScores:
         output = copy(result.output)
         if output.prompt is None:
             output.prompt = prompt.get("prompt") or self._handler.prompt_text(self._request, result)
-        output.prompt_logprobs = None
         output.num_cached_tokens = result.num_cached_tokens
         yield output
 

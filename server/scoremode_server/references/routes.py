@@ -261,7 +261,8 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         positions: dict[int, KldPositions] = {}
         async with aclosing(references.comparer.compare(reference, marked, settings)) as in_order:
             async for index, rows in in_order:
-                positions[index] = rows.positions
+                # A copy: views would keep the arrays that have the top tokens too.
+                positions[index] = KldPositions.concatenate([rows.positions])
                 yield await asyncio.to_thread(_window, request, index, rows)
         parts = [positions[index] for index in windows]
         joined = KldPositions.concatenate(parts)
