@@ -27,7 +27,7 @@ from scoremode_server.worker.row_spec import RowSpec
 T = TypeVar("T")
 
 BYTES_AHEAD = 256 * 1024**2
-"""Of windows of an export between the engine and its client, unless one window alone is larger."""
+"""Of windows of an export or a comparison between the engine and its client, unless one window alone is larger."""
 
 EXPORTED_BYTES = 2 * BYTES_AHEAD
 """Of windows of all exports of this process between the engine and their clients, unless one export alone has more."""
@@ -155,8 +155,10 @@ class Comparer:
             await self.core.scorer.turns.wait()
             return window.mark.index, ComparedRows.unpack(columns)
 
+        window_bytes = 16 * (1 + settings.top_logprobs) * int(reference.text.num_tokens.max())
+        num_ahead = min(self.core.admission.size.sequences + 1, max(1, BYTES_AHEAD // window_bytes))
         # Read further ahead than the engine computes: workers report a file only between two steps.
-        return self._in_order(reference, windows, settings, compared, loads=STEPS_READ_AHEAD)
+        return self._in_order(reference, windows, settings, compared, loads=STEPS_READ_AHEAD, most=num_ahead)
 
     async def export(
         self, reference: StoredReference, indices: range, settings: ScoreSettings

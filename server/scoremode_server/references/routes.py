@@ -31,9 +31,9 @@ from scoremode_server.engine.admission import RequestQueue
 from scoremode_server.engine.passes import engine_id
 from scoremode_server.errors import NotServedError, RequestError
 from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accept, until_disconnect
-from scoremode_server.http.responses import Stream, in_own_task, respond, top_entries
+from scoremode_server.http.responses import VALUE_BYTES, Stream, in_own_task, respond, top_entries
 from scoremode_server.references.answers import agreement, answer_windows
-from scoremode_server.references.comparer import Comparer, MarkedWindow, base_file_of, llama_cpp_header
+from scoremode_server.references.comparer import BYTES_AHEAD, Comparer, MarkedWindow, base_file_of, llama_cpp_header
 from scoremode_server.references.exchange import WorkerFiles
 from scoremode_server.references.files.directory import ReferenceDirectory
 from scoremode_server.references.layers import LayerParts
@@ -242,6 +242,12 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
             if request.as_noise_floor:
                 raise RequestError("from_boundary: a noise floor is of the whole model", "from_boundary")
         lane = lane_settings(core.lanes, request)
+        if request.stream:
+            # The windows that are computed before the client has taken those before them.
+            most = max(*at_once, BYTES_AHEAD // VALUE_BYTES["base64"])
+            await core.answers.reserve(raw_request, min(sum(num_values), most))
+        else:
+            await core.answers.reserve(raw_request, sum(num_values), request.encoding_format)
     request_id = f"kld-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
