@@ -3,7 +3,7 @@ template. They hold up later calls of the same subject only, and not the end of 
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock, Thread
@@ -64,13 +64,16 @@ class CallThreads:
             del future, call
 
 
-class DroppingExecutor(ThreadPoolExecutor):
-    """Drops calls, and what they were called with, once they are canceled. By itself an executor keeps them until a
-    thread is free."""
+def drop_canceled(executor: Any) -> Any:
+    """Have an executor drop calls, and what they were called with, once they are canceled. By itself it keeps them
+    until a thread is free. Returns the executor."""
+    submit = executor.submit
 
-    def submit(self, function: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:
-        """Schedule a call."""
+    def submit_droppable(function: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:
         calls = [partial(function, *args, **options)]
-        future = super().submit(lambda: calls.pop()())
+        future: Future[T] = submit(lambda: calls.pop()())
         future.add_done_callback(lambda _: calls.clear())
         return future
+
+    executor.submit = submit_droppable
+    return executor

@@ -3,7 +3,7 @@ events."""
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from operator import itemgetter
@@ -52,14 +52,13 @@ def json_response(content: Any) -> Response:
     if len(body) <= PART_BYTES:
         return Response(body, media_type="application/json")
     # The response ends when the client has taken the last part. One part would be with the connection then, in whole.
-    parts = (body[start : start + PART_BYTES] for start in range(0, len(body), PART_BYTES))
     headers = {"Content-Length": str(len(body))}
-    return StreamingResponse(_one_by_one(parts), headers=headers, media_type="application/json")
+    return StreamingResponse(_in_parts(body), headers=headers, media_type="application/json")
 
 
-async def _one_by_one(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
-    for part in parts:
-        yield part
+async def _in_parts(body: bytes) -> AsyncGenerator[bytes, None]:
+    for start in range(0, len(body), PART_BYTES):
+        yield body[start : start + PART_BYTES]
 
 
 class AnswerSpace:

@@ -242,12 +242,10 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
             if request.as_noise_floor:
                 raise RequestError("from_boundary: a noise floor is of the whole model", "from_boundary")
         lane = lane_settings(core.lanes, request)
-        if request.stream:
-            # The windows that are computed before the client has taken those before them.
-            most = max(*at_once, BYTES_AHEAD // VALUE_BYTES["base64"])
-            await core.answers.reserve(raw_request, min(sum(num_values), most))
-        else:
-            await core.answers.reserve(raw_request, sum(num_values), request.encoding_format)
+        # A stream holds the windows that are computed before the client has taken those before them.
+        ahead = max(*at_once, BYTES_AHEAD // VALUE_BYTES["base64"])
+        held = (min(sum(num_values), ahead), "base64") if request.stream else (sum(num_values), request.encoding_format)
+        await core.answers.reserve(raw_request, *held)
     request_id = f"kld-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:

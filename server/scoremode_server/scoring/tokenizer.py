@@ -1,7 +1,6 @@
 """Encodes and decodes text with the server's tokenizer: single tokens once per token of the vocabulary, and prefixes of
 prompts once."""
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from typing import Any, Literal, cast
@@ -19,9 +18,6 @@ from scoremode_server.vllm_compat.output_processor import INCOMPLETE, decode_wit
 
 CHARACTER_CONTEXT = 4
 """Tokens before a position in which vLLM looks for the start of a character, without a prompt's first token."""
-
-TOKENIZED_AT_ONCE = 32
-"""Texts in the renderer's threads or waiting for one. The others wait in their requests, and end with them."""
 
 STORED_CHARACTERS = 16 * 1024**2
 
@@ -75,22 +71,6 @@ class Tokenizer:
         if tokenizer is None:
             raise RequestError("this server has no tokenizer: send token ids, not text", "prompt")
         return tokenizer
-
-
-def count_until_tokenized(renderer: BaseRenderer) -> None:
-    """Bound the texts that a renderer's threads hold. A text of a request that has ended counts until its thread is
-    done with it, because a thread cannot be canceled."""
-    tokenize, places = renderer.tokenize_prompt_async, asyncio.Semaphore(TOKENIZED_AT_ONCE)
-
-    async def tokenize_in_place(prompt: Any, params: TokenizeParams) -> Any:
-        if "prompt_token_ids" in prompt:
-            return await tokenize(prompt, params)
-        await places.acquire()
-        tokenizing = asyncio.ensure_future(tokenize(prompt, params))
-        tokenizing.add_done_callback(lambda _: places.release())
-        return await asyncio.shield(tokenizing)
-
-    renderer.tokenize_prompt_async = tokenize_in_place
 
 
 def as_prompts(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]) -> list[str | list[int]]:

@@ -2,12 +2,13 @@
 
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 
-from scoremode_server.threads import THREADS, CallThreads, DroppingExecutor
+from scoremode_server.threads import THREADS, CallThreads, drop_canceled
 
 
 def test_calls_that_hang_leave_other_references_alone():
@@ -25,7 +26,7 @@ class Body:
     """What a request holds."""
 
 
-@pytest.mark.parametrize("submit", [partial(CallThreads(2).submit, "all"), DroppingExecutor(2).submit])
+@pytest.mark.parametrize("submit", [partial(CallThreads(2).submit, "all"), drop_canceled(ThreadPoolExecutor(2)).submit])
 def test_canceled_calls_hold_nothing_while_others_hang(submit: Any):
     let_go, bodies = threading.Event(), list[weakref.ref[Body]]()
     hang = [submit(let_go.wait) for _ in range(2)]

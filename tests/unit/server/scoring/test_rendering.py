@@ -5,10 +5,7 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +17,7 @@ from scoremode_server.errors import BusyError
 from scoremode_server.http.requests import CLIENT_CLOSED_REQUEST
 from scoremode_server.scoring import conversations, rendering
 from scoremode_server.scoring.rendering import MAX_REQUESTS, THREADS, RenderingThreads, TextEncoder
-from scoremode_server.scoring.tokenizer import TOKENIZED_AT_ONCE, Tokenizer, count_until_tokenized
+from scoremode_server.vllm_compat.engine_client import drop_canceled_texts
 from tests.models import MARKED_TEMPLATE
 from tests.unit.server.engine.cache_setup import LARGE
 from tests.unit.server.light_app import app_with_completions, client_of, error_of, leaving
@@ -156,32 +153,25 @@ async def test_clients_that_leave_hold_no_place_and_no_body():
     )
 
 
-async def test_texts_of_clients_that_left_are_not_held_by_the_renderer():
-    """Except as many as it may have at once, which count until their threads are done."""
-    may_end, texts, pool = threading.Event(), list[weakref.ref[Body]](), ThreadPoolExecutor(1)
-
-    async def tokenize(prompt: Any, params: Any) -> Any:
-        run = partial(lambda text: may_end.wait() and {"prompt_token_ids": [len(text)]}, prompt["prompt"])
-        return await asyncio.get_running_loop().run_in_executor(pool, run)
-
-    async def tokenize_all(prompts: Any, params: Any) -> Any:
-        return await asyncio.gather(*(renderer.tokenize_prompt_async(prompt, params) for prompt in prompts))
-
-    renderer: Any = SimpleNamespace(tokenizer=1, tokenize_prompt_async=tokenize, tokenize_prompts_async=tokenize_all)
-    count_until_tokenized(renderer)
-    tokenizer = Tokenizer(renderer)
-    for _ in range(500):
+async def test_texts_of_clients_that_left_are_not_kept_until_a_thread_is_free(random_model):
+    app, may_end, texts = app_with_completions(random_model), threading.Event(), list[weakref.ref[Body]]()
+    renderer, tokenizer = app.state.scoremode.client.renderer, app.state.scoremode.tokenizer
+    drop_canceled_texts(app.state.scoremode.client)
+    hang = [renderer._executor.submit(may_end.wait) for _ in range(renderer._executor._max_workers)]
+    for _ in range(100):
         text = Body("a text")
         texts.append(weakref.ref(text))
         request = asyncio.create_task(tokenizer.encode(text, False))
         del text
-        await asyncio.sleep(0.0001)
+        for _ in range(10):
+            await asyncio.sleep(0)
         request.cancel()
         await asyncio.wait([request])
         del request
-    assert sum(text() is not None for text in texts) == TOKENIZED_AT_ONCE
+    assert sum(text() is not None for text in texts) == 0
     may_end.set()
-    assert await tokenizer.encode("words", False) == [5]
+    assert await tokenizer.encode("words", False)
+    assert all(future.result() for future in hang)
 
 
 @pytest.mark.parametrize(
