@@ -124,9 +124,10 @@ SERVERS = {
         ("--served-model-name", "disturbed", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
         references="shared",
     ),
-    # Two of one model: tests kill the second, then stop the first.
+    # Three of one model: tests kill the third and an engine of the second, then stop the first.
     "first_server": TO_END,
     "second_server": TO_END,
+    "third_server": TO_END,
 }
 """By the name of the fixture that is the server's URL."""
 

@@ -40,6 +40,7 @@ from scoremode.wire.calls import (
     call,
     stream,
 )
+from scoremode.wire.heads import end_head, watch
 from scoremode.wire.requests import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT,
@@ -119,7 +120,10 @@ class ScoreClient:
             while True:
                 reader = call.new_reader()
                 try:
-                    with self._http.stream(call.method, self.base_url + call.path, json=call.body) as response:
+                    with self._http.stream(
+                        call.method, self.base_url + call.path, json=call.body, extensions={"trace": self._trace}
+                    ) as response:
+                        end_head(response)
                         receiver = call.receiver(response, reader)
                         for chunk in response.iter_bytes():
                             receiver.receive(chunk)
@@ -129,6 +133,9 @@ class ScoreClient:
                 except httpx.RequestError as error:
                     wait = attempts.wait_after_failure(error, can_restart=reader.can_restart)
                 time.sleep(wait)
+
+    def _trace(self, event: str, info: dict[str, Any]) -> None:
+        watch(event, info)
 
     def info(self) -> ServerInfo:
         """Ask what the server runs: model, context length, special tokens, versions."""

@@ -47,6 +47,16 @@ def printable(text: str) -> str:
     return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+MAX_SHOWN = 1000
+"""Characters of what a server says that an error shows."""
+
+
+def excerpt(said: object) -> str:
+    """The beginning of what a server says, as text."""
+    text = str(said)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
+
+
 def json_object(text: str | bytes) -> dict[str, Any] | None:
     """The object that a text in JSON is; None if it is not JSON, or not an object."""
     try:

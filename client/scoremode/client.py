@@ -44,6 +44,7 @@ from scoremode.wire.calls import (
     call,
     stream,
 )
+from scoremode.wire.heads import end_head, watch
 from scoremode.wire.requests import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT,
@@ -125,7 +126,10 @@ class AsyncScoreClient:
             while True:
                 reader = call.new_reader()
                 try:
-                    async with self._http.stream(call.method, self.base_url + call.path, json=call.body) as response:
+                    async with self._http.stream(
+                        call.method, self.base_url + call.path, json=call.body, extensions={"trace": self._trace}
+                    ) as response:
+                        end_head(response)
                         receiver = call.receiver(response, reader)
                         async for chunk in response.aiter_bytes():
                             receiver.receive(chunk)
@@ -135,6 +139,9 @@ class AsyncScoreClient:
                 except httpx.RequestError as error:
                     wait = attempts.wait_after_failure(error, can_restart=reader.can_restart)
                 await asyncio.sleep(wait)
+
+    async def _trace(self, event: str, info: dict[str, Any]) -> None:
+        watch(event, info)
 
     async def info(self) -> ServerInfo:
         """Ask what the server runs: model, context length, special tokens, versions."""

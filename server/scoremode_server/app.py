@@ -4,6 +4,7 @@ import asyncio
 import gc
 import secrets
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.datastructures import State
@@ -30,8 +31,13 @@ from scoremode_server.scoring.model_files import model_identity
 from scoremode_server.scoring.scorer import Scorer, Turns, check_engine, served_lanes
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.settings import BYTES_AHEAD, EXPORTED_BYTES, logprob_bytes
+from scoremode_server.threads import drop_canceled
 from scoremode_server.vllm_compat.computed_by import what_computes
-from scoremode_server.vllm_compat.engine_client import bound_generation_alone, drain_before_shutdown
+from scoremode_server.vllm_compat.engine_client import (
+    bound_generation_alone,
+    drain_before_shutdown,
+    drop_canceled_texts,
+)
 from scoremode_server.vllm_compat.served_models import ServedModels
 from scoremode_server.worker.row_spec import RowSpec, guard_rows
 
@@ -60,6 +66,8 @@ async def start(client: EngineClient, state: State, settings: Namespace, *, has_
     """Assemble the parts around an engine, and put them into vLLM's app state. ValueError if a setting of the server
     changes what logprobs are."""
     check_engine(client.vllm_config)
+    asyncio.get_running_loop().set_default_executor(drop_canceled(ThreadPoolExecutor()))
+    drop_canceled_texts(client)
     limits = Limits.from_model(client.model_config, settings.max_request_sequences, settings.max_request_bytes)
     await _warm_up(client, limits)
     store = make_store(client.vllm_config, settings.score_cache_bytes)

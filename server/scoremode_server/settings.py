@@ -20,7 +20,7 @@ MAX_SCORING_TOKENS = 2**24
 """Each takes up to 75 bytes of the API server while it waits."""
 
 BYTES_AHEAD = 256 * 1024**2
-"""Of windows of an export between the engine and its client, unless one window alone is larger."""
+"""Of windows of an export or a comparison between the engine and its client, unless one window alone is larger."""
 
 EXPORTED_BYTES = 2 * BYTES_AHEAD
 """Of windows of all exports of this process between the engine and their clients, unless one export alone has more."""

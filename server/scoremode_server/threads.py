@@ -1,10 +1,11 @@
 """Threads for calls that may never end, such as reading a file of a mount that does not answer, or rendering a chat
 template. They hold up later calls of the same subject only, and not the end of the process."""
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
@@ -20,24 +21,30 @@ class CallThreads:
 
     most: int = THREADS
     _lock: Lock = field(default_factory=Lock)
-    _waiting: defaultdict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = field(
-        default_factory=lambda: defaultdict(deque)
+    _waiting: defaultdict[str, OrderedDict[Future[Any], Callable[[], Any]]] = field(
+        default_factory=lambda: defaultdict(OrderedDict)
     )
-    """Calls that no thread has begun, by subject."""
+    """Calls that no thread has begun, by subject. A canceled call leaves at once: it may hold a request's body."""
     _num_threads: Counter[str] = field(default_factory=Counter)
 
     def submit(self, name: str, call: Callable[[], T]) -> Future[T]:
         """Schedule a call for the subject of that name."""
         future = Future[T]()
         with self._lock:
-            self._waiting[name].append((future, call))
+            self._waiting[name][future] = call
             starts = self._num_threads[name] < self.most
             if starts:
                 self._num_threads[name] += 1
+        future.add_done_callback(partial(self._drop, name))
         if starts:
             # At the end of the process `ThreadPoolExecutor` would wait for its threads.
             Thread(target=self._run, args=(name,), name="scoremode-calls", daemon=True).start()
         return future
+
+    def _drop(self, name: str, future: Future[Any]) -> None:
+        with self._lock:
+            if name in self._waiting:
+                self._waiting[name].pop(future, None)
 
     def _run(self, name: str) -> None:
         while True:
@@ -47,7 +54,7 @@ class CallThreads:
                     if not self._num_threads[name]:
                         del self._waiting[name], self._num_threads[name]
                     return
-                future, call = self._waiting[name].popleft()
+                future, call = self._waiting[name].popitem(last=False)
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
@@ -55,3 +62,18 @@ class CallThreads:
                     future.set_exception(error)
             # Both are freed before the thread waits for the lock.
             del future, call
+
+
+def drop_canceled(executor: Any) -> Any:
+    """Have an executor drop calls, and what they were called with, once they are canceled. By itself it keeps them
+    until a thread is free. Returns the executor."""
+    submit = executor.submit
+
+    def submit_droppable(function: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:
+        calls = [partial(function, *args, **options)]
+        future: Future[T] = submit(lambda: calls.pop()())
+        future.add_done_callback(lambda _: calls.clear())
+        return future
+
+    executor.submit = submit_droppable
+    return executor

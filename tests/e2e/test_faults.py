@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,8 +30,14 @@ def first_server(servers: Servers) -> ServerProcess:
 
 @pytest.fixture(scope="module")
 def second_server(servers: Servers) -> ServerProcess:
-    """Of the same model, and killed."""
+    """Of the same model. Its engine is killed."""
     return servers.process("second_server")
+
+
+@pytest.fixture(scope="module")
+def third_server(servers: Servers) -> ServerProcess:
+    """Of the same model, and killed."""
+    return servers.process("third_server")
 
 
 def load(num_requests: int) -> list[dict[str, Any]]:
@@ -54,6 +61,20 @@ def check_refusal(response: httpx.Response, message: str) -> None:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert (response.status_code, error["code"], error["message"]) == (503, 503, message)
+
+
+def test_a_killed_server_leaves_no_process_and_no_shared_memory(third_server):
+    server = psutil.Process(third_server.pid)
+    family = server.children(recursive=True)
+    shared = {each.path for process in family for each in process.memory_maps() if each.path.startswith("/dev/shm/")}
+    shared = {path for path in shared if Path(path).exists()}
+    # One is the engine, which keeps a GPU's memory, and one its worker, with which it shares memory.
+    assert len(family) >= 2
+    assert shared
+    server.kill()
+    _, left = psutil.wait_procs(family, timeout=EXIT_SECONDS)
+    assert not left
+    assert not [path for path in shared if Path(path).exists()]
 
 
 async def test_an_engine_that_dies_ends_its_server_and_runs_continue(first_server, second_server):

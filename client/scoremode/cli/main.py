@@ -52,6 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError) as error:  # The second is SIGTERM's, in a sweep.
         print(f"ppl-client: interrupted{command.if_interrupted}{_how_to_resume(error)}", file=sys.stderr)
         return 130
+    except UnicodeEncodeError as error:
+        # Not what is around it, which may be a key.
+        character = printable(error.object[error.start : error.end])
+        print(f"ppl-client: error: a text, name or path has {character}, not valid Unicode", file=sys.stderr)
+        return 1
     except (ScoremodeError, WindowError, OSError) as error:
         message = " ".join(str(error).split())
         print(f"ppl-client: error: {printable(message)}{_how_to_resume(error)}", file=sys.stderr)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import ConfigDict, NonNegativeFloat, TypeAdapter
+from pydantic_core import from_json
 from typing_extensions import Buffer
 
 from scoremode._texts import json_object
@@ -130,7 +131,8 @@ class Journal(AppendedFile, Generic[Result]):
 
     def _read_window(self, number: int, text: bytes) -> None:
         try:
-            line = json.loads(text)
+            # Not by `json`, which reads text that UTF-8 cannot hold.
+            line = from_json(text)
             seconds = _SECONDS.validate_python(line.pop("seconds", None))
             window = self.plan.from_line(line)
             if window.index in self.windows or window.index >= self.plan.num_windows:

@@ -1,6 +1,7 @@
 """The plan of a sweep, a YAML file: which models, on which text, in which windows."""
 
-import os.path
+import json
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from scoremode._texts import faults
+from scoremode._texts import faults, printable
 from scoremode.errors import ScoremodeError, file_errors
 from scoremode.runs import DEFAULT_COLUMN, DEFAULT_SPLIT, Corpus, Preset, load_corpus, local_path, window_settings
 from scoremode.windows import TextMethod, WindowSettings, resolve_stride
@@ -236,7 +237,9 @@ def read_plan(path: Path) -> SweepPlan:
     try:
         with file_errors(PlanError, f"read {path}"):
             content = yaml.safe_load(path.read_bytes())
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
+            # YAML leaves the halves of JSON's escapes apart.
+            content = json.loads(json.dumps(content, default=str))
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
         raise PlanError(f"{path} is not YAML{place}: {getattr(error, 'problem', error)}") from error
@@ -248,6 +251,11 @@ def read_plan(path: Path) -> SweepPlan:
 def checked_plan(fields: dict[str, Any], name: str) -> SweepPlan:
     """A plan of these fields. PlanError with the plan's name and all that is wrong."""
     try:
+        # Names become names of files, and flags are passed to processes.
+        os.fsencode(json.dumps(fields, ensure_ascii=False, default=str))
         return SweepPlan.model_validate(fields)
+    except UnicodeEncodeError as error:
+        character = printable(error.object[error.start : error.end])
+        raise PlanError(f"{name}: a value has {character}, which is not valid Unicode") from error
     except ValidationError as error:
         raise PlanError(f"{name}: {'; '.join(faults(error))}") from error

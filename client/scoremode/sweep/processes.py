@@ -30,6 +30,12 @@ STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.5
 _SUMMARY_OF_VLLM = "Engine core initialization failed"
 """Of an error that only says that there is another."""
+# PR_SET_PDEATHSIG is 1. The starter may have ended before the kernel watched it.
+_TIED = """import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 # No part of a name is read twice, however long a line is.
 _ERROR = re.compile(r"(?<![\w.])[\w.]++(?:(?<=Error)|(?<=Exception)|(?<=Exit)):(?: .+|$)|^scoremode: .+")
 _NEXT_MESSAGE = re.compile(
@@ -87,13 +93,10 @@ async def model_server(
     log.parent.mkdir(parents=True, exist_ok=True)
     with _reserved_port() as port:
         arguments = [*_resolved(command, folder), model, "--host", "127.0.0.1", "--port", str(port), *flags]
-        # Where util-linux is there, the kernel ends the server of a sweep that is killed.
-        if setpriv := shutil.which("setpriv"):
-            arguments = [setpriv, "--pdeathsig", "TERM", "--", *arguments]
         with log.open("wb") as output:
             # A session of its own: Ctrl-C is for the sweep, which stops the server.
             process = await asyncio.create_subprocess_exec(
-                *arguments,
+                *_tied(arguments),
                 cwd=folder,
                 env={**os.environ, **environment},
                 stdin=asyncio.subprocess.DEVNULL,
@@ -112,6 +115,13 @@ async def model_server(
         finally:
             _log.info("stopping the server")
             await _stop(process)
+
+
+def _tied(arguments: list[str]) -> list[str]:
+    """The arguments of a process that the kernel asks to end when this process has ended, even if it was killed."""
+    if sys.platform != "linux":
+        return arguments
+    return [sys.executable, "-ISc", _TIED, str(os.getpid()), *arguments]
 
 
 def _resolved(command: Sequence[str], folder: Path) -> list[str]:
@@ -198,7 +208,7 @@ async def measure_file(program: str, gguf: Path, base: Path, log: Path) -> None:
     command, partial = _command(program, gguf, base), log.with_name(f"{log.name}.partial")
     with partial.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            *_tied(command), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
         try:
             status = await process.wait()

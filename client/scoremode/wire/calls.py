@@ -10,7 +10,7 @@ import httpx
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from scoremode._texts import json_object, printable
+from scoremode._texts import excerpt, json_object, printable
 from scoremode.errors import ResponseError
 from scoremode.wire.failures import event_error, protocol_error
 
@@ -85,7 +85,9 @@ class Reader(Generic[Answer]):
         except ValidationError as error:
             raise protocol_error(error) from error
         except (LookupError, TypeError, ValueError) as error:
-            raise ResponseError(f"the server's answer is not what the protocol says: {error!r}") from error
+            raise ResponseError(
+                f"the server's answer is not what the protocol says: {printable(excerpt(repr(error)))}"
+            ) from error
 
 
 class BodyReader(Reader[bytes]):
@@ -171,8 +173,8 @@ class Call(Generic[Answer]):
         encoding = response.headers.get("content-encoding", "identity")
         if encoding != "identity":
             raise ResponseError(
-                f"the server's answer is compressed ({printable(encoding)}), which the request does not accept: turn "
-                "compression off in the server, or in the proxy before it"
+                f"the server's answer is compressed ({printable(excerpt(encoding))}), which the request does not "
+                "accept: turn compression off in the server, or in the proxy before it"
             )
         if not response.is_success:
             return BodyReader(bytes)

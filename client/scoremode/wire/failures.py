@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import httpx
 from pydantic import ValidationError
 
-from scoremode._texts import first_fault, json_object, printable
+from scoremode._texts import excerpt, first_fault, json_object, printable
 from scoremode.errors import (
     APIStatusError,
     AuthenticationError,
@@ -62,7 +62,7 @@ def event_error(error: object) -> APIStatusError:
 
 def protocol_error(error: ValidationError) -> ResponseError:
     """The exception for an answer of the wrong shape, in one line: the first thing that is wrong with it."""
-    return ResponseError(f"the server's answer is not what the protocol says: {printable(first_fault(error))}")
+    return ResponseError(f"the server's answer is not what the protocol says: {printable(excerpt(first_fault(error)))}")
 
 
 def _exception(status_code: int, failure: _Failure, hint: str = "") -> APIStatusError:
@@ -73,7 +73,7 @@ def _exception(status_code: int, failure: _Failure, hint: str = "") -> APIStatus
         )
     error_class = _CLASSES.get(status_code, ServerError if status_code >= 500 else APIStatusError)
     # On one line: a program that does not catch it shows it on a terminal.
-    message = printable(" ".join(f"{failure.message} (HTTP {int(status_code)}){hint}".split()))
+    message = printable(" ".join(f"{excerpt(failure.message)} (HTTP {int(status_code)}){hint}".split()))
     return error_class(message, status_code=int(status_code), param=failure.param, type=failure.type)
 
 
@@ -94,6 +94,6 @@ def _read_error(error: Any) -> _Failure:
     if not isinstance(error, dict):
         return _Failure(str(error))
     code = error.get("code")
-    param, kind = (None if error.get(name) is None else str(error[name]) for name in ("param", "type"))
+    param, kind = (None if error.get(name) is None else excerpt(error[name]) for name in ("param", "type"))
     is_status = isinstance(code, int) and 400 <= code < 600
     return _Failure(str(error.get("message") or error), param, kind, code if is_status else None)

@@ -8,6 +8,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, Field, TypeAdapter
 
+from scoremode._texts import excerpt
 from scoremode._version import __version__
 from scoremode.errors import ResponseError
 from scoremode.wire.calls import FIXED_BYTES, Answer, Call, EventReader, call
@@ -147,7 +148,9 @@ def parse_answer(body: object, max_new_tokens: int) -> tuple[list[int], str]:
             "max_new_tokens; start it with --generation-config vllm"
         )
     if reason not in ("stop", "length") or num_tokens > max_new_tokens:
-        raise ResponseError(f"the server ended an answer after {num_tokens} tokens for the reason {reason!r}")
+        raise ResponseError(
+            f"the server ended an answer after {num_tokens} tokens for the reason {excerpt(repr(reason))}"
+        )
     return choice.token_ids, choice.text
 
 

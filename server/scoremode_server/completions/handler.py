@@ -232,7 +232,6 @@ class _EngineThatScores:
         output = copy(result.output)
         if output.prompt is None:
             output.prompt = prompt.get("prompt") or self._handler.prompt_text(self._request, result)
-        output.prompt_logprobs = None
         output.num_cached_tokens = result.num_cached_tokens
         yield output
 
@@ -245,6 +244,7 @@ class _EngineThatScores:
         try:
             core.limits.check_num_values(num_values)
             async with accept(core.admission, handler.route, request_id, len(num_values), num_tokens) as queue:
+                await core.answers.reserve(self._raw_request, sum(num_values))
                 rows = (core.scorer.engine.rows(replace(each, queue=queue)) for each in self._asked)
                 async with aclosing(queue.in_order(rows)) as in_order:
                     self.results = [result async for result in in_order]

@@ -98,7 +98,8 @@ async def run_engine(engine: EngineClient, request: RowsRequest, **how: Any) -> 
     """Compute the rows of a request, as `in_engine` says."""
     output = await in_engine(engine, request, **how)
     num_columns, num_cached = request.spec.num_columns, output.num_cached_tokens or 0
-    columns = read_columns(output.prompt_logprobs, num_columns)
+    # The rows are a copy, and an answer keeps the output.
+    columns, output.prompt_logprobs = read_columns(output.prompt_logprobs, num_columns), None
     first = max(num_cached, request.spec.first - 1)
     return EnginePass(output, num_cached, *read_rows(request.token_ids, num_columns, columns, first))
 

@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect, load_aware_call, validate_json_request
@@ -47,6 +48,9 @@ STATUSES: dict[type[BaseException], HTTPStatus] = {
 CLIENT_CLOSED_REQUEST = 499
 """The status, in logs and metrics, of a request whose client left."""
 
+WHEN_SENT = "scoremode.when_sent"
+"""The key in a request's ASGI scope of what is called once its answer is sent, or is not any more."""
+
 READ_AT_ONCE = 256 * 1024
 """Bytes of a body that are decoded on the event loop, in a few milliseconds. Longer ones are decoded in a thread."""
 
@@ -67,6 +71,14 @@ class ScoremodeRoute(APIRoute):
 
     read_as: ClassVar[Mapping[Any, type[BaseModel] | None]] = {}
     """The models that bodies are read by, in place of those that routes name; None for FastAPI's own reading."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        try:
+            await super().handle(scope, receive, send)
+        finally:
+            if WHEN_SENT in scope:
+                scope[WHEN_SENT]()
 
     def get_route_handler(self) -> RouteHandler:
         handle = super().get_route_handler()

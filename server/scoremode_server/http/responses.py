@@ -5,20 +5,38 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
 import orjson
+from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Send
 
 from scoremode_server.engine.admission import Admission, RequestQueue, cancel_and_wait
-from scoremode_server.errors import RequestError
-from scoremode_server.http.requests import accept, error_content, logger
+from scoremode_server.errors import BusyError, RequestError
+from scoremode_server.http.requests import WHEN_SENT, accept, error_content, logger
 from scoremode_server.rows import json_logprobs
 
 T = TypeVar("T")
+
+ANSWER_BYTES = 2**30
+"""Large answers of this process, from before they are computed until their clients have taken them; a larger one may be
+alone. The largest takes half of this."""
+
+LARGE_BYTES = 2**18
+"""Answers that are not larger do not count: a connection may hold a longer body."""
+
+VALUE_BYTES = {"base64": 8, "float": 64}
+"""What a logprob and its token id take in an answer, by encoding."""
+
+SECONDS_TO_WAIT = 60
+"""The time that a request waits for space for its answer."""
+
+PART_BYTES = 2**20
+"""The server's connection holds two such parts of an answer that its client has not taken."""
 
 Events = Callable[[RequestQueue], AsyncGenerator[dict[str, Any], None]]
 """The windows of a request, then its result."""
@@ -30,7 +48,50 @@ def dump(content: Any) -> bytes:
 
 
 def json_response(content: Any) -> Response:
-    return Response(dump(content), media_type="application/json")
+    body = dump(content)
+    if len(body) <= PART_BYTES:
+        return Response(body, media_type="application/json")
+    # The response ends when the client has taken the last part. One part would be with the connection then, in whole.
+    headers = {"Content-Length": str(len(body))}
+    return StreamingResponse(_in_parts(body), headers=headers, media_type="application/json")
+
+
+async def _in_parts(body: bytes) -> AsyncGenerator[bytes, None]:
+    for start in range(0, len(body), PART_BYTES):
+        yield body[start : start + PART_BYTES]
+
+
+class AnswerSpace:
+    """Bounds the bytes of large answers. Requests wait for each other in turn before the engine computes anything for
+    them, and clients that read slowly keep their answer's space."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._line, self._freed = asyncio.Lock(), asyncio.Event()
+
+    async def reserve(self, request: Request, num_values: int, encoding_format: str = "base64") -> None:
+        """Wait until there is space for an answer of so many logprobs, and hold it until the answer is sent. BusyError
+        if there is none in time."""
+        num_bytes = num_values * VALUE_BYTES[encoding_format]
+        if num_bytes <= LARGE_BYTES:
+            return
+        try:
+            async with asyncio.timeout(SECONDS_TO_WAIT), self._line:
+                while self.num_bytes and self.num_bytes + num_bytes > ANSWER_BYTES:
+                    self._freed.clear()
+                    await self._freed.wait()
+                self.num_bytes += num_bytes
+                request.scope[WHEN_SENT] = partial(self._free, num_bytes)
+        except TimeoutError:
+            raise BusyError(
+                f"answers to other clients take {self.num_bytes} of {ANSWER_BYTES} bytes, and this one would take "
+                f"{num_bytes}: try again later, or request fewer top tokens at once",
+                None,
+            ) from None
+
+    def _free(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+        self._freed.set()
 
 
 def top_entries(

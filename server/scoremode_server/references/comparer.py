@@ -160,8 +160,10 @@ class Comparer:
             await self.core.scorer.turns.wait()
             return window.mark.index, ComparedRows.unpack(columns)
 
+        window_bytes = 16 * (1 + settings.top_logprobs) * int(reference.text.num_tokens.max())
+        num_ahead = min(self.core.admission.size.sequences + 1, max(1, BYTES_AHEAD // window_bytes))
         # Read further ahead than the engine computes: workers report a file only between two steps.
-        return self._in_order(reference, windows, settings, compared, loads=STEPS_READ_AHEAD)
+        return self._in_order(reference, windows, settings, compared, loads=STEPS_READ_AHEAD, most=num_ahead)
 
     async def export(
         self, reference: StoredReference, indices: range, settings: ScoreSettings

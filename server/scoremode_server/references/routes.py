@@ -32,7 +32,7 @@ from scoremode_server.engine.admission import RequestQueue
 from scoremode_server.engine.passes import engine_id
 from scoremode_server.errors import NotServedError, RequestError
 from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accept, until_disconnect
-from scoremode_server.http.responses import Stream, in_own_task, respond, top_entries
+from scoremode_server.http.responses import VALUE_BYTES, Stream, in_own_task, respond, top_entries
 from scoremode_server.references.answers import agreement, answer_windows
 from scoremode_server.references.comparer import Comparer, MarkedWindow, base_file_of, llama_cpp_header
 from scoremode_server.references.exchange import WorkerFiles
@@ -46,7 +46,7 @@ from scoremode_server.scoring.core import Core, prepare
 from scoremode_server.scoring.model_files import with_adapter
 from scoremode_server.scoring.scorer import ScoreSettings, lane_settings
 from scoremode_server.scoring.text_windows import RunningPerplexity, cut_texts
-from scoremode_server.settings import WORKER_EXTENSION, reference_directory
+from scoremode_server.settings import BYTES_AHEAD, WORKER_EXTENSION, reference_directory
 
 ROUTE = "/v1/references"
 KLD_ROUTE = "/v1/kld"
@@ -249,6 +249,10 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
             if request.as_noise_floor:
                 raise RequestError("from_boundary: a noise floor is of the whole model", "from_boundary")
         lane = lane_settings(core.lanes, request)
+        # A stream holds the windows that are computed before the client has taken those before them.
+        ahead = max(*at_once, BYTES_AHEAD // VALUE_BYTES["base64"])
+        held = (min(sum(num_values), ahead), "base64") if request.stream else (sum(num_values), request.encoding_format)
+        await core.answers.reserve(raw_request, *held)
     request_id = f"kld-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
@@ -268,7 +272,8 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         positions: dict[int, KldPositions] = {}
         async with aclosing(references.comparer.compare(reference, marked, settings)) as in_order:
             async for index, rows in in_order:
-                positions[index] = rows.positions
+                # A copy: views would keep the arrays that have the top tokens too.
+                positions[index] = KldPositions.concatenate([rows.positions])
                 yield await asyncio.to_thread(_window, request, index, rows)
         parts = [positions[index] for index in windows]
         joined = KldPositions.concatenate(parts)

@@ -29,6 +29,9 @@ SECONDS_TO_ANSWER = 120
 SECONDS_TO_LIST = 10
 """The time in which a reference's files must answer for it to be listed."""
 
+LISTED_AT_ONCE = 16
+"""References whose files are read at once to list them, each in a thread."""
+
 KEPT_OPEN = 8
 """References whose tokens stay in memory: a client requests a reference's windows one by one."""
 
@@ -41,6 +44,7 @@ class References:
     model: ModelIdentity
     param: str
     _threads: CallThreads = field(default_factory=CallThreads)
+    _listing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LISTED_AT_ONCE))
     _opened: LRUCache[str, StoredReference] = field(default_factory=lambda: LRUCache(KEPT_OPEN))
     """By name."""
 
@@ -52,7 +56,7 @@ class References:
 
     async def _listed(self, name: str) -> Reference | None:
         try:
-            async with asyncio.timeout(SECONDS_TO_LIST):
+            async with self._listing, asyncio.timeout(SECONDS_TO_LIST):
                 return await self.in_thread(name, lambda: _describe(self.directory.open(name)))
         except (NoReferenceError, BrokenFileError, TimeoutError):
             return None

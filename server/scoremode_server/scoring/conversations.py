@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from jinja2 import TemplateError
@@ -202,10 +203,15 @@ class _Conversation:
     def _marked_turns(self, text: str, spans: list[Span]) -> list[Turn]:
         """A turn for each span, if the assistant says what is in it."""
         said = [_texts_of(message) for message in self.messages if message["role"] == "assistant"]
+        place = 0
         for start, end in spans:
-            if not any(each in text[start:end] for of_message in said for each in of_message):
+            span = text[start:end]
+            # Spans and messages come in the same order, so the search continues where the last one ended.
+            places = chain(range(place, len(said)), range(place))
+            place = next((at for at in places if any(each in span for each in said[at])), -1)
+            if place < 0:
                 raise RequestError(
-                    f"{self.name} cannot be scored: the chat template marks {text[start:end][:MAX_NAME]!r} as "
+                    f"{self.name} cannot be scored: the chat template marks {span[:MAX_NAME]!r} as "
                     "generated, which the assistant does not say",
                     "messages",
                 )

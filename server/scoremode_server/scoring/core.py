@@ -3,7 +3,7 @@
 import hmac
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request
@@ -11,6 +11,7 @@ from vllm.engine.protocol import EngineClient
 
 from scoremode.wire.protocol import Lane, ServerInfo
 from scoremode_server.engine.admission import Admission
+from scoremode_server.http.responses import AnswerSpace
 from scoremode_server.scoring.conversations import Conversations
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.model_identity import ModelIdentity
@@ -36,6 +37,7 @@ class Core:
     """A secret of this process, if the server has API keys."""
     lanes: Mapping[Lane, int]
     """See `served_lanes`."""
+    answers: AnswerSpace = field(default_factory=AnswerSpace)
 
     @property
     def admission(self) -> Admission:

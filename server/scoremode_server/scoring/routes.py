@@ -115,6 +115,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     lane = lane_settings(core.lanes, request)
     request_id = f"score-{raw_request.state.request_id}"
     async with accept(core.admission, "/v1/score", request_id, len(passes), num_tokens) as queue:
+        await core.answers.reserve(raw_request, sum(num_values), request.encoding_format)
         settings = ScoreSettings(
             request_id=engine_id(request_id),
             queue=queue,
@@ -156,6 +157,7 @@ async def create_turns(request: TurnsRequest, raw_request: Request) -> Response:
     """Conversations as the chat template renders them, and where each scored turn is among their tokens."""
     async with prepare(raw_request, request.model) as (core, _, _):
         sequences = await core.conversations.sequences(request, are_prompts=request.add_generation_prompt)
+        await core.answers.reserve(raw_request, sum(len(each["token_ids"]) for each in sequences), "float")
         return json_response({"object": "turns", "data": sequences})
 
 

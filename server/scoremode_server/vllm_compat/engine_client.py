@@ -16,6 +16,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 
+from scoremode_server.threads import drop_canceled
 from scoremode_server.vllm_compat.output_processor import is_scoring
 
 CHANGES = (
@@ -88,6 +89,11 @@ def bound_generation_alone(engine: Any) -> None:
     engine.check_admission = check_generation
     engine.get_num_queued_tokens = lambda: sum(state.prompt_len for state in generating() if state.is_prefilling)
     processor.get_num_unfinished_requests = lambda: len(generating())
+
+
+def drop_canceled_texts(engine: Any) -> None:
+    """Let an engine client's renderer keep no text of a request that has ended until a thread would tokenize it."""
+    drop_canceled(engine.renderer._executor)
 
 
 engine_died = threading.Event()

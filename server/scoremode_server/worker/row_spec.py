@@ -1,12 +1,15 @@
 """The rows that a scoring request wants, as the engine's workers get them in `SamplingParams.extra_args`, which no
 client can send."""
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from functools import wraps
 from hashlib import blake2b
 from typing import Any, Self, cast
 
 import msgspec
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 ROWS = "scoremode_rows"
@@ -79,7 +82,7 @@ class ScoringParams(SamplingParams):
 
     @classmethod
     def of(cls, params: SamplingParams, spec: RowSpec) -> Self:
-        """The same parameters, which were checked when they were made, of a request for these rows. ValueError
+        """The same parameters, which were checked when they were made, of a request for these rows. VLLMValidationError
         if a client has set what rows it wants."""
         _check(params)
         marked = copy(params)
@@ -89,17 +92,27 @@ class ScoringParams(SamplingParams):
 
 
 def guard_rows(engine: Any) -> None:
-    """Let an engine client refuse a `RowSpec` in any other request: clients may set `extra_args` (`vllm_xargs`)."""
-    add_request = engine.add_request
+    """Let an engine client refuse a `RowSpec` in any other request: clients may set `extra_args` (`vllm_xargs`).
 
-    async def add_unforged(request_id: str, prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
-        if not isinstance(params, ScoringParams):
-            _check(params)
-        return await add_request(request_id, prompt, params, *args, **options)
+    `generate` refuses when it is called, so before a stream begins. `add_request` is guarded for all other callers.
+    """
 
-    engine.add_request = add_unforged
+    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def unforged(*args: Any, **options: Any) -> Any:
+            for each in (*args, *options.values()):
+                if not isinstance(each, ScoringParams):
+                    _check(each)
+            return method(*args, **options)
+
+        return unforged
+
+    engine.add_request, engine.generate = guarded(engine.add_request), guarded(engine.generate)
 
 
 def _check(params: Any) -> None:
     if ROWS in (getattr(params, "extra_args", None) or ()):
-        raise ValueError(f"vllm_xargs: {ROWS} cannot be set")
+        raise VLLMValidationError(
+            f"{ROWS} cannot be set in vllm_xargs or extra_args, because it is the server's own: leave it out",
+            parameter=ROWS,
+        )

@@ -142,6 +142,12 @@ async def test_an_interrupted_recording_resumes(tmp_path, server):
     ):
         with pytest.raises(OutputError, match="is of another run"):
             await recorded(**{"server": server, "tmp_path": tmp_path, **other})
+    whole = journal.read_bytes()
+    # Half of a pair, which UTF-8 cannot hold.
+    journal.write_bytes(whole.replace(b'"text": "', b'"text": "\\ud800', 1))
+    with pytest.raises(OutputError, match="damaged at line 2"):
+        await recorded(server, tmp_path)
+    journal.write_bytes(whole)
     server.allowed, server.requests = 10, []
     await recorded(server, tmp_path)
     assert [each["prompt"] for each in server.asked] == [[BOS, *b"cde"]]

@@ -2,7 +2,10 @@
 
 import base64
 import math
+import socket
+import threading
 import time
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -19,7 +22,8 @@ from fake_server import (
     window_event,
 )
 
-from scoremode import BadRequestError, ResponseError
+from scoremode import APIStatusError, BadRequestError, ResponseError, ScoreClient, TransportError
+from scoremode._texts import MAX_SHOWN
 from scoremode.wire.calls import EventParser
 from scoremode.wire.protocol import ROUNDING
 
@@ -56,6 +60,87 @@ def test_an_endless_answer_is_read_as_far_as_the_request_can_bring(call, method,
     with pytest.raises(ResponseError, match="longer than the"):
         call(Outcomes(response), method, *arguments, **fields)
     assert response.num_sent < (MOST_MIB.get(method, 1) + 1) * 2**20
+
+
+EARLY, CHUNKED = b"HTTP/1.1 103 Early Hints\r\n\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+class RawServer:
+    """Answers every request with bytes as they are, and with one of them again and again, up to 64 MiB."""
+
+    def __init__(self, start: bytes, again: bytes = b"") -> None:
+        self.start, self.again, self.num_sent, self.num_connections = start, again, 0, 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            self.num_connections += 1
+            with connection, suppress(OSError):
+                while connection.recv(65_536):
+                    connection.sendall(self.start)
+                    while self.again and self.num_sent < 2**26:
+                        connection.sendall(self.again * (65_536 // len(self.again)))
+                        self.num_sent += 65_536
+
+
+@pytest.mark.parametrize(
+    ("start", "again"),
+    [
+        *((b"", EARLY), (b"", b"HTTP/1.1 100 Continue\r\nX-A: %b\r\n\r\n" % (b"a" * 60_000))),
+        *((b"HTTP/1.1 200 OK\r\n", b"X-A: b\r\n"), (b"HTTP/1.1 200 OK\r\nX-A: ", b"a")),
+        *((CHUNKED + b"5;", b"a"), (CHUNKED + b"0\r\n", b"X-A: b\r\n"), (CHUNKED, b"1;a=b\r\n \r\n")),
+    ],
+    ids=["103", "100", "headers", "header", "extension", "trailers", "chunks"],
+)
+def test_no_part_of_an_answer_is_endless(call, start, again):
+    server = RawServer(start, again)
+    with pytest.raises((ResponseError, TransportError)):
+        call(server.url, "info", client={"max_retries": 0})
+    # What the client reads, and what the kernel holds.
+    assert server.num_sent < 2**25
+
+
+def test_the_longest_head_is_read_and_any_body_after_it(call):
+    body = b"a" * 2**23
+    head = b"HTTP/1.1 200 OK\r\nX-A: %b\r\nContent-Length: %d\r\n\r\n" % (b"a" * 90_000, len(body))
+    server, chunks = RawServer(500 * EARLY + head + body), []
+    for num_answers in (1, 2):
+        call(server.url, "llama_cpp_base", "base", 0, chunks.append)
+        assert sum(map(len, chunks)) == num_answers * len(body)
+
+
+def test_a_connection_that_is_used_again_may_have_as_long_a_head_each_time():
+    server = RawServer(30_000 * EARLY + b"HTTP/1.1 400 No\r\nContent-Length: 0\r\n\r\n")
+    with ScoreClient(server.url, max_retries=0) as client:
+        for _ in range(6):
+            with pytest.raises(BadRequestError):
+                client.info()
+    assert server.num_connections == 1
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_is_not_followed(call, status):
+    server = Outcomes(httpx.Response(status, headers={"Location": "http://fake:8000/v1/score"}))
+    with pytest.raises(APIStatusError):
+        call(server, "info")
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("message", ["a" * 500_000, ["\x1b[2J"] * 30_000, {"a": ["b"] * 100_000}, [[]] * 100_000])
+@pytest.mark.parametrize("where", ["message", "param", "type", "error", "detail"])
+def test_an_error_shows_the_beginning_of_what_is_said(call, message, where):
+    error = {"message": "no", where: message}
+    content = {"error": message, "detail": message} if where in ("error", "detail") else {"error": error}
+    if where == "detail":
+        del content["error"]
+    with pytest.raises(BadRequestError) as caught:
+        call(Outcomes(httpx.Response(400, json=content)), "info")
+    # An escape has four characters for one.
+    for shown in (str(caught.value), caught.value.param, caught.value.type):
+        assert shown is None or (len(shown) < 5 * MAX_SHOWN and shown.isprintable())
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "gzip, gzip"])

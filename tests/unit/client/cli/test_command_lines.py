@@ -319,6 +319,14 @@ def test_a_server_that_never_answered_is_waited_for_half_a_minute(has_answered, 
     assert sum(waits) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("option", ["--model", "--api-key"])
+def test_text_that_is_not_unicode_is_named_in_one_line(folder, capsys, option):
+    with serve(Server()) as url:
+        assert main(["--url", url, "--text", "abc", "--quiet", option, "a name or a key \ud800"]) == 1
+    message = "ppl-client: error: a text, name or path has \\ud800, not valid Unicode\n"
+    assert capsys.readouterr().err == message
+
+
 def test_ctrl_c_is_status_130_and_one_line(folder, capsys):
     server, over = Server(), threading.Event()
 

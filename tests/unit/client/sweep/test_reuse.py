@@ -133,6 +133,8 @@ def test_a_plan_is_read_as_it_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     bf16, w4a16 = plan.models
     assert bf16.serve == ["--dtype", "float32", "--served-model-name", "a model"], "split as a shell does"
     assert (plan.windows.context_length, plan.text.max_tokens, w4a16.url) == (512, 20000, "http://host:8001")
+    # JSON, which is YAML, has two escapes for one character.
+    assert read(tmp_path, WHOLE.replace("name: w4a16", r'name: "\ud83d\ude00"')).models[1].name == "\U0001f600"
     (tmp_path / "here.txt").write_text("a text")
     plan = SweepPlan.model_validate({**PLAN, "text": {"dataset": "here.txt"}})
     assert plan.text.load(tmp_path).text == "a text", "relative to the plan"
@@ -160,6 +162,8 @@ def test_a_plan_is_read_as_it_is_written(tmp_path: Path, monkeypatch: pytest.Mon
         ("dataset: wikitext", "text: a, by: language", "text: messages and by are columns of a dataset"),
         ("stride: 256", "stride: 1024", "windows: stride 1024 is larger than context_length 512"),
         ("--dtype float32", "--port=80", "models.0.serve: --port is set by the sweep"),
+        ("name: bf16", r'name: "b\ud800"', r"a value has \ud800, which is not valid Unicode"),
+        ("all.html", r'"\ud83d\ude00\ud83d"', r"a value has \ud83d, which is not valid Unicode"),
         ("compare:", f"start_timeout: {10**400}\ncompare:", "start_timeout: Input should be less than or equal to"),
     ],
     ids=lambda value: value[:20],

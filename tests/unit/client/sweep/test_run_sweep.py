@@ -22,7 +22,7 @@ from scoremode import OutputError
 from scoremode.cli.main import main
 from scoremode.runs import open_locked
 from scoremode.sweep import SweepPlan, SweepResult, compare_runs, run_sweep
-from scoremode.sweep.processes import ProcessError, _resolved
+from scoremode.sweep.processes import ProcessError, _resolved, _tied
 from scoremode.wire.base_file import BaseFile
 
 pytestmark = pytest.mark.processes
@@ -261,6 +261,29 @@ def test_a_sweep_that_is_stopped_leaves_no_server(tmp_path: Path, signal_number:
     assert select.select([pipe], [], [], 60)[0]
     assert os.read(pipe, 9) == b"", "the end: nobody writes any more"
     os.close(pipe)
+
+
+def test_llama_perplexity_ends_with_a_sweep_that_is_killed(tmp_path: Path):
+    """Also if the sweep is gone before the kernel watches it."""
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    (tmp_path / "base").write_bytes(bytes(20))
+    program = tmp_path / "llama-perplexity"
+    program.write_text(f"#!{sys.executable}\nimport sys; sys.argv[1:] = [{str(tmp_path / 'pipe')!r}]\n{SILENT}")
+    program.chmod(0o755)
+    start = """import asyncio, sys; from pathlib import Path; from scoremode.sweep.processes import measure_file
+program, *files = sys.argv[1:]; asyncio.run(measure_file(program, *map(Path, files)))"""
+    arguments = [str(tmp_path / name) for name in ("llama-perplexity", "base", "base", "log")]
+    with subprocess.Popen([sys.executable, "-c", start, *arguments]) as sweep:
+        assert select.select([pipe], [], [], 60)[0]
+        assert os.read(pipe, 9) == b"up"
+        sweep.kill()
+    assert select.select([pipe], [], [], 60)[0]
+    assert os.read(pipe, 9) == b"", "the end: nobody writes any more"
+    os.close(pipe)
+    *launcher, _, command = _tied([sys.executable])
+    late = [*launcher, "1" if os.getpid() != 1 else "2", command, "-c", "print('ran')"]
+    assert subprocess.run(late, capture_output=True, check=True).stdout == b""
 
 
 async def test_a_sweep_scores_the_text_of_its_first_model_once(tmp_path: Path, monkeypatch):

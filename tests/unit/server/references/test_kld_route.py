@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from scoremode.kld import POSITION_DTYPES
+from scoremode.kld import POSITION_DTYPES, statistics
 from scoremode.wire.protocol import LOWEST_LOGPROB, ComputedBy
 from scoremode_server.errors import RequestError
+from scoremode_server.references import routes
 from scoremode_server.references.comparer import Comparer
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
+from scoremode_server.references.worker.packing import ComparedRows
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.engine.fake_engine import MAX_TOP, until
 from tests.unit.server.light_app import check_error, client_of, error_of, events, light_app
@@ -91,6 +94,26 @@ async def test_streams_parts_and_single_windows_are_the_whole(root, monkeypatch)
             answer = await client.post(KLD, json={**BODY, "windows": [index, index + 1]})
             assert answer.json()["data"] == whole["data"][index : index + 1]
     assert len(read) == 1
+
+
+@pytest.mark.parametrize("encoding_format", ["float", "base64"])
+async def test_the_arrays_of_a_window_are_freed_when_it_is_written(root, monkeypatch, encoding_format):
+    """Packed, they have the top tokens of every position; the last window's may still be there."""
+    arrays, alive, unpack = list[weakref.ref[np.ndarray]](), list[int](), ComparedRows.unpack
+
+    def unpacked(columns: Any) -> ComparedRows:
+        arrays.extend(map(weakref.ref, columns))
+        return unpack(columns)
+
+    def counted(*values: Any) -> Any:
+        alive.append(sum(array() is not None for array in arrays))
+        return statistics(*values)
+
+    monkeypatch.setattr(ComparedRows, "unpack", unpacked)
+    monkeypatch.setattr(routes, "statistics", counted)
+    whole = await compared(root, top_logprobs=3, encoding_format=encoding_format)
+    assert (len(whole["data"]), len(arrays)) == (NUM_WINDOWS, 3 * NUM_WINDOWS)
+    assert alive[0] <= 3
 
 
 @pytest.mark.parametrize(

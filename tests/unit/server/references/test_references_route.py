@@ -6,14 +6,16 @@ import json
 import math
 import os
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from scoremode.wire.protocol import ComputedBy
-from scoremode_server.references import recorder
+from scoremode_server.references import recorder, service
 from scoremode_server.references.files import tensors
 from scoremode_server.references.files.directory import StoredReference
 from scoremode_server.references.files.manifest import _checksum
@@ -29,7 +31,7 @@ from tests.unit.server.references.reference_engine import (
     client_of_model,
     record,
 )
-from tests.unit.server.references.reference_setup import files, full_disk
+from tests.unit.server.references.reference_setup import create, files, full_disk
 
 BASE = f"{REFERENCES}/base"
 STREAM = {**BODY, "stream": True}
@@ -134,6 +136,28 @@ async def test_references_are_listed_by_name_and_deleted(engine, client, monkeyp
         )
     assert (await client.get(REFERENCES)).json()["data"] == [first]
     assert os.listdir(engine.directory.root) == ["a"]
+
+
+async def test_listing_reads_few_references_at_once(engine, client, monkeypatch):
+    """Each has a thread of its own, so that one that does not answer holds up no other."""
+    for index in range(3 * service.LISTED_AT_ONCE):
+        create(engine.directory.root, f"base{index}")
+    let_go, reading, most, describe = threading.Event(), set[int](), list[int](), service._describe
+
+    def described(reference: StoredReference) -> Any:
+        reading.add(threading.get_ident())
+        most.append(len(reading))
+        assert let_go.wait(60)
+        reading.discard(threading.get_ident())
+        return describe(reference)
+
+    monkeypatch.setattr(service, "_describe", described)
+    listings = [asyncio.create_task(client.get(REFERENCES)) for _ in range(2)]
+    await until(lambda: len(reading) == service.LISTED_AT_ONCE)
+    let_go.set()
+    for answer in await asyncio.gather(*listings):
+        assert len(answer.json()["data"]) == 3 * service.LISTED_AT_ONCE
+    assert max(most) == service.LISTED_AT_ONCE
 
 
 async def test_a_damaged_manifest_is_reported_and_not_listed(engine, client):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from scoremode_server.errors import BusyError
 from scoremode_server.http.requests import CLIENT_CLOSED_REQUEST
 from scoremode_server.scoring import conversations, rendering
-from scoremode_server.scoring.rendering import TextEncoder
+from scoremode_server.scoring.rendering import MAX_REQUESTS, THREADS, RenderingThreads, TextEncoder
+from scoremode_server.vllm_compat.engine_client import drop_canceled_texts
+from tests.models import MARKED_TEMPLATE
 from tests.unit.server.engine.cache_setup import LARGE
 from tests.unit.server.light_app import app_with_completions, client_of, error_of, leaving
 from tests.unit.server.scoring.chat_templates import TEMPLATES, Served
@@ -123,6 +127,53 @@ async def test_rendering_ends_when_its_client_leaves_and_counts_until_then(serve
     assert held.num_begun == 1 + 1 + 2 * 3 - 1
 
 
+class Body(str):
+    """A body that a weak reference can be made of."""
+
+
+async def test_clients_that_leave_hold_no_place_and_no_body():
+    """But for those that are being rendered, as many as there are threads."""
+    threads, may_end, bodies = RenderingThreads(), threading.Event(), list[weakref.ref[Body]]()
+    for _ in range(500):
+        body = Body("a body")
+        bodies.append(weakref.ref(body))
+        request = asyncio.create_task(threads.run(lambda _, body=body: may_end.wait() and body))
+        del body
+        await asyncio.sleep(0)
+        request.cancel()
+        await asyncio.wait([request])
+        del request
+    assert sum(body() is not None for body in bodies) == THREADS
+    waiting = [asyncio.create_task(threads.run(lambda _: 5)) for _ in range(MAX_REQUESTS)]
+    refused = [task for task in waiting if (await asyncio.sleep(0), task.done())[1]]
+    assert len(refused) == THREADS
+    may_end.set()
+    assert sorted(map(type, await asyncio.gather(*waiting, return_exceptions=True)), key=str) == (
+        [int] * (MAX_REQUESTS - THREADS) + [BusyError] * THREADS
+    )
+
+
+async def test_texts_of_clients_that_left_are_not_kept_until_a_thread_is_free(random_model):
+    app, may_end, texts = app_with_completions(random_model), threading.Event(), list[weakref.ref[Body]]()
+    renderer, tokenizer = app.state.scoremode.client.renderer, app.state.scoremode.tokenizer
+    drop_canceled_texts(app.state.scoremode.client)
+    hang = [renderer._executor.submit(may_end.wait) for _ in range(renderer._executor._max_workers)]
+    for _ in range(100):
+        text = Body("a text")
+        texts.append(weakref.ref(text))
+        request = asyncio.create_task(tokenizer.encode(text, False))
+        del text
+        for _ in range(10):
+            await asyncio.sleep(0)
+        request.cancel()
+        await asyncio.wait([request])
+        del request
+    assert sum(text() is not None for text in texts) == 0
+    may_end.set()
+    assert await tokenizer.encode("words", False)
+    assert all(future.result() for future in hang)
+
+
 @pytest.mark.parametrize(
     ("route", "seconds", "status"), [(TURNS, 1.0, 504), ("/v1/score", 1.0, 504), (TURNS, None, 503)]
 )
@@ -140,6 +191,32 @@ async def test_rendering_ends_with_the_time_of_its_request_and_with_the_server(
         if seconds is None:
             await app.state.scoremode.admission.drain(0)
         assert error_of(await asyncio.wait_for(request, 60))[0] == status
+
+
+class Counted(list[str]):
+    """Texts of a message, and how often they are looked for."""
+
+    num_looks = 0
+
+    def __iter__(self) -> Iterator[str]:
+        Counted.num_looks += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("order", ["messages", "messages | reverse"])
+async def test_what_is_marked_is_looked_for_where_it_follows(served: Served, order: str, monkeypatch):
+    """One look per turn, not one per pair of turns; and in a template with another order, what is said is found."""
+    template = MARKED_TEMPLATE.replace("in messages", f"in ({order})")
+    app, texts_of = app_with_completions(served(template)), conversations._texts_of
+    app.state.scoremode.conversations.limits = replace(app.state.scoremode.limits, max_model_len=10**7)
+    monkeypatch.setattr(conversations, "_texts_of", lambda message: Counted(texts_of(message)))
+    monkeypatch.setattr(Counted, "num_looks", 0)
+    messages = [{"role": ("user", "assistant")[place % 2], "content": f"This is {place}."} for place in range(400)]
+    async with client_of(app) as client:
+        answer = await client.post(TURNS, json={"messages": messages})
+    assert len(answer.json()["data"][0]["turns"]) == 200
+    if order == "messages":
+        assert Counted.num_looks <= 2 * 200
 
 
 async def test_thousands_of_tags_are_read_once(served: Served):

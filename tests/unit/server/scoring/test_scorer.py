@@ -36,6 +36,13 @@ async def test_rows_are_those_of_the_requested_tokens():
     assert (answer.rows.logprobs.shape, answer.num_cached_tokens, made.engine.num_requests) == ((0, 4), 0, 1)
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+async def test_an_answer_holds_its_rows_once(use_cache: bool):
+    """The arrays in which they came from the engine are freed."""
+    answer: Any = await scored(setup(), TOKENS, top_logprobs=2, use_cache=use_cache)
+    assert (len(answer.rows), answer.output.prompt_logprobs) == (19, None)
+
+
 @pytest.mark.parametrize(
     ("max_bytes", "options"),
     [(1 << 24, [{"use_cache": False, "cache_salt": "shared"}] * 2), (0, [{"owner": "a"}, {"owner": "b"}])],

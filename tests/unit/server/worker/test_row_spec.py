@@ -1,5 +1,6 @@
 """What a request wants of its rows: it reaches workers as it is, and no client can send it."""
 
+from collections.abc import AsyncGenerator
 from copy import copy
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import PoolingParams, SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from scoremode_server.engine.passes import RowsRequest
@@ -23,7 +25,10 @@ def guarded_engine() -> Any:
     async def add_request(request_id: str, prompt: Any, params: Any, priority: int = 0) -> tuple[Any, ...]:
         return request_id, prompt, params, priority
 
-    engine = SimpleNamespace(add_request=add_request)
+    async def generate(prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
+        yield params
+
+    engine = SimpleNamespace(add_request=add_request, generate=generate)
     guard_rows(engine)
     return engine
 
@@ -63,13 +68,16 @@ def test_the_identity_has_all_that_decides_rows_but_not_num_top():
 @pytest.mark.parametrize("forged", [{ROWS: {}, "other": 1}, {ROWS: None}])
 async def test_forged_specs_are_refused(forged: dict[str, Any]):
     engine, params = guarded_engine(), SamplingParams(extra_args=forged)
-    for positional, named in (
-        (("id", "prompt", params), {}),
-        ((), {"request_id": "id", "prompt": "", "params": params}),
-    ):
-        with pytest.raises(ValueError, match=f"{ROWS} cannot be set"):
-            await engine.add_request(*positional, **named)
-    with pytest.raises(ValueError, match=f"{ROWS} cannot be set"):
+    for method in (engine.add_request, engine.generate):
+        for positional, named in (
+            (("id", "prompt", params), {}),
+            ((), {"request_id": "id", "prompt": "", "params": params}),
+        ):
+            # When they are called, not when the result is awaited: no part of a stream was sent then.
+            with pytest.raises(VLLMValidationError, match=f"{ROWS} cannot be set"):
+                method(*positional, **named)
+    with pytest.raises(VLLMValidationError, match=f"{ROWS} cannot be set"):
         ScoringParams.of(params, RowSpec())
     for others in (SamplingParams(), SamplingParams(extra_args={"other": 1}), PoolingParams()):
         assert (await engine.add_request("id", "prompt", others))[2] is others
+        assert [each async for each in engine.generate("prompt", others, "id")] == [others]
