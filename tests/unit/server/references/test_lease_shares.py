@@ -112,7 +112,7 @@ class Engine:
         admission = Admission(size, nothing, lambda *counts: None)
         engine = SimpleNamespace(prompt_columns=partial(self._compute, admission))
         scorer = SimpleNamespace(engine=engine, turns=SimpleNamespace(wait=nothing))
-        core: Any = SimpleNamespace(scorer=scorer)
+        core: Any = SimpleNamespace(scorer=scorer, admission=admission)
         references = References(self.windows.root, MODEL, "reference", self.threads)  # type: ignore[arg-type]
         return Comparer(references, core, WorkerFiles(self, admission))  # type: ignore[arg-type]
 
