@@ -208,3 +208,25 @@ def test_a_prompt_may_fill_the_context_if_nothing_is_generated(plugin_server, by
     for of_prompt, expected in zip(found, oracle.logprobs(byte_fallback_model, prompts), strict=True):
         oracle.assert_close(of_prompt, expected)
     assert content["usage"]["prompt_tokens"] == 296
+
+
+FORGED = {"scoremode_rows": [1]}
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", {"prompt": [5, 6], "vllm_xargs": FORGED}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "vllm_xargs": FORGED}),
+        ("/v1/responses", {"input": "a", "vllm_xargs": FORGED}),
+        ("/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": {"extra_args": FORGED}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_rows_of_the_servers_own_are_refused_by_name_on_every_route(server, route, body, more):
+    answer = httpx.post(server + route, json={"model": "tiny", "max_tokens": 1, **body, **more}, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, 400, "scoremode_rows"), error
+    assert "scoremode_rows cannot be set in vllm_xargs or extra_args" in error["message"]

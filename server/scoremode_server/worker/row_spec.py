@@ -94,8 +94,17 @@ class ScoringParams(SamplingParams):
 def guard_rows(engine: Any) -> None:
     """Let an engine client refuse a `RowSpec` in any other request: clients may set `extra_args` (`vllm_xargs`).
 
-    `generate` refuses when it is called, so before a stream begins. `add_request` is guarded for all other callers.
+    Most routes make parameters by `from_optional`, and the others call `generate` with them: both refuse before a
+    stream begins. `add_request` is guarded for all other callers.
     """
+    make_params = SamplingParams.from_optional
+
+    def make_unforged(**fields: Any) -> SamplingParams:
+        params = make_params(**fields)
+        _check(params)
+        return params
+
+    SamplingParams.from_optional = staticmethod(make_unforged)
 
     def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)

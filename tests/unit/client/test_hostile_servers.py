@@ -129,7 +129,11 @@ def test_a_redirect_is_not_followed(call, status):
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("message", ["a" * 500_000, ["\x1b[2J"] * 30_000, {"a": ["b"] * 100_000}, [[]] * 100_000])
+@pytest.mark.parametrize(
+    "message",
+    ["a" * 500_000, ["\x1b[2J"] * 30_000, {"a": ["b"] * 100_000}, [[]] * 100_000],
+    ids=["text", "list", "object", "lists"],
+)
 @pytest.mark.parametrize("where", ["message", "param", "type", "error", "detail"])
 def test_an_error_shows_the_beginning_of_what_is_said(call, message, where):
     error = {"message": "no", where: message}

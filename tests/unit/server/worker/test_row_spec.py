@@ -78,6 +78,9 @@ async def test_forged_specs_are_refused(forged: dict[str, Any]):
                 method(*positional, **named)
     with pytest.raises(VLLMValidationError, match=f"{ROWS} cannot be set"):
         ScoringParams.of(params, RowSpec())
+    with pytest.raises(VLLMValidationError, match=f"{ROWS} cannot be set"):
+        SamplingParams.from_optional(extra_args=forged)
+    assert SamplingParams.from_optional(top_k=3, extra_args={"other": 1}).top_k == 3
     for others in (SamplingParams(), SamplingParams(extra_args={"other": 1}), PoolingParams()):
         assert (await engine.add_request("id", "prompt", others))[2] is others
         assert [each async for each in engine.generate("prompt", others, "id")] == [others]
