@@ -124,10 +124,15 @@ class _Comparison:
             self.num_tokens -= num_tokens
             self.has_left.set()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether windows may enter the engine."""
+        return self.may_enter.is_set() and self.failure is None
+
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Use the lease for a window that enters the engine. LeaseEndedError if it has ended."""
-        if not self.may_enter.is_set() or self.failure is not None:
+        if not self.is_open:
             raise LeaseEndedError
         self.num_inside += 1
         try:
@@ -145,12 +150,14 @@ class _Engine:
     """For the next call: see `WorkerWindows.exchange`."""
     comparisons: dict[str, _Comparison] = field(default_factory=dict)
     """By the key of the reference's LM head."""
+    may_be_noted: bool = False
+    """Whether the workers may still count on windows of this API server."""
     lease: LeaseState = field(default_factory=lambda: LeaseState(key="", is_granted=False, is_used=False, waiting=[]))
 
     @property
     def is_busy(self) -> bool:
         """Whether the workers must be called."""
-        return bool(self.orders or self.comparisons or self.lease["is_granted"])
+        return bool(self.orders or self.comparisons or self.may_be_noted)
 
     @property
     def num_windows(self) -> int:
@@ -165,12 +172,13 @@ class _Engine:
         self._order_heads()
         wanted = {}
         for key, comparison in self.comparisons.items():
-            if comparison.num_windows > comparison.num_inside:
+            if comparison.failure is None and comparison.num_windows > comparison.num_inside:
                 wanted[key] = comparison.ticket if comparison.is_read else ""
             tickets |= {key, comparison.ticket} - {""}
         is_used = any(comparison.num_inside for comparison in self.comparisons.values())
         # Windows may enter while the call is under way.
-        is_held = is_used or any(comparison.may_enter.is_set() for comparison in self.comparisons.values())
+        is_held = is_used or any(comparison.is_open for comparison in self.comparisons.values())
+        self.may_be_noted = bool(wanted) or is_held
         call = LeaseCall(server, asyncio.get_running_loop().time(), wanted, is_held, is_used)
         return (*map(msgspec.to_builtins, (self.orders, tickets, call)),)
 
@@ -324,6 +332,8 @@ class WorkerFiles:
             answers = await self._answers(messages)
         except BaseException:
             for engine, orders in zip(self._engines, sent, strict=True):
+                # The workers may have noted what this call said.
+                engine.may_be_noted = True
                 # Whoever waits for a read fails, but what was read must not stay.
                 engine.orders[:0] = [order for order in orders if isinstance(order, Forget)]
             raise

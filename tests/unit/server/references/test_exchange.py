@@ -28,6 +28,7 @@ class Workers:
         ordered: types of orders, of which reference or ticket, and the engine.
         change: what a rank answers, in the place of its answer.
         fails: whether calls fail.
+        loses_answers: whether calls fail after the workers have done what they say.
     """
 
     def __init__(self, num_engines: int = 1) -> None:
@@ -37,7 +38,7 @@ class Workers:
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
         self.ordered: list[tuple[int, str, str]] = []
         self.change: Callable[[int, Any], Any] = lambda rank, answer: answer
-        self.fails = False
+        self.fails = self.loses_answers = False
         self.num_calls = 0
         self.leases = [Lease() for _ in range(num_engines)]
 
@@ -50,7 +51,10 @@ class Workers:
         await asyncio.sleep(0)
         if self.fails:
             raise RuntimeError("lost")
-        return [[None, *self._answers(engine, *message)] for engine, message in enumerate(messages.values())]
+        answers = [[None, *self._answers(engine, *message)] for engine, message in enumerate(messages.values())]
+        if self.loses_answers:
+            raise RuntimeError("lost")
+        return answers
 
     def _answers(self, engine: int, orders: list[dict[str, Any]], tickets: list[str], call: Any) -> list[Any]:
         for order in orders:
@@ -210,6 +214,36 @@ async def test_a_lost_call_leaves_no_reference_in_use(admission: Admission, monk
     await until(lambda: first._task and first._task.done())
     kinds = [(kind, what) for _, kind, what in workers.ordered]
     assert kinds.count(("Forget", "base 0")) == 1
+
+
+async def test_a_lost_answer_leaves_no_reference_in_use(admission: Admission, monkeypatch: pytest.MonkeyPatch):
+    """The API server does not know that it may use the reference, and calls until the workers know that it does not."""
+    monkeypatch.setattr(exchange, "RETRY_SECONDS", 0.01)
+    workers = Workers()
+    files = WorkerFiles(workers, admission)
+    await load(files, mark("base"))
+    await until(lambda: files._task and files._task.done())
+    waiting = asyncio.create_task(load(files, mark("base")))
+    workers.loses_answers = True
+    with pytest.raises(EngineOutputError, match="lost"):
+        await waiting
+    workers.loses_answers = False
+    await until(lambda: files._task and files._task.done())
+    assert not workers.leases[0].is_used
+    assert not workers.leases[0].waiting
+
+
+async def test_a_head_that_cannot_be_placed_holds_up_no_other_reference(admission: Admission):
+    """Although a window of it waits for a file that hangs."""
+    workers, outcomes = Workers(), {"base 0": None}
+    workers.change = lambda rank, answer: {**answer, "outcomes": answer["outcomes"] | outcomes}
+    hanging = asyncio.create_task(load(WorkerFiles(workers, admission), mark("base")))
+    await until(lambda: workers.leases[0].is_used)
+    outcomes["head of base"] = "CUDA out of memory"
+    other = asyncio.create_task(load(WorkerFiles(workers, admission), mark("other")))
+    await until(other.done)
+    assert not hanging.done()
+    hanging.cancel()
 
 
 async def test_a_failed_call_fails_what_waits_and_nothing_after_it(
