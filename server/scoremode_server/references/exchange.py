@@ -252,11 +252,14 @@ class WorkerFiles:
         comparison.num_windows += 1
         self._call_soon()
         try:
-            await comparison.wait(wait)
+            if engine.compares_with_others(mark.head):
+                await comparison.wait(wait)
             async with comparison.reserved(num_tokens, STEPS_READ_AHEAD * self._admission.size.tokens):
                 engine.orders.append(ReadWindow(mark))
                 try:
                     await self._wait_until_read(mark, engine)
+                    # Files may be read for longer than a lease: what was read waits for the next.
+                    await comparison.wait(wait)
                     yield engine.rank if len(self._engines) > 1 else None, comparison.inside
                 finally:
                     engine.orders.append(Forget(mark.ticket))

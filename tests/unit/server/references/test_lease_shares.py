@@ -70,17 +70,28 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
 
 class ThreadsAtOnce:
-    """Threads that are through at once. Of a reference in `num_readable`, they read so many files, then one hangs."""
+    """Threads that are through at once. Of a reference in `num_readable`, they read so many files, then one hangs. Of
+    one in `seconds`, each file takes this time."""
 
     def __init__(self) -> None:
         self.num_readable: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
 
     def submit(self, name: str, call: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         self.num_readable[name] = self.num_readable.get(name, sys.maxsize) - 1
         if self.num_readable[name] >= 0:
-            future.set_result(call())
+            try:
+                self._end_later(self.seconds.get(name, 0.0), future, call())
+            except Exception as error:
+                future.set_exception(error)
         return future
+
+    def _end_later(self, seconds: float, future: Future[Any], result: Any) -> None:
+        if seconds:
+            asyncio.get_running_loop().call_later(seconds, lambda: future.cancelled() or future.set_result(result))
+        else:
+            future.set_result(result)
 
 
 class Engine:
@@ -185,14 +196,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def simulate(monkeypatch: pytest.MonkeyPatch, root: Path, clients: list[Client], **num_readable: int) -> Engine:
+def simulate(
+    monkeypatch: pytest.MonkeyPatch,
+    root: Path,
+    clients: list[Client],
+    read_seconds: dict[str, float] | None = None,
+    **num_readable: int,
+) -> Engine:
     """Let clients compare, with as many API servers as they name."""
 
     async def run() -> Engine:
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(reads, "time", SimpleNamespace(monotonic=loop.time))
         engine = Engine(root, 1 + max(client.server for client in clients))
-        engine.threads.num_readable = num_readable
+        engine.threads.num_readable, engine.threads.seconds = num_readable, read_seconds or {}
         tasks = [asyncio.create_task(client.run(engine)) for client in clients]
         ended, _ = await asyncio.wait(tasks, timeout=SECONDS)
         await cancel_and_wait(*tasks)
@@ -232,6 +249,19 @@ def test_each_reference_gets_its_share(
     engine = simulate(monkeypatch, root, clients_of(num_references, num_servers, num_windows=num_windows))
     assert min(shares(engine, num_references)) > 0.5
     assert longest_wait(engine, num_references) <= 3 * LEASE_SECONDS
+
+
+def test_files_that_are_read_for_longer_than_a_lease_are_compared(root: Path, monkeypatch: pytest.MonkeyPatch):
+    """What was read in one lease waits for the next, so a window takes two."""
+    clients = [*clients_of(2, 1, num_windows=40), Client("2", 0, 1)]
+    engine = simulate(monkeypatch, root, clients, {"2": FIRST_SECONDS + 1})
+    assert longest_wait(engine, 3) <= 2 * 3 * LEASE_SECONDS
+
+
+def test_a_lone_client_calls_the_workers_twice_for_a_window(root: Path, monkeypatch: pytest.MonkeyPatch):
+    """To have it read, and to learn that it was."""
+    engine = simulate(monkeypatch, root, [Client("0", 0, 1)])
+    assert len(engine.done) > SECONDS / (2 * CALL_SECONDS + WINDOW_SECONDS + 0.05)
 
 
 @pytest.mark.parametrize("retry", [0.5, 2.5, 10.0, 30.0])
