@@ -197,13 +197,15 @@ class _Engine:
         """Let windows enter the engine as the workers allow it, or fail if their LM head cannot be read."""
         self.lease = answers[0]["lease"]
         for key, comparison in self.comparisons.items():
-            if failure := _failure(answers, comparison.ticket) or _failure(answers, key):
+            # A head may be on the device that is no longer the lease's.
+            has_lease = self.lease["key"] == key
+            if failure := _failure(answers, comparison.ticket) or (has_lease and _failure(answers, key)):
                 comparison.fail(_file_error(failure, comparison.mark, "the LM head"))
             comparison.is_read = bool(comparison.ticket) and _is_done(answers, comparison.ticket)
-            is_placed = _is_done(answers, key)
+            is_placed = has_lease and _is_done(answers, key)
             if is_placed and comparison.ticket:
                 self.forget_head(comparison)
-            if self.lease["is_granted"] and self.lease["key"] == key and is_placed:
+            if self.lease["is_granted"] and is_placed:
                 comparison.may_enter.set()
             elif comparison.failure is None:
                 comparison.may_enter.clear()

@@ -16,7 +16,7 @@ takes time too."""
 SHORTEST_LEASE = 1.0
 
 FIRST_SECONDS = 5.0
-"""While others wait, a lease ends early if no window of it enters the engine within this time."""
+"""While others wait, a lease ends early if no window of it enters the engine within this time after the first may."""
 
 IDLE_SECONDS = 0.5
 """While others wait, a lease ends early if this time has passed since its last window left the engine. A client that
@@ -42,12 +42,13 @@ class Lease:
     ticket: str = ""
     """The ticket under which that head was read."""
     _now: float = 0.0
-    _began_at: float = 0.0
+    _began_at: float | None = None
+    """When an API server first said that windows may enter the engine: its head was placed, however long calls take."""
     _idle_at: float = 0.0
     """When the lease ends if no window enters the engine before."""
     _users: dict[str, bool] = field(default_factory=dict)
-    """Whether windows are in the engine, by API server that may send some. Until none may, no other reference follows,
-    whatever the time is."""
+    """Whether windows are in the engine, by API server that may send some or has yet to learn that it may. Until none
+    may, no other reference follows, whatever the time is."""
     _places: dict[str, _Place] = field(default_factory=dict)
     """References that wait, by key, in the order in which they get the lease."""
 
@@ -58,8 +59,15 @@ class Lease:
         self._users.pop(call.server, None)
         if call.held:
             self._users[call.server] = call.used
+            if self._began_at is None:
+                self._began_at, self._idle_at = self._now, self._now + FIRST_SECONDS
+        elif self._began_at is None and self.key in call.wanted:
+            self._users[call.server] = False
         if call.used:
             self._idle_at = max(self._idle_at, self._now + IDLE_SECONDS)
+        if self._began_at is None and not self._users:
+            # No one wants this head any more, or it could not be placed: the next to want it has it placed again.
+            self.key = self.ticket = ""
         self._note_waiting(call)
         if not self._users and self._has_ended():
             self._pass_on()
@@ -96,6 +104,8 @@ class Lease:
     def _has_ended(self) -> bool:
         if (first := self._next()) is None or first == self.key:
             return False
+        if self._began_at is None:
+            return not self._users
         is_idle = self._now >= self._idle_at and not any(self._users.values())
         seconds = max(SHORTEST_LEASE, min(LEASE_SECONDS, LONGEST_ROUND / len(self.waiting)))
         if self._places[first].was_passed_over:
@@ -113,4 +123,4 @@ class Lease:
             place.was_passed_over = True
         place = self._places.pop(self.key)
         self.ticket = next(filter(None, place.tickets.values()))
-        self._began_at, self._idle_at = self._now, self._now + FIRST_SECONDS
+        self._began_at, self._users = None, dict.fromkeys(place.tickets, False)

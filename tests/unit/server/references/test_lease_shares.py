@@ -22,7 +22,7 @@ import torch
 
 from scoremode_server.engine.admission import Admission, EngineSize, cancel_and_wait
 from scoremode_server.engine.passes import RowsRequest
-from scoremode_server.errors import BusyError, UnavailableError
+from scoremode_server.errors import BusyError, ConflictError, UnavailableError
 from scoremode_server.references.comparer import Comparer, MarkedWindow
 from scoremode_server.references.exchange import WorkerFiles
 from scoremode_server.references.files.directory import ReferenceDirectory
@@ -181,7 +181,7 @@ class Client:
                 async with asyncio.timeout(self.leaves_after):
                     await engine.compare(self.reference, self.server, self.num_windows)
                 await asyncio.sleep(self.pause)
-            except (BusyError, UnavailableError, TimeoutError):
+            except (BusyError, ConflictError, UnavailableError, TimeoutError):
                 await asyncio.sleep(self.retry)
 
 
@@ -251,11 +251,35 @@ def test_each_reference_gets_its_share(
     assert longest_wait(engine, num_references) <= 3 * LEASE_SECONDS
 
 
+@pytest.mark.parametrize("num_servers", [1, 4])
+def test_calls_that_take_long_leave_each_reference_its_share(
+    root: Path, monkeypatch: pytest.MonkeyPatch, num_servers: int
+):
+    """A call waits for a step's end, which may take seconds: three calls pass until a window can enter the engine."""
+    monkeypatch.setattr(sys.modules[__name__], "CALL_SECONDS", 3.0)
+    engine = simulate(monkeypatch, root, clients_of(2, num_servers, num_windows=40))
+    assert min(shares(engine, 2)) > 0.5
+    assert longest_wait(engine, 2) <= 3 * LEASE_SECONDS
+
+
 def test_files_that_are_read_for_longer_than_a_lease_are_compared(root: Path, monkeypatch: pytest.MonkeyPatch):
     """What was read in one lease waits for the next, so a window takes two."""
     clients = [*clients_of(2, 1, num_windows=40), Client("2", 0, 1)]
     engine = simulate(monkeypatch, root, clients, {"2": FIRST_SECONDS + 1})
     assert longest_wait(engine, 3) <= 2 * 3 * LEASE_SECONDS
+
+
+def test_a_head_that_was_not_placed_once_is_placed_later(root: Path, monkeypatch: pytest.MonkeyPatch):
+    """Although no other reference is compared meanwhile."""
+    place, num_failures = HeadInMemory.place, iter(range(2))
+
+    def place_later(head: HeadInMemory, *of: Any) -> None:
+        if next(num_failures, None) is not None:
+            raise RuntimeError("CUDA out of memory")
+        place(head, *of)
+
+    monkeypatch.setattr(HeadInMemory, "place", place_later)
+    assert simulate(monkeypatch, root, [Client("0", 0, 1)]).done
 
 
 def test_a_lone_client_calls_the_workers_twice_for_a_window(root: Path, monkeypatch: pytest.MonkeyPatch):

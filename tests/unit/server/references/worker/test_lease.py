@@ -13,10 +13,12 @@ from scoremode_server.references.worker.lease import (
 from scoremode_server.references.worker.orders import LeaseCall
 
 
-def ask(lease: Lease, now: float, server: str, *wanted: str, inside: bool = False) -> bool:
+def ask(
+    lease: Lease, now: float, server: str, *wanted: str, inside: bool = False, may_enter: bool | None = None
+) -> bool:
     """A call of an API server, whose heads have all been read."""
-    call = LeaseCall(server, now, {key: f"ticket of {key}" for key in wanted}, held=inside, used=inside)
-    return lease.update(call)
+    held = inside if may_enter is None else may_enter
+    return lease.update(LeaseCall(server, now, {key: f"ticket of {key}" for key in wanted}, held=held, used=inside))
 
 
 @pytest.fixture
@@ -25,6 +27,7 @@ def lease() -> Lease:
     lease = Lease()
     assert ask(lease, 0, "one", "a")
     assert (lease.key, lease.ticket) == ("a", "ticket of a")
+    assert ask(lease, 0, "one", "a", may_enter=True)
     return lease
 
 
@@ -36,7 +39,7 @@ def test_a_lease_ends_after_its_time_if_others_wait_and_once_no_window_is_in_the
     assert not ask(lease, 101, "two", "b")
     assert not ask(lease, 102, "one", "a")
     assert lease.key == "b"
-    assert ask(lease, 102, "two", "b")
+    assert ask(lease, 102, "two", "b", may_enter=True)
     assert not ask(lease, 102 + LEASE_SECONDS - 0.1, "one", "a")
     assert ask(lease, 102 + LEASE_SECONDS - 0.1, "two", "b", inside=True)
     assert not ask(lease, 102 + LEASE_SECONDS, "two", "b")
@@ -48,6 +51,7 @@ def test_a_lease_that_no_window_uses_ends_early(lease: Lease):
     assert not ask(lease, 1.1, "one")
     assert not ask(lease, FIRST_SECONDS - 0.1, "two", "b")
     assert ask(lease, FIRST_SECONDS, "two", "b")
+    assert ask(lease, FIRST_SECONDS, "two", "b", may_enter=True)
     assert ask(lease, FIRST_SECONDS + 6, "two", "b", inside=True)
     assert not ask(lease, FIRST_SECONDS + 6.1, "two")
     assert not ask(lease, FIRST_SECONDS + 6.1, "one", "a")
@@ -69,10 +73,11 @@ def test_a_reference_keeps_its_place_for_a_while(lease: Lease):
     assert not ask(lease, 1.2, "three", "c")
     ask(lease, 11, "one")
     # Its clients are away when it would be next, and go first when they are back.
-    assert ask(lease, 11, "three", "c")
+    assert ask(lease, 11, "three", "c", may_enter=True)
     assert not ask(lease, 11.5, "two", "b")
     assert not ask(lease, 11 + SHORTEST_LEASE, "three", "c")
     assert ask(lease, 11 + SHORTEST_LEASE, "two", "b")
+    assert ask(lease, 11 + SHORTEST_LEASE, "two", "b", may_enter=True)
     ask(lease, 13, "two")
     ask(lease, 14, "one", "a")
     ask(lease, 14, "one")
@@ -82,12 +87,45 @@ def test_a_reference_keeps_its_place_for_a_while(lease: Lease):
     assert not lease._places.keys() - {"c"}
 
 
+@pytest.mark.parametrize("seconds", [0.1, 8])
+def test_a_lease_begins_when_its_windows_may_enter_the_engine(lease: Lease, seconds: float):
+    """However long calls take until an API server learns that the head was placed."""
+    assert not ask(lease, 20, "two", "b")
+    assert not ask(lease, 20, "one", "a")
+    first = 20 + 3 * seconds
+    assert ask(lease, 20 + seconds, "two", "b")
+    assert not ask(lease, 20 + 2 * seconds, "one", "a")
+    assert ask(lease, first, "two", "b", may_enter=True)
+    assert not ask(lease, first + FIRST_SECONDS - 0.1, "one", "a")
+    assert ask(lease, first + FIRST_SECONDS - 0.1, "two", "b", inside=True)
+    assert not ask(lease, first + LEASE_SECONDS, "two", "b")
+    assert lease.key == "a"
+
+
+def test_a_lease_that_no_one_wants_any_more_passes_on_at_once(lease: Lease):
+    assert not ask(lease, 20, "two", "b")
+    assert not ask(lease, 20, "one", "a")
+    assert lease.key == "b"
+    ask(lease, 20.1, "two")
+    assert ask(lease, 20.2, "one", "a")
+
+
+def test_a_head_that_no_window_used_is_placed_again(lease: Lease):
+    """It may not have been placed for want of memory."""
+    assert not ask(lease, 20, "two", "b")
+    ask(lease, 20, "one")
+    ask(lease, 20.1, "two")
+    assert (lease.key, lease.ticket) == ("", "")
+    assert ask(lease, 20.2, "two", "b")
+    assert (lease.key, lease.ticket) == ("b", "ticket of b")
+
+
 def test_time_never_goes_back(lease: Lease):
     """Calls may arrive in another order than they were sent in."""
     assert not ask(lease, 20, "two", "b")
     ask(lease, 5, "one")
     assert lease.key == "b"
-    assert ask(lease, 4, "two", "b")
+    assert ask(lease, 4, "two", "b", may_enter=True)
     assert ask(lease, 29.9, "two", "b", inside=True)
     assert not ask(lease, 29.9, "one", "a")
 
