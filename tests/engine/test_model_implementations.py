@@ -12,7 +12,7 @@ from tests.engine.conftest import small_engine
 from tests.gpu.lanes import lane_logprobs
 
 LOGITS_SCALING = 8.0
-FAULT = "the model needs the config's logits_scaling of 8, but its logits are scaled by 1"
+FAULT = "the model needs the config's logits_scaling of 8, but its logits are divided by 1.0"
 
 
 @pytest.fixture(scope="module")

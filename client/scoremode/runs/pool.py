@@ -176,6 +176,5 @@ class Pool:
     def _check_identity(self, info: ServerInfo, address: str) -> None:
         if differing := differences(identity(info), identity(self.info)):
             raise ServersDifferError(f"{address} does not serve the model that the run began with: {differing}")
-        here, there = info.computed_by, self.info.computed_by
-        if here and there and (differing := here.differences(there)):
+        if differing := info.computes_otherwise(self.info):
             _log.warning("%s has other GPUs or kernels, and the run mixes what both compute: %s", address, differing)

@@ -333,13 +333,6 @@ class ComputedBy(BaseModel):
         """Whether the CPU cuts off sums of INT8 products, so that figures are not the quantization's."""
         return any(SATURATES in kernel for kernel in self.kernels or ())
 
-    def differences(self, wanted: "ComputedBy") -> str:
-        """The values that differ, in words; empty where none do. A field that one does not know, such as an older
-        server, does not differ."""
-        pairs = [(name, value, getattr(wanted, name)) for name, value in self]
-        known = [pair for pair in pairs if None not in pair]
-        return ", ".join(f"{name} is {value!r} instead of {other!r}" for name, value, other in known if value != other)
-
 
 class ServedModel(BaseModel):
     """A model as a server serves it, or served it when a reference was recorded."""
@@ -368,6 +361,13 @@ class ServedModel(BaseModel):
     chat_template_fingerprint: str | None = None
     """Of the chat templates, the server's variables for them, BOS and EOS; None without a Jinja template, and from an
     older server."""
+
+    def computes_otherwise(self, wanted: "ServedModel") -> str:
+        """The values of `computed_by` that differ, in words; empty where none do. A field that one does not know, such
+        as an older server, does not differ."""
+        pairs = [(name, value, getattr(wanted.computed_by, name, None)) for name, value in self.computed_by or ()]
+        known = [pair for pair in pairs if None not in pair]
+        return ", ".join(f"{name} is {value!r} instead of {other!r}" for name, value, other in known if value != other)
 
     @property
     def most_noise_floor(self) -> float:

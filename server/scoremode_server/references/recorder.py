@@ -107,8 +107,7 @@ class Recorder:
                 f"there is a reference {name!r} already, recorded {recorded}: delete it, or take another name",
                 "layers",
             )
-        before, now = of_disk.model.computed_by, model.computed_by
-        if before is not None and now is not None and (differing := now.differences(before)):
+        if differing := model.computes_otherwise(of_disk.model):
             logger.warning("Reference %s was begun on other GPUs or kernels: here %s", name, differing)
         return await self.references.save(reference, lambda manifest: {"corpus": manifest.corpus or corpus})
 

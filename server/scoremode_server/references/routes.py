@@ -311,8 +311,7 @@ def _noise_floor(
     if mean is None or None in (kld["p99"], kld["max"]):
         raise RequestError("the noise floor is infinite", "as_noise_floor")
     if mean > served.most_noise_floor:
-        before, now = recorded.computed_by, served.computed_by
-        differing = "" if before is None or now is None else now.differences(before)
+        differing = served.computes_otherwise(recorded)
         raise RequestError(
             f"as_noise_floor: the model diverges from its own recording by {mean:.3g} nats in the mean, and rounding "
             f"in {served.dtype} gives at most {served.most_noise_floor:g}, so this is not a noise floor and is not "

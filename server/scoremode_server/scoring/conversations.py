@@ -110,9 +110,10 @@ class Conversations:
             raise RequestError(
                 f"messages: a conversation has {longest} messages, and can have at most {MAX_MESSAGES}", "messages"
             )
-        return await self._threads.run(partial(self._rendered, request, are_prompts))
+        roles = set[str]() if are_prompts else {*request.roles}
+        return await self._threads.run(partial(self._rendered, request, roles))
 
-    def _rendered(self, request: MessagesFields, are_prompts: bool, is_over: threading.Event) -> list[TurnSequence]:
+    def _rendered(self, request: MessagesFields, roles: set[str], is_over: threading.Event) -> list[TurnSequence]:
         """The sequences of a request. For a thread, which ends once the request is over."""
         tools: Any = request.tools or []
         is_shared = not tools or isinstance(tools[0], dict)
@@ -121,8 +122,8 @@ class Conversations:
         for index, messages in enumerate(request.conversations):
             name = f"messages[{index}]"
             params = shared or self._params(name, tools[index], request.chat_template_kwargs)
-            conversation = _Conversation(self, name, *_read(name, messages), set(request.roles), params, is_over)
-            for sequence in conversation.prompt(index) if are_prompts else conversation.sequences(index):
+            conversation = _Conversation(self, name, *_read(name, messages), roles, params, is_over)
+            for sequence in conversation.sequences(index):
                 sequences.append(sequence)
                 # Turns that are sequences of their own have the same beginnings.
                 num_tokens += len(sequence["token_ids"])
@@ -160,6 +161,7 @@ class _Conversation:
     tool_calls: list[list[dict[str, Any]]]
     """The calls in each message."""
     roles: set[str]
+    """Of the turns to score; none for a prompt, which ends where the assistant answers."""
     params: ChatParams
     is_over: threading.Event
     _parsed: list[Any] = field(init=False)
@@ -167,16 +169,8 @@ class _Conversation:
     _encoder: TextEncoder = field(init=False)
     """Of the whole conversation."""
 
-    def prompt(self, index: int) -> Iterator[TurnSequence]:
-        """The whole conversation, up to where the assistant answers."""
-        self._parsed = self._parse()
-        text = self._render_whole(self.shared.tokenizer, add_generation_prompt=True)
-        token_ids = TextEncoder(self.shared.tokenizer, text, self.shared.metrics.encoded_characters.inc).token_ids
-        self.shared.limits.check_length(len(token_ids), self.name)
-        yield {"conversation": index, "token_ids": token_ids, "turns": []}
-
     def sequences(self, index: int) -> Iterator[TurnSequence]:
-        """The sequences with turns to score, and with the conversation's index."""
+        """The sequences with turns to score, or the prompt, with the conversation's index."""
         self._parsed = self._parse()
         tokenizer, has_marks = self.shared.tokenizer, self.roles == {"assistant"} and self._has_marks()
         marked = MarkedRendering(tokenizer)
@@ -197,7 +191,7 @@ class _Conversation:
                 yield {"conversation": index, "token_ids": until[: turn["end"]], "turns": [turn]}
         # An empty message adds nothing.
         turns = [turn for turn in turns if turn["first"] < turn["end"]]
-        if turns:
+        if turns or not self.roles:
             yield {"conversation": index, "token_ids": whole, "turns": turns}
 
     def _marked_turns(self, text: str, spans: list[Span]) -> list[Turn]:
@@ -291,10 +285,10 @@ class _Conversation:
         self.shared.limits.check_length(len(token_ids), self.name)
         return token_ids
 
-    def _render_whole(self, tokenizer: Any, *, add_generation_prompt: bool = False) -> str:
+    def _render_whole(self, tokenizer: Any) -> str:
         """The text of the whole conversation. If the template cannot render the arguments of calls as objects, it gets
         them as they are given from now on: it may add JSON to a text."""
-        render = partial(self._render, len(self.messages), tokenizer, add_generation_prompt=add_generation_prompt)
+        render = partial(self._render, len(self.messages), tokenizer, add_generation_prompt=not self.roles)
         try:
             return render()
         except RequestError:

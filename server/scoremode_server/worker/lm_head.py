@@ -20,21 +20,18 @@ from scoremode_server.kernels.reduced_rows import Shard, true_on_every_rank
 
 logger = init_logger(f"vllm.{__name__}")
 
-_SCALES = {
-    "cohere": ("logit_scale", 1),
-    "falcon_h1": ("lm_head_multiplier", 1),
-    "granite": ("logits_scaling", -1),
-    "hyperclovax": ("logits_scaling", 1),
-    "minicpm3": ("logits_scaling", -1),
+_LOGIT_FIELDS = {
+    "cohere": ("logit_scale", "scaled by"),
+    "falcon_h1": ("lm_head_multiplier", "scaled by"),
+    "gemma": ("final_logit_softcapping", "capped at"),
+    "granite": ("logits_scaling", "divided by"),
+    "hyperclovax": ("logits_scaling", "scaled by"),
+    "minicpm3": ("logits_scaling", "divided by"),
+    "nanochat": ("final_logit_softcapping", "capped at"),
+    "recurrent_gemma": ("logits_soft_cap", "capped at"),
+    "vaultgemma": ("final_logit_softcapping", "capped at"),
 }
-"""By how model types begin: the field of the transformers library's config that scales logits, and its exponent."""
-_SOFT_CAPS = {
-    "gemma": "final_logit_softcapping",
-    "nanochat": "final_logit_softcapping",
-    "recurrent_gemma": "logits_soft_cap",
-    "vaultgemma": "final_logit_softcapping",
-}
-"""By how model types begin: the field that caps logits."""
+"""By how model types begin: the field of the transformers library's config that changes logits, and how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +90,13 @@ def examine(logits_fn: LogitsFunction, hidden_size: int, dtype: torch.dtype, gro
 def wrong_logits(source: LogitsSource, config: Any) -> str | None:
     """Say which scale or soft cap of a model's config its logits lack, as vLLM's backend for the transformers library
     leaves out those that it does not know. None for a config that has none, or is of a family not known here."""
-    faults, processor, family = [], source.processor, config.model_type
-    for name, exponent in (each for beginning, each in _SCALES.items() if family.startswith(beginning)):
-        value = getattr(config, name, None) or 1.0
-        if not math.isclose(processor.scale, value**exponent, rel_tol=1e-6):
-            faults.append(f"the config's {name} of {value:g}, but its logits are scaled by {processor.scale:g}")
-    for name in (each for beginning, each in _SOFT_CAPS.items() if family.startswith(beginning)):
-        value = getattr(config, name, processor.soft_cap)
-        if value != processor.soft_cap:
-            faults.append(f"the config's {name} of {value}, but its logits are capped at {processor.soft_cap}")
-    return f"the model needs {' and '.join(faults)}" if faults else None
+    scale, soft_cap = source.processor.scale, source.processor.soft_cap
+    applied = {"scaled by": scale, "divided by": 1 / scale, "capped at": soft_cap}
+    for beginning, (name, how) in _LOGIT_FIELDS.items():
+        value = getattr(config, name, None) if config.model_type.startswith(beginning) else None
+        if value is not None and not math.isclose(value, applied[how] or math.inf, rel_tol=1e-6):
+            return f"the model needs the config's {name} of {value:g}, but its logits are {how} {applied[how]}"
+    return None
 
 
 def _observe(logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> LogitsSource | None:
