@@ -57,8 +57,8 @@ def verdict_line(comparison: RunComparison, figures: RunFigures[RunFile | Engine
         infinite = [run.label for run in (pair.first, pair.second) if math.isinf(run.nlls.max())]
         reason = f"no interval, as the NLL of a token is infinite in {' and in '.join(infinite)}"
         verdict = reason if comparison.has_intervals else comparison.blocks
-    fault = _fault(pair.second.server)
-    return f"{line}: {verdict} ({fault})" if fault else f"{line}: {verdict}"
+    computed_by = pair.second.server.computed_by
+    return f"{line}: {verdict} ({computed_by.fault})" if computed_by and computed_by.fault else f"{line}: {verdict}"
 
 
 def exceeded_limits(
@@ -250,7 +250,6 @@ def in_words(computed_by: ComputedBy | None) -> str:
 
 
 _SCHEME = re.compile(r"CompressedTensorsW\w+")
-SATURATION = "INT8 sums saturate on a CPU without VNNI: not a figure of the quantization"
 
 
 def computed_differently(runs: Sequence[RunFile]) -> list[str]:
@@ -276,18 +275,11 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
         if len(alike) > 1:
             values = ", ".join(f"{value} ({', '.join(labels)})" for value, labels in alike.items())
             parts.append(f"{_IN_WORDS.get(name, name)}: {values}")
-    warnings = [f"{label}: {fault}." for label, model, _ in sources if (fault := _fault(model))]
+    computed = ((label, model.computed_by) for label, model, _ in sources)
+    warnings = [f"{label}: {by.fault}." for label, by in computed if by is not None and by.fault]
     if parts:
         warnings.append(f"Not all was computed alike, which may be a part of the differences. {'; '.join(parts)}.")
     return warnings
-
-
-def _fault(model: ServedModel) -> str | None:
-    """Why figures of the model are not those that its weights should have."""
-    computed_by = model.computed_by
-    if computed_by is not None and computed_by.wrong_logits:
-        return f"scores are not those of the model: {computed_by.wrong_logits}"
-    return SATURATION if computed_by is not None and computed_by.saturates else None
 
 
 def _scheme(model: ServedModel) -> str:

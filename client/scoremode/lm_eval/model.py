@@ -26,7 +26,7 @@ from scoremode._tasks import Result
 from scoremode._texts import printable
 from scoremode.client import AsyncScoreClient
 from scoremode.runs import Job, Pool
-from scoremode.wire import DEFAULT_TIMEOUT, LISTING_BYTES, PATIENT_RETRY_FOR, Bounds, call
+from scoremode.wire import DEFAULT_TIMEOUT, LISTING_BYTES, PATIENT_RETRY_FOR, call
 
 MAX_PROMPTS, MAX_TOKENS = 32, 65_536
 """Of one request to `/v1/score`: contexts, and their tokens with those of their continuations."""
@@ -197,13 +197,11 @@ class ScoremodeLM(TemplateLM):
                 )
             by_context[tuple(context[-(self.max_length + 1 - len(continuation)) :])].append(index)
 
-        most_tokens = (self._info.bounds or Bounds()).scoring_tokens
-
         def size(context: tuple[int, ...], places: Sequence[int], *, alone: bool = True) -> int:
             """The tokens that are sent, or the share of the server's bound that they take, if that is larger."""
             own = sum(len(requests[index][2]) for index in places)
             all_tokens = len(places) * len(context) + own
-            return max(alone * len(context) + own, -(-all_tokens * MAX_TOKENS // most_tokens))
+            return max(alone * len(context) + own, -(-all_tokens * MAX_TOKENS // self._info.bounds.scoring_tokens))
 
         def parts_of(context: tuple[int, ...]) -> Iterator[Part]:
             """Those of a context: documents in windows have one in common, and may not fit one request."""

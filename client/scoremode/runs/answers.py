@@ -22,7 +22,7 @@ from scoremode.runs.plan import TEXTS_AT_ONCE, server_header
 from scoremode.runs.pool import Pool
 from scoremode.runs.recording import Recording, record_reference
 from scoremode.runs.run import OnProgress, measure
-from scoremode.wire import Answer, Answers, AnswerSettings, Bounds, Reference, ReferenceAnswers, ServerInfo
+from scoremode.wire import Answer, Answers, AnswerSettings, Reference, ReferenceAnswers, ServerInfo
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class AnswersPlan:
     @property
     def most_bytes(self) -> int:
         """Bytes that the request with all answers may have."""
-        return min((self.server.bounds or Bounds()).recording_bytes, MAX_RECORDING_BYTES)
+        return min(self.server.bounds.recording_bytes, MAX_RECORDING_BYTES)
 
     @property
     def most_needed(self) -> int:
@@ -96,7 +96,7 @@ class AnswersPlan:
 
     def check_bounds(self) -> None:
         """Make sure that a reference can have all answers, however long they are. CorpusError if it cannot."""
-        bounds, num_prompts = self.server.bounds or Bounds(), len(self.prompts)
+        bounds, num_prompts = self.server.bounds, len(self.prompts)
         # A list for the answers in an object.
         most_prompts = min(bounds.sequences, (bounds.lists - 2) // LISTS_PER_ANSWER)
         if num_prompts > most_prompts:

@@ -73,9 +73,8 @@ class Pool:
         clients = [clients] if isinstance(clients, AsyncScoreClient) else clients
         infos = [await client.info() for client in clients]
         for client, info in zip(clients, infos, strict=True):
-            if info.computed_by and info.computed_by.wrong_logits:
-                fault = printable(info.computed_by.wrong_logits)
-                _log.warning("%s: scores are not those of the model: %s", client.address, fault)
+            if info.computed_by and info.computed_by.fault:
+                _log.warning("%s: %s", client.address, printable(info.computed_by.fault))
         return cls(clients, infos, concurrency)
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from textwrap import shorten
 from typing import Any
 
 import httpx
@@ -38,12 +39,9 @@ def chat_differences(label: str, server: ServedModel, reference: Reference) -> I
     """By which answers in chats of a served model differ from those of a reference's, whatever both models compute."""
     if reference.method != "conversation":
         return
-    original, templates = (
-        model_name(reference.model),
-        {reference.chat_template_fingerprint, server.chat_template_fingerprint},
-    )
+    original = model_name(reference.model)
     missing, added = (
-        ", ".join([*map(str, stops[:10]), *["..."][: len(stops) > 10]]) for stops in reference.other_stops(server)
+        shorten(", ".join(map(str, stops)), 100, placeholder=" ...") for stops in reference.other_stops(server)
     )
     if missing:
         yield (
@@ -52,7 +50,7 @@ def chat_differences(label: str, server: ServedModel, reference: Reference) -> I
         )
     if added:
         yield f"{label} stops after token {added}, where {original} continues, by its EOS ids."
-    if len(templates - {None}) > 1:
+    if len({reference.chat_template_fingerprint, server.chat_template_fingerprint, None}) > 2:
         yield (
             f"{label} has another chat template than {original}: answers in chats part at once where it renders the "
             "prompts otherwise, which figures on the same tokens do not show."

@@ -297,6 +297,7 @@ class ScoreResponse(TypedDict):
 
 SATURATES = "saturates"
 """In the name of a kernel whose sums this server's CPU cuts off."""
+SATURATION = "INT8 sums saturate on a CPU without VNNI: not a figure of the quantization"
 
 
 class ComputedBy(BaseModel):
@@ -329,9 +330,11 @@ class ComputedBy(BaseModel):
     batch_invariant: bool | None = None
 
     @property
-    def saturates(self) -> bool:
-        """Whether the CPU cuts off sums of INT8 products, so that figures are not the quantization's."""
-        return any(SATURATES in kernel for kernel in self.kernels or ())
+    def fault(self) -> str | None:
+        """Why figures are not those that the model's weights should have; None where nothing is known to be wrong."""
+        if self.wrong_logits:
+            return f"scores are not those of the model: {self.wrong_logits}"
+        return SATURATION if any(SATURATES in kernel for kernel in self.kernels or ()) else None
 
 
 class ServedModel(BaseModel):
@@ -439,13 +442,7 @@ class ServerInfo(ServedModel):
     fingerprint: str | None = None
     """Of the contents of config and weights, dtype and quantization, of an adapter too if `model` names one; begins
     with `v2-`, or `v2-dummy-` with dummy weights; None from an older server."""
-    bounds: Bounds | None = None
-    """Null from an older server."""
-
-    @property
-    def saturates(self) -> bool:
-        """Whether a kernel of this server is known to saturate, as in `ComputedBy`."""
-        return self.computed_by is not None and self.computed_by.saturates
+    bounds: Bounds = Field(default_factory=Bounds)
 
     @property
     def devices(self) -> str | None:

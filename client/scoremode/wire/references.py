@@ -236,8 +236,7 @@ class Reference(KeptWithReference, ServedModel, TextInWindows):
 
     def noise_floor_of(self, lane: Lane) -> NoiseFloor | None:
         """The noise floor in that lane; None where it was not measured, or is of another cause than rounding."""
-        floor = self._stored_floor(lane)
-        return None if floor is None or floor.mean > self.most_noise_floor else floor
+        return None if self.unused_floor(lane) else self._stored_floor(lane)
 
     def unused_floor(self, lane: Lane) -> str | None:
         """Say why the stored noise floor of that lane is not used, if it is not."""

@@ -48,10 +48,8 @@ async def what_computes(client: EngineClient) -> ComputedBy:
         speculative_method="none" if drafts is None else drafts.method,
         **described,
     )
-    if computed_by.saturates:
-        logger.warning("This CPU has no VNNI, so sums of INT8 products saturate: scores are not those of the model.")
-    if computed_by.wrong_logits:
-        logger.warning("Scores are not those of the model: %s.", computed_by.wrong_logits)
+    if computed_by.fault:
+        logger.warning("Figures are wrong: %s.", computed_by.fault)
     return computed_by
 
 

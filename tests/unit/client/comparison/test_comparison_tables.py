@@ -9,8 +9,8 @@ import pytest
 from run_files import kld_run, made_up_kld, made_up_nlls, made_up_reference, perplexity_run
 
 from scoremode.comparison import as_csv, as_markdown, as_text, card, compare, summary, verdict_line
-from scoremode.comparison.summary import SATURATION
 from scoremode.wire import ComputedBy, NoiseFloor
+from scoremode.wire.protocol import SATURATION
 
 SIZE = {"weight_bytes": 1_500_000_000, "num_parameters": 3_000_000_000, "quantization": "awq"}
 A100 = ComputedBy(
