@@ -49,7 +49,7 @@ async def what_computes(client: EngineClient) -> ComputedBy:
         **described,
     )
     if computed_by.fault:
-        logger.warning("Figures are wrong: %s.", computed_by.fault)
+        logger.warning("Do not trust the figures of this server: %s.", computed_by.fault)
     return computed_by
 
 

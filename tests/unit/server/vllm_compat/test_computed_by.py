@@ -96,7 +96,7 @@ async def test_the_logits_of_a_pipelines_last_rank_are_described_and_logged(monk
     config = SimpleNamespace(parallel_config=parallel, speculative_config=None)
     found = await what_computes(SimpleNamespace(vllm_config=config, engine_core=core))
     assert (found.device, found.wrong_logits) == ("cpu", "no scale")
-    assert warnings == ["Scores are not those of the model: no scale."]
+    assert warnings == ["Do not trust the figures of this server: scores are not those of the model: no scale."]
 
 
 async def test_a_server_without_patched_workers_knows_its_configuration():
