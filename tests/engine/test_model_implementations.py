@@ -3,13 +3,10 @@ Granite's logits: the worker says which computes, and whether its logits are the
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from transformers import GraniteConfig
 
-from tests import oracle
 from tests.engine.conftest import small_engine
-from tests.gpu.lanes import lane_logprobs
 
 LOGITS_SCALING = 8.0
 FAULT = "the model needs the config's logits_scaling of 8, but its logits are divided by 1.0"
@@ -27,20 +24,11 @@ def granite(models, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(("implementation", "fault"), [("vllm", None), ("transformers", FAULT)])
 def test_the_worker_says_what_computes_and_what_its_logits_lack(granite, environment, implementation, fault):
-    texts = np.random.default_rng(3).integers(3, 900, (2, 90)).tolist()
-    exact = oracle.logprobs(granite, texts)
     llm = small_engine(
         granite, max_model_len=128, max_num_seqs=4, num_gpu_blocks_override=16, model_impl=implementation
     )
     try:
-        found = lane_logprobs(llm, texts, 0)
         [described] = llm.collective_rpc("scoremode_computed_by")
     finally:
         llm.llm_engine.engine_core.shutdown()
     assert (described["implementation"], described.get("wrong_logits")) == (implementation, fault)
-    if fault is None:
-        for ours, theirs in zip(found, exact, strict=True):
-            oracle.assert_close(ours, theirs)
-    else:
-        # Logits eight times as large are another model's by far more than rounding makes.
-        assert np.abs(np.concatenate(found) - np.concatenate(exact)).mean() > 0.1

@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections.abc import Mapping
 
 import httpx
 import pyarrow
 import pyarrow.parquet
 import pytest
-from fake_server import BOS, INFO, MAX_MODEL_LEN, VOCAB_SIZE, FakeServer, StoredReference, client_of, compare, error, ok
+from fake_server import BOS, INFO, MAX_MODEL_LEN, FakeServer, StoredReference, client_of, compare, error, ok
 
 from scoremode import CorpusError, NotFoundError, OutputError, ResponseError, TransportError, measure_kld
 from scoremode.runs import load_prompts, record_answers
@@ -24,9 +23,6 @@ ROWS = [{"prompt": "ab"}, {"prompt": "-"}, {"prompt": "cde"}]
 
 
 class StoredAnswers(StoredReference):
-    described: Mapping = {}
-    """More fields."""
-
     def __init__(self, body: dict) -> None:
         super().__init__({"prompt": "answers", "method": "disjoint", "name": body["name"]})
         data = body["answers"]["data"]
@@ -34,6 +30,8 @@ class StoredAnswers(StoredReference):
         tokens = [(answer["prompt_token_ids"], answer["token_ids"]) for answer in data]
         self.windows = [(prompt + answer, len(prompt)) for prompt, answer in tokens if answer]
         self.documents = [row for row, (_, answer) in enumerate(tokens) if answer]
+        self.described: dict = {}
+        """More fields."""
 
     def json(self) -> dict:
         answers = self.request["answers"]
@@ -50,11 +48,6 @@ class AnsweringServer(FakeServer):
     finish_reason = "stop"
     text = "text"
 
-    def __init__(self, **changes) -> None:
-        super().__init__(**changes)
-        self.rendered: list[dict] = []
-        """Bodies of requests to render conversations."""
-
     def __call__(self, request):
         body = json.loads(request.content) if request.content else {}
         if request.url.path == "/v1/completions":
@@ -64,7 +57,7 @@ class AnsweringServer(FakeServer):
             choice = {"token_ids": ids, "text": self.text, "finish_reason": self.finish_reason}
             return ok({"choices": [choice]}) if self.allowed >= 0 else None
         if request.url.path == "/v1/turns":
-            self.rendered.append(body)
+            self.requests.append((request.method, request.url.path, body))
             if "tool_calls" in body["messages"][-1]:
                 return error(400, "messages[0][1].tool_calls[0] must be a call of a function", param="messages")
             return ok({"object": "turns", "data": [{"conversation": 0, "token_ids": [1, 2], "turns": []}]})
@@ -72,10 +65,14 @@ class AnsweringServer(FakeServer):
             return ok({"tokens": [1, 2]}) if body["messages"] == [QUESTION] else error(400, "broken")
         return super().__call__(request)
 
+    def sent(self, route: str) -> list[dict]:
+        """The bodies of requests to a route."""
+        return [body for _, path, body in self.requests if path == route]
+
     @property
     def asked(self) -> list[dict]:
         """The requests for answers."""
-        return [body for _, path, body in self.requests if path == "/v1/completions"]
+        return self.sent("/v1/completions")
 
 
 @pytest.fixture
@@ -163,53 +160,53 @@ async def test_an_interrupted_recording_resumes(tmp_path, server):
         await recorded(server, tmp_path)
 
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALLING = {"role": "assistant", "tool_calls": [CALL]}
+HAS_TEMPLATE = {"chat_template_fingerprint": "a"}
+
+
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("rows", "info", "message"),
     [
-        ([*ROWS, {"prompt": "a" * (MAX_MODEL_LEN - 6)}], "row 4 of prompts.jsonl has 59 tokens"),
-        ([{"messages": [QUESTION]}, {"messages": [{"role": "user", "content": "no"}]}], "row 2 .*cannot be a prompt"),
+        ([*ROWS, {"prompt": "a" * (MAX_MODEL_LEN - 6)}], {}, "row 4 of prompts.jsonl has 59 tokens"),
+        (
+            [{"messages": [QUESTION]}, {"messages": [{"role": "user", "content": "no"}]}],
+            *({}, "row 2 .*cannot be a prompt"),
+        ),
+        (
+            [{"messages": [QUESTION]}, {"messages": [QUESTION, CALLING, ANSWER, QUESTION | {"tool_calls": [5]}]}],
+            *(HAS_TEMPLATE, r"row 2 of prompts.jsonl cannot be a prompt: messages\[0\]\[1\].tool_calls"),
+        ),
+        # No recording can have all answers.
+        *(
+            (ROWS, {"bounds": bounds}, message)
+            for bounds, message in (
+                ({"sequences": 2}, r"has 3 prompts, and the server records at most 2 \(--max-request-sequences\)"),
+                ({"lists": 3 * 3 + 1}, "records at most 2"),
+                (
+                    {"recording_bytes": 4600},
+                    "3 prompts with answers of 6 tokens can have 4,.* takes 4,600: .*-request-b",
+                ),
+            )
+        ),
     ],
 )
-async def test_no_answer_is_generated_if_a_prompt_cannot_have_one(tmp_path, server, rows, message):
+async def test_no_answer_is_generated_if_a_prompt_cannot_have_one(tmp_path, rows, info, message):
+    server = AnsweringServer(info=info)
     with pytest.raises(CorpusError, match=message):
         await recorded(server, tmp_path, rows=rows)
     assert not server.asked
 
 
-@pytest.mark.parametrize(
-    ("bounds", "message"),
-    [
-        ({"sequences": 2}, r"has 3 prompts, and the server records at most 2 \(--max-request-sequences\)"),
-        ({"lists": 3 * 3 + 1}, "records at most 2"),
-        ({"recording_bytes": 4600}, r"3 prompts with answers of 6 tokens can have 4,.* takes 4,600: .*--max-request-b"),
-    ],
-)
-async def test_no_answer_is_generated_if_no_recording_can_have_all(tmp_path, bounds, message):
-    server = AnsweringServer(info={"bounds": bounds})
-    with pytest.raises(CorpusError, match=message):
-        await recorded(server, tmp_path)
-    assert not server.asked
-
-
-async def test_what_was_checked_is_recorded_without_texts_that_are_too_long(tmp_path, caplog):
-    plan = plan_of([[BOS, *b"ab"], [BOS, *b"-"], [BOS, *b"cde"]], SETTINGS, VOCAB_SIZE, prompts_of(tmp_path))
-    for text, kept in (("t" * 9, "t" * 9), ("t" * 9000, "")):
-        server = AnsweringServer(info={"bounds": {"recording_bytes": plan.most_needed + 100}})
-        server.text = text
-        await recorded(server, tmp_path)
-        [body] = [body for method, path, body in server.requests if (method, path) == ("POST", "/v1/references")]
-        assert [each["text"] for each in body["answers"]["data"]] == [kept] * 3
-        assert len(httpx.Request("POST", "http://a", json=body).content) <= plan.most_needed + 100
-        assert ("recorded without their texts" in caplog.text) == (kept == "")
-
-
-def plan_of(prompts, settings, vocab_size, corpus) -> AnswersPlan:
-    info = ServerInfo.model_validate({**INFO, "vocab_size": vocab_size, "bounds": LARGE})
-    return AnswersPlan(info, "bytes", corpus, prompts, settings)
-
-
-LARGE = {"recording_bytes": 64 * 2**20, "lists": 2**18}
-"""As a server publishes them by default."""
+@pytest.mark.parametrize(("text", "kept"), [("t" * 9, "t" * 9), ("t" * 9000, "")])
+async def test_texts_that_are_too_long_for_a_recording_are_left_out(tmp_path, caplog, text, kept):
+    server = AnsweringServer(info={"bounds": {"recording_bytes": 5000}})
+    server.text = text
+    await recorded(server, tmp_path)
+    [body] = server.sent("/v1/references")[1:]
+    assert [each["text"] for each in body["answers"]["data"]] == [kept] * 3
+    assert len(httpx.Request("POST", "http://a", json=body).content) <= 5000
+    assert ("recorded without their texts" in caplog.text) == (kept == "")
 
 
 @pytest.mark.parametrize(
@@ -217,22 +214,20 @@ LARGE = {"recording_bytes": 64 * 2**20, "lists": 2**18}
     [(largest.PROMPTS, largest.PROMPT_TOKENS, largest.ANSWER_TOKENS), (largest.SEQUENCES, 20, 20)],
 )
 def test_the_largest_answers_are_asked_for(tmp_path, number, prompt, answer):
-    settings = AnswerSettings(max_new_tokens=answer)
-    plan = plan_of([largest.tokens(prompt)] * number, settings, largest.TOKEN_ID + 1, prompts_of(tmp_path))
-    plan.check_bounds()
+    """At a server with the bounds that it publishes by default."""
+    info = ServerInfo.model_validate(
+        {**INFO, "vocab_size": largest.TOKEN_ID + 1, "bounds": {"recording_bytes": 64 * 2**20, "lists": 2**18}}
+    )
+    prompts, settings = [largest.tokens(prompt)] * number, AnswerSettings(max_new_tokens=answer)
+    AnswersPlan(info, "bytes", prompts_of(tmp_path), prompts, settings).check_bounds()
 
 
 async def test_a_server_that_has_a_template_renders_prompts_itself(tmp_path):
     """vLLM's own route refuses calls of tools as transformers has them."""
-    server = AnsweringServer(info={"chat_template_fingerprint": "a"})
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    chat = [QUESTION, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "Two."}]
-    await recorded(server, tmp_path, rows=[{"messages": chat, "tools": [call]}])
-    assert server.rendered == [{"messages": chat, "tools": [call], "add_generation_prompt": True}]
+    server, chat = AnsweringServer(info=HAS_TEMPLATE), [QUESTION, CALLING, {"role": "tool", "content": "Two."}]
+    await recorded(server, tmp_path, rows=[{"messages": chat, "tools": [CALL]}])
+    assert server.sent("/v1/turns") == [{"messages": chat, "tools": [CALL], "add_generation_prompt": True}]
     assert server.asked[0]["prompt"] == [1, 2]
-    rows = [{"messages": [QUESTION]}, {"messages": [*chat[:2], ANSWER, *chat[:2], QUESTION | {"tool_calls": [5]}]}]
-    with pytest.raises(CorpusError, match=r"row 2 of prompts.jsonl cannot be a prompt: messages\[0\]\[1\].tool_calls"):
-        await recorded(AnsweringServer(info=server.info), tmp_path / "..", rows=rows)
 
 
 async def test_answers_of_a_model_that_stops_elsewhere_are_not_taken_for_its_own(tmp_path, server, caplog):
@@ -274,6 +269,7 @@ async def test_an_answer_that_the_server_cuts_is_refused(tmp_path, server, reaso
         ({"messages": [QUESTION, ANSWER], "prompt": "text"}, {}),
         ({"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}]}, {}),
         ({"prompt": [QUESTION]}, {}),
+        ({"conversations": None, "prompt": None, "messages": [QUESTION]}, {}),
         ({"messages": "text", "chat": json.dumps([QUESTION])}, {"messages": "chat"}),
     ],
 )
@@ -293,8 +289,6 @@ def test_columns_without_a_value_in_any_row_count_as_absent(tmp_path, absent):
     rows = [{**absent, "prompt": text} for text in ("one", "two")]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path := tmp_path / "prompts.parquet")
     assert prompts_of(tmp_path, rows).documents == load_prompts(path).documents == ("one", "two")
-    chats = [{"conversations": None, "prompt": None, "messages": [QUESTION]}] * 2
-    assert [each.messages for each in prompts_of(tmp_path, chats).conversations] == [[QUESTION]] * 2
 
 
 @pytest.mark.parametrize(

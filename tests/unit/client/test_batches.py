@@ -19,8 +19,7 @@ def test_long_conversations_are_rendered_by_requests_of_their_own(length, most):
     corpus = Corpus("a", "", "a", conversations=(conversation,) * 130)
     batches = list(_batches(corpus))
     assert [batches[0][0], *(end for _, end in batches)] == [0, *range(most, 130, most), 130]
-    sizes = [len(json.dumps(corpus.messages(*batch))) for batch in batches]
-    assert max(sizes) < Bounds().request_bytes
+    assert max(len(json.dumps(corpus.messages(*batch))) for batch in batches) < Bounds().request_bytes
 
 
 @pytest.mark.parametrize(
@@ -43,6 +42,6 @@ def test_requests_of_lm_eval_fit_the_bounds(contexts, continuations, bound, num_
     places = [place for job in jobs for _, own in job for place in own]
     assert (sorted(places), len(jobs)) == ([*range(len(requests))], num_jobs)
     for job in jobs:
-        sent = sum(len(context) + sum(len(requests[place][2]) for place in own) for context, own in job)
-        assert sent <= MAX_TOKENS
-        assert sum(len(context) + len(requests[place][2]) for context, own in job for place in own) <= bound
+        num_own = sum(len(requests[place][2]) for _, own in job for place in own)
+        assert sum(len(context) for context, _ in job) + num_own <= MAX_TOKENS
+        assert sum(len(context) * len(own) for context, own in job) + num_own <= bound

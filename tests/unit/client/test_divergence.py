@@ -90,6 +90,7 @@ async def test_servers_with_different_references_do_not_share_a_run(server):
     assert "num_windows is 10 instead of 5" in str(caught.value)
 
 
+TOO_MANY = {"num_scored": 2**23 + 1, "context_length": 2**23 + 1}
 REPLACED = iter([1, 1, 2])
 """When the reference was created, by three answers."""
 
@@ -112,18 +113,17 @@ async def test_answers_that_do_not_fit_the_windows_end_the_run(server, path, cha
 
 
 @pytest.mark.parametrize("measured", [measure, lambda server: measure_noise_floor(client_of(server), "base")])
-async def test_nothing_is_compared_if_the_windows_cannot_be_read(server, measured):
-    async def run(path, change):
-        with pytest.raises(ResponseError) as caught:
-            await measured(changed(server, path, change))
-        return str(caught.value)
-
-    message = await run("/v1/references/base/windows", lambda answer: answer["documents"].pop())
-    assert message == "the server described another number of windows of base than 5"
-    message = await run("/v1/references/base/windows", lambda answer: answer.update(text_fingerprint="x" * 2**21))
-    assert message == "the server's answer is longer than the 1,070,060 bytes that it may have"
-    too_many = {"num_scored": 2**23 + 1, "context_length": 2**23 + 1}
-    assert "8,388,609 positions to compare" in await run("/v1/references/base", lambda answer: answer.update(too_many))
+@pytest.mark.parametrize(
+    ("path", "change", "message"),
+    [
+        ("/windows", lambda answer: answer["documents"].pop(), "another number of windows of base than 5"),
+        ("/windows", lambda answer: answer.update(text_fingerprint="x" * 2**21), "is longer than the 1,070,060 bytes"),
+        ("", lambda answer: answer.update(TOO_MANY), "8,388,609 positions to compare"),
+    ],
+)
+async def test_nothing_is_compared_if_the_windows_cannot_be_read(server, measured, path, change, message):
+    with pytest.raises(ResponseError, match=message):
+        await measured(changed(server, f"/v1/references/base{path}", change))
     assert not server.compared
 
 

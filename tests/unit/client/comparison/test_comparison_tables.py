@@ -101,20 +101,19 @@ def test_a_floor_that_rounding_cannot_make_is_not_used_and_named_once(tmp_path, 
 
 
 def test_logits_that_are_not_the_models_are_named_wherever_its_figures_are(tmp_path):
-    wrong = {"computed_by": ComputedBy(implementation="transformers", wrong_logits="no scale")}
-    right = {"computed_by": ComputedBy(implementation="vllm")}
-    runs = [
-        perplexity_run(tmp_path, label, made_up_nlls(1), server=server)
-        for label, server in (("native", right), ("backend", wrong))
-    ]
-    comparison = compare(runs, num_resamples=100)
+    right, wrong = (
+        {"computed_by": ComputedBy(implementation=name, wrong_logits=fault)}
+        for name, fault in (("vllm", None), ("transformers", "no scale"))
+    )
+    nlls, reference = made_up_nlls(1), made_up_reference(**wrong)
+    native = perplexity_run(tmp_path, "native", nlls, server=right)
+    comparison = compare([native, perplexity_run(tmp_path, "backend", nlls, server=wrong)], num_resamples=100)
     fault = "scores are not those of the model: no scale"
     assert verdict_line(comparison, comparison.runs[1]).endswith(f" ({fault})")
     text = as_text(comparison)
     assert text.count(f"backend: {fault}.") == 1
     assert "implementation: vllm (native), transformers (backend)." in text
-    reference = made_up_reference(computed_by=wrong["computed_by"])
-    run = kld_run(tmp_path, "other", made_up_nlls(2), made_up_kld(2, 0.1), reference=reference)
+    run = kld_run(tmp_path, "other", nlls, made_up_kld(2, 0.1), reference=reference)
     assert f"reference base: {fault}." in summary(compare([run], num_resamples=100))
 
 

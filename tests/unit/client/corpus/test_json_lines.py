@@ -24,15 +24,6 @@ def read(path):
     return schema, [row for batch in batches for row in batch.to_pylist()]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
-def test_rows_are_read_in_order_from_any_compression(tmp_path, suffix):
-    rows = [{"text": f"text {index} é", "id": index} for index in range(50)]
-    path = tmp_path / f"rows{suffix}"
-    with pa.output_stream(str(path), compression="detect") as stream:
-        stream.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-    assert read(path)[1] == rows
-
-
 def test_one_type_per_column_fits_early_and_late_rows(tmp_path):
     """Text that looks like a time stays text."""
     early = {"text": "a", "n": 1, "meta": {"a": 1}, "list": [], "when": "2024-01-01", "all": [{"at": "2024-01-01"}]}
@@ -42,14 +33,6 @@ def test_one_type_per_column_fits_early_and_late_rows(tmp_path):
     assert schema.field("n").type == pa.float64()
     assert rows[:20] == [{**early, "meta": {"a": 1, "b": None}, "new": None}] * 20
     assert rows[20:] == [{**late, "meta": {"a": None, "b": [True]}}] * 20
-
-
-def test_lines_may_be_long_or_empty_and_the_last_without_an_end(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('\n{"text": "' + "x" * 500 + '"}\r\n\n\n{"text": "y"}\n\n{"text": "z"}')
-    assert [row["text"] for row in read(path)[1]] == ["x" * 500, "y", "z"]
-    path.write_text("\n")
-    assert read(path) == (pa.schema([]), [])
 
 
 @pytest.mark.parametrize(
@@ -74,51 +57,46 @@ def test_a_line_of_another_type_is_refused_with_file_and_line(tmp_path, line, na
     assert f"rows.jsonl: line {place + 1}" in str(failure.value)
 
 
-CONTENT = '{"text": "one"}\r\n\r\n{"text": "zwei ü\u2028"}\n{"text": "\U0001f600"}'
+TEXTS = ["one", "zwei ü\u2028", "x" * 500, "\U0001f600"]
+CONTENT = "\n" + "\r\n\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in TEXTS)
+"""Lines may be long or empty, and the last without an end."""
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_the_encodings_of_windows_are_read(tmp_path, encoding, suffix):
+def test_the_encodings_of_windows_are_read_from_any_compression(tmp_path, encoding, suffix):
     path = tmp_path / f"rows{suffix}"
-    with pa.output_stream(str(path), compression="detect") as stream:
-        stream.write(CONTENT.encode(encoding))
-    assert [row["text"] for row in read(path)[1]] == ["one", "zwei ü\u2028", "\U0001f600"]
-    with pa.output_stream(str(path), compression="detect") as stream:
-        stream.write("".encode(encoding))
-    assert read(path) == (pa.schema([]), [])
+    for content, texts in ((CONTENT, TEXTS), ("", []), ("\n", [])):
+        with pa.output_stream(str(path), compression="detect") as stream:
+            stream.write(content.encode(encoding))
+        assert [row["text"] for row in read(path)[1]] == texts
 
 
-def zstd_frame(content: bytes, window_log: int, *, last: int = 1) -> bytes:
+def zstd_frame(content: bytes, window_log: int) -> bytes:
     """By RFC 8878, section 3.1.1: magic number, a descriptor without flags, the window's descriptor, and one raw
-    block."""
+    block, which is the last."""
     header = b"\x28\xb5\x2f\xfd\x00" + bytes([(window_log - 10) << 3])
-    return header + (last | len(content) << 3).to_bytes(3, "little") + content
+    return header + (1 | len(content) << 3).to_bytes(3, "little") + content
 
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
+ARCHIVES = {
+    **{f"zst window {log}": (".zst", zstd_frame(LINES, log)) for log in (10, 20, 27, 28, 31)},
+    "gz": (".gz", gzip.compress(LINES)),
+}
+"""Reddit's dumps have windows of 2 GiB, 31."""
 
 
-@pytest.mark.parametrize("window_log", [10, 27, 28, 31])
-@pytest.mark.parametrize("num_frames", [1, 3])
-def test_zstd_windows_are_read_up_to_those_of_long_31(tmp_path, window_log, num_frames):
-    """2 GiB, as Reddit's dumps have them."""
-    path = tmp_path / "rows.jsonl.zst"
-    path.write_bytes(zstd_frame(LINES, window_log) * num_frames)
-    assert [row["text"] for row in read(path)[1]] == ["a", "b"] * num_frames
-
-
-@pytest.mark.parametrize("window_log", [20, 31])
-@pytest.mark.parametrize(
-    "change",
-    [lambda frame: frame + b"garbage", lambda frame: frame[:-3], lambda frame: frame + bytes(100)],
-    ids=["garbage", "cut", "zeros"],
-)
-def test_a_zstd_file_that_is_cut_or_continues_as_something_else_is_named(tmp_path, window_log, change):
-    path = tmp_path / "rows.jsonl.zst"
-    path.write_bytes(change(zstd_frame(LINES, window_log)))
-    with pytest.raises(CorpusError, match=r"cannot read .*rows\.jsonl\.zst: \w.*"):
-        read(path)
+@pytest.mark.parametrize(("suffix", "content"), ARCHIVES.values(), ids=ARCHIVES)
+def test_archives_of_one_or_more_frames_are_read_and_damaged_ones_named(tmp_path, suffix, content):
+    path = tmp_path / f"rows.jsonl{suffix}"
+    for num_frames in (1, 3):
+        path.write_bytes(content * num_frames)
+        assert [row["text"] for row in read(path)[1]] == ["a", "b"] * num_frames
+    for damaged in (content + b"garbage", content[:-3], content + bytes(100)):
+        path.write_bytes(damaged)
+        with pytest.raises(CorpusError, match=rf"cannot read .*rows\.jsonl\{suffix}: \w.*"):
+            read(path)
 
 
 @pytest.mark.parametrize(
@@ -139,17 +117,8 @@ def test_what_cannot_be_decoded_is_named(tmp_path, content, message):
         read(tmp_path / "rows.jsonl")
 
 
-def test_a_damaged_archive_and_a_line_without_an_end_are_named(tmp_path, monkeypatch):
+def test_a_line_without_an_end_is_named(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl.gz"
-    whole = gzip.compress(b'{"text": "a"}\n' * 100)
-    path.write_bytes(whole + whole)
-    assert len(read(path)[1]) == 200, "members of one file follow each other"
-    path.write_bytes(whole + b"garbage")
-    with pytest.raises(CorpusError, match=r"rows\.jsonl\.gz"):
-        read(path)
-    path.write_bytes(whole[:-20])
-    with pytest.raises(CorpusError, match=r"rows\.jsonl\.gz"):
-        read(path)
     monkeypatch.setattr(rows, "LONGEST_LINE_BYTES", 1 << 20)
     path.write_bytes(gzip.compress(b"x" * (3 << 20)))
     with pytest.raises(CorpusError, match="line 1 has more than 1 MiB"):

@@ -1,5 +1,7 @@
 """Why a server ended, as its log says: the last error with every line of its message, and none of what follows."""
 
+from itertools import product
+
 import pytest
 
 from scoremode.sweep.processes import _reason
@@ -22,33 +24,27 @@ END = "(APIServer pid=1) INFO 11-28 09:09:00 [launcher.py:9] Shutting down"
 LEAK = "/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: There appear to be 1 leaked objects"
 
 
-def prefixed(text: str, prefix: str) -> str:
-    return "\n".join(prefix + line for line in text.splitlines())
+LOGS = [
+    "INFO before\n{traceback}{message}",
+    "{traceback}{message}\n{end}\n{leak}\n  warnings.warn(\n",
+    "ValueError: an earlier one\n{traceback}{message}\n[rank0]:[W1128 09:09:00] destroy_process_group()",
+    "{engine}\n{end}\n{traceback}{summary}",
+    "{engine}\nERROR 11-28 09:09:00 [core.py:9] EngineCore failed to start.\n{summary}",
+    "{message}\nDuring handling of the above exception, another exception occurred:\n{traceback}{summary}",
+    "{message}\n{summary}",
+]
 
 
-@pytest.mark.parametrize("message", [TOKENIZER, PYDANTIC, MEMORY], ids=["tokenizer", "pydantic", "blank line"])
-@pytest.mark.parametrize(
-    "log",
-    [
-        "INFO before\n{traceback}{message}",
-        "{traceback}{message}\n{end}\n{leak}\n  warnings.warn(\n",
-        "ValueError: an earlier one\n{traceback}{message}\n[rank0]:[W1128 09:09:00] destroy_process_group()",
-        "{engine}\n{end}\n{traceback}{summary}",
-        "{engine}\nERROR 11-28 09:09:00 [core.py:9] EngineCore failed to start.\n{summary}",
-        "{message}\nDuring handling of the above exception, another exception occurred:\n{traceback}{summary}",
-        "{message}\n{summary}",
-    ],
-)
-def test_the_last_error_is_reported_with_all_of_its_lines(tmp_path, log, message):
-    parts = {"traceback": TRACEBACK, "message": message, "end": END, "leak": LEAK, "summary": SUMMARY}
-    path = tmp_path / "server.log"
-    path.write_text(log.format(**parts, engine=prefixed(TRACEBACK + message, ENGINE)))
-    assert _reason(path) == f" (log {path}): {' '.join(message.split())}"
+def filled(log: str, message: str) -> str:
+    """A log with an error's message."""
+    engine = "\n".join(ENGINE + line for line in (TRACEBACK + message).splitlines())
+    return log.format(traceback=TRACEBACK, message=message, end=END, leak=LEAK, summary=SUMMARY, engine=engine)
 
 
 @pytest.mark.parametrize(
     ("log", "reason"),
     [
+        *((filled(log, text), " ".join(text.split())) for log, text in product(LOGS, (TOKENIZER, PYDANTIC, MEMORY))),
         ("", "it printed nothing"),
         ("ValueError: \n  first line\n  second", "ValueError: first line second"),
         ("main: loading\nerror: failed to load model", "error: failed to load model"),
@@ -56,11 +52,11 @@ def test_the_last_error_is_reported_with_all_of_its_lines(tmp_path, log, message
             "WARNING TypeError: not of the end\nscoremode: no tokenizer can be loaded from m: ... (ValueError: no)",
             "scoremode: no tokenizer can be loaded from m: ... (ValueError: no)",
         ),
+        # At most 1,000 characters.
         ("KeyError: 'a'\n" + "a line of words\n" * 199, "KeyError: 'a' " + "a line of words " * 61 + "a line ..."),
     ],
 )
-def test_a_reason_is_one_line_of_bounded_length(tmp_path, log, reason):
+def test_the_last_error_is_reported_in_one_line(tmp_path, log, reason):
     path = tmp_path / "server.log"
     path.write_text(log)
     assert _reason(path) == f" (log {path}): {reason}"
-    assert len(reason) <= 1000

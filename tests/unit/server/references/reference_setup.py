@@ -1,9 +1,6 @@
 """A small reference: two documents, windows with and without a head, random hidden states."""
 
-import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -78,17 +75,6 @@ def files(folder: Path) -> dict[str, bytes]:
 def full_disk(*arguments: object) -> None:
     """Stands in for a function that writes a file."""
     raise OSError(28, "No space left on device")
-
-
-@contextmanager
-def no_file_longer_than(num_bytes: int) -> Iterator[None]:
-    """As on a disk that is full when a file has this size, but for the reason that the kernel gives."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def let_all_be_written(windows: WorkerWindows) -> None:

@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from itertools import pairwise
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -25,9 +24,7 @@ from tests.unit.server.engine.fake_engine import until
 from tests.unit.server.light_app import check_error, client_of, error_of, light_app
 from tests.unit.server.references.reference_engine import (
     BODY,
-    NUM_WINDOWS,
     TOKENS,
-    HeadInMemory,
     ReferenceEngine,
     client_of_model,
     record,
@@ -47,15 +44,6 @@ async def root(tmp_path: Path) -> Path:
         async with client_of_model(tmp_path, noise) as client:
             await record(client, name=name)
     return tmp_path
-
-
-@pytest.fixture
-def placed(monkeypatch: pytest.MonkeyPatch) -> list[HeadInMemory]:
-    """Heads that were copied to the device, in order."""
-    heads: list[HeadInMemory] = []
-    place = HeadInMemory.place
-    monkeypatch.setattr(HeadInMemory, "place", lambda head, *parts: (heads.append(head), place(head, *parts)))
-    return heads
 
 
 @asynccontextmanager
@@ -92,55 +80,18 @@ def hanging(path: Path) -> Iterator[None]:
         path.write_bytes(content)
 
 
-async def in_turn(client: httpx.AsyncClient, name: str, is_over: asyncio.Event, computed: list[str]) -> None:
-    """Compare with a reference, window by window, as a client that comes back when the server says so."""
-    index = 0
-    while not is_over.is_set():
-        answer = await kld(client, name, index % NUM_WINDOWS)
-        if answer.status_code == 429:
-            assert (answer.headers["Retry-After"], error_of(answer)[1]) == ("1", "reference")
-            # The test's seconds are shorter.
-            await asyncio.sleep(0.05)
-        else:
-            assert answer.status_code == 200
-            computed.append(name)
-            index += 1
-
-
-@pytest.fixture
-def shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases of a quarter of a second."""
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.25)
-    monkeypatch.setattr(lease, "FIRST_SECONDS", 0.2)
-    monkeypatch.setattr(lease, "IDLE_SECONDS", 0.05)
-    monkeypatch.setattr(comparer, "SECONDS_TO_WAIT", 0.2)
-
-
-@pytest.mark.usefixtures("shorter_seconds")
-async def test_two_references_are_compared_one_after_the_other(root: Path, placed: list[Any]):
-    """Also if neither of them ever pauses: four requests at a time compare with each."""
-    is_over, computed = asyncio.Event(), list[str]()
-    async with serving(root) as client:
-        runs = [asyncio.create_task(in_turn(client, name, is_over, computed)) for name in ("base", "other") * 4]
-        await until(lambda: len(placed) >= 4)
-        is_over.set()
-        await asyncio.gather(*runs)
-        # As many changes as heads were placed, though both references have always something to compare; an answer that
-        # comes after the first of the other reference makes two more.
-        assert sum(one != other for one, other in pairwise(computed)) <= 2 * len(placed)
-        assert {"base", "other"} == set(computed)
-
-
-@pytest.mark.usefixtures("shorter_seconds")
 async def test_a_request_that_has_begun_is_finished(root: Path, monkeypatch: pytest.MonkeyPatch):
     """Its last windows wait, since another reference is let in before them."""
     monkeypatch.setattr(lease, "LEASE_SECONDS", 0)
+    monkeypatch.setattr(comparer, "SECONDS_TO_WAIT", 0.2)
     engine = ReferenceEngine(root, 0.1, fingerprint="served")
     engine.let_go.clear()
     async with asyncio.timeout(SECONDS), client_of(light_app(engine, size=SMALL)) as client:
         whole = asyncio.create_task(kld(client, "base"))
         await until(engine.has_any.is_set)
-        assert error_of(await kld(client, "other", 0))[:2] == (429, "reference")
+        refused = await kld(client, "other", 0)
+        check_error(refused, 429, "reference", "with other references for 0.2 s already; try again later")
+        assert refused.headers["Retry-After"] == "1"
         engine.let_go.set()
         assert (await whole).json()["statistics"]["num_scored"] == len(TOKENS) - 1
 

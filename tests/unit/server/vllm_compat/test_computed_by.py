@@ -82,38 +82,31 @@ def test_other_ranks_say_nothing():
     assert describe_worker(SimpleNamespace(worker=SimpleNamespace(rank=1, model_runner=runner))) is None
 
 
+def engine_client(answers: list[list[Any]] | None, method: str | None, **parallel: Any) -> Any:
+    """A client whose workers answer so, or do not know the call."""
+
+    async def call(*arguments: Any) -> list[list[Any]]:
+        if answers is None:
+            raise NotImplementedError("no such method")
+        return answers
+
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel), speculative_config=method and SimpleNamespace(method=method)
+    )
+    return SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace(call_utility_all_async=call))
+
+
 async def test_the_logits_of_a_pipelines_last_rank_are_described_and_logged(monkeypatch):
     warnings: list[str] = []
     monkeypatch.setattr(computed_by.logger, "warning", lambda text, *values: warnings.append(text % values))
-    parallel = SimpleNamespace(world_size=2, data_parallel_size=1, tensor_parallel_size=1, pipeline_parallel_size=2)
-    parallel.enable_expert_parallel = False
+    sizes = {"world_size": 2, "data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 2}
     answers = [[{"device": "cpu"}, {"wrong_logits": "no scale"}]]
-
-    async def call(*arguments: Any) -> list[list[Any]]:
-        return answers
-
-    core = SimpleNamespace(call_utility_all_async=call)
-    config = SimpleNamespace(parallel_config=parallel, speculative_config=None)
-    found = await what_computes(SimpleNamespace(vllm_config=config, engine_core=core))
+    found = await what_computes(engine_client(answers, None, **sizes, enable_expert_parallel=False))
     assert (found.device, found.wrong_logits) == ("cpu", "no scale")
     assert warnings == ["Do not trust the figures of this server: scores are not those of the model: no scale."]
 
 
 async def test_a_server_without_patched_workers_knows_its_configuration():
-    parallel = SimpleNamespace(world_size=2, data_parallel_size=4, tensor_parallel_size=2, pipeline_parallel_size=1)
-    parallel.enable_expert_parallel = True
-    config = SimpleNamespace(parallel_config=parallel, speculative_config=SimpleNamespace(method="eagle"))
-
-    async def call(*arguments: Any) -> list[list[Any]]:
-        raise NotImplementedError("no such method")
-
-    core = SimpleNamespace(call_utility_all_async=call)
-    found = await what_computes(SimpleNamespace(vllm_config=config, engine_core=core))
-    assert found == ComputedBy(
-        num_devices=8,
-        tensor_parallel_size=2,
-        pipeline_parallel_size=1,
-        data_parallel_size=4,
-        expert_parallel=True,
-        speculative_method="eagle",
-    )
+    sizes = {"data_parallel_size": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 1}
+    found = await what_computes(engine_client(None, "eagle", world_size=2, enable_expert_parallel=True, **sizes))
+    assert found == ComputedBy(num_devices=8, **sizes, expert_parallel=True, speculative_method="eagle")

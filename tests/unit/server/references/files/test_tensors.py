@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from scoremode_server.references.files.manifest import Manifest, text_fingerprint
 from scoremode_server.references.files.tensors import BrokenFileError, read_tensors, write_tensors
-from tests.unit.server.references.reference_setup import FLOOR, PLAN, RESULT, TEXT, manifest, no_file_longer_than
+from tests.full_disk import no_file_longer_than
+from tests.unit.server.references.reference_setup import FLOOR, PLAN, RESULT, TEXT, manifest
 
 ABOUT = {"reference": "one", "part": "window 3"}
 VALUES = torch.arange(24).view(4, 6)

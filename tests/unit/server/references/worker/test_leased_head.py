@@ -3,7 +3,6 @@
 from concurrent.futures import Future
 from typing import Any
 
-import pytest
 import torch
 
 from scoremode_server.references.worker.heads import LeasedHead
@@ -36,27 +35,14 @@ class Threads:
         return future
 
 
-@pytest.fixture
-def leased() -> LeasedHead:
-    leased = LeasedHead(1, torch.device("cpu"), Layer)  # type: ignore[arg-type]
-    leased._threads = Threads()  # type: ignore[assignment]
-    return leased
-
-
-def test_a_head_is_found_once_it_is_placed(leased: LeasedHead):
-    leased.place("a", Layer(None), "a")  # type: ignore[arg-type]
-    assert leased.find("a", local=False) is None
-    leased._threads.calls.pop()()  # type: ignore[attr-defined]
-    assert leased.find("a", local=False) == "a"
-    assert leased.find("b", local=False) is None
-
-
-def test_a_head_that_is_placed_late_does_not_replace_the_next(leased: LeasedHead):
+def test_a_head_is_found_once_it_is_placed_and_a_late_one_does_not_replace_the_next():
+    leased, threads = LeasedHead(1, torch.device("cpu"), Layer), Threads()  # type: ignore[arg-type]
+    leased._threads = threads  # type: ignore[assignment]
     for name in "ab":
         leased.place(name, Layer(None), name)  # type: ignore[arg-type]
-    first, second = leased._threads.calls  # type: ignore[attr-defined]
-    first()
-    assert [leased.find(name, local=False) for name in "ab"] == [None, None]
-    second()
-    assert [leased.find(name, local=False) for name in "ab"] == [None, "b"]
+    found = []
+    for place in threads.calls:
+        place()
+        found.append([leased.find(name, local=False) for name in "ab"])
+    assert found == [[None, None], [None, "b"]]
     assert leased.progress("a") is None

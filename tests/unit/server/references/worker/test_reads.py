@@ -1,6 +1,5 @@
 """When a file counts as not read in time."""
 
-from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -11,47 +10,24 @@ from scoremode_server.references.worker.reads import SECONDS_TO_READ, FileReads
 from scoremode_server.threads import CallThreads
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Seconds that the test says have passed."""
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(reads, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    return clock
+def test_a_file_has_its_time_from_when_a_thread_begins_to_read_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reads, "time", clock := SimpleNamespace(now=1000.0, monotonic=lambda: clock.now))
+    files, outcomes = FileReads(CallThreads(most=1)), []
 
+    def read_first() -> None:
+        files.begin("second", "base", read_second)
+        files.begin("third", "base", lambda: "content")
+        clock.now += SECONDS_TO_READ - 1
 
-def test_a_file_has_its_time_from_when_a_thread_begins_to_read_it(clock: SimpleNamespace):
-    files = FileReads(CallThreads(most=1))
-    begun, answers = Event(), Event()
+    def read_second() -> None:
+        for seconds in (SECONDS_TO_READ, 1):
+            clock.now += seconds
+            outcomes.append([files.outcome(ticket) for ticket in ("second", "third")])
 
-    def hang() -> str:
-        begun.set()
-        answers.wait(60)
-        return "first"
-
-    files.begin("first", "base", hang)
-    begun.wait(60)
-    clock.now += SECONDS_TO_READ / 2
-    files.begin("second", "base", lambda: "second")
-    files.begin("other", "other", lambda: "other")
-    clock.now += SECONDS_TO_READ / 2
-    assert [files.outcome(ticket) for ticket in ("first", "second")] == [None, None]
-    clock.now += 1
-    # The one that waits for the thread was ordered later.
-    assert [files.outcome(ticket) for ticket in ("first", "second")] == [OVERDUE, None]
-    clock.now += SECONDS_TO_READ / 2
-    assert files.outcome("second") == OVERDUE
-    answers.set()
-    for ticket in ("first", "second", "other"):
-        files._reads[ticket].result.result(60)
+    files.begin("first", "base", read_first)
+    files._reads["first"].result.result(60)
+    files._reads["third"].result.result(60)
+    assert outcomes == [[None, None], [OVERDUE, OVERDUE]]
     # An answer that comes late is an answer.
-    assert [files.outcome(ticket) for ticket in ("first", "second", "other")] == ["", "", ""]
-    assert [files.find(ticket) for ticket in ("first", "second", "other")] == ["first", "second", "other"]
-
-
-def test_a_file_that_cannot_be_read_has_a_reason():
-    files = FileReads(CallThreads())
-    files.begin("ticket", "base", lambda: 1 / 0)
-    files._reads["ticket"].result.exception(60)
-    assert (files.outcome("ticket"), files.find("ticket")) == ("division by zero", None)
-    files.forget("ticket")
-    assert (files.outcome("ticket"), len(files)) == (None, 0)
+    assert [files.outcome(ticket) for ticket in ("first", "second", "third")] == ["", "", ""]
+    assert files.find("third") == "content"
