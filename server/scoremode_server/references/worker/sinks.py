@@ -275,9 +275,9 @@ class WorkerWindows:
         return {"outcomes": {ticket: self._outcome(ticket) for ticket in tickets}, "lease": lease}
 
     def _update_lease(self, call: LeaseCall) -> LeaseState:
-        before = self.lease.ticket
+        before = self.lease.key, self.lease.ticket
         is_granted = self.lease.update(call)
-        if self.lease.ticket not in ("", before):
+        if self.lease.key and (self.lease.key, self.lease.ticket) != before:
             self.leased.place(self.lease.key, *self.reads.find(self.lease.ticket))
         return LeaseState(
             key=self.lease.key, is_granted=is_granted, is_used=self.lease.is_used, waiting=self.lease.waiting

@@ -1,11 +1,17 @@
 """Which reference's head is on a worker's device, whatever its threads do meanwhile."""
 
 from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 
+from scoremode_server.references.files.directory import ReferenceDirectory
 from scoremode_server.references.worker.heads import LeasedHead
+from scoremode_server.references.worker.orders import LeaseCall
+from scoremode_server.references.worker.sinks import WorkerWindows
 
 
 class Layer:
@@ -46,3 +52,18 @@ def test_a_head_is_found_once_it_is_placed_and_a_late_one_does_not_replace_the_n
         found.append([leased.find(name, local=False) for name in "ab"])
     assert found == [[None, None], [None, "b"]]
     assert leased.progress("a") is None
+
+
+def test_each_reference_with_the_lease_has_its_own_head_placed(tmp_path: Path):
+    """Even if both were read under one ticket, one after the other."""
+    windows, threads = WorkerWindows(ReferenceDirectory(tmp_path)), Threads()
+    windows.leased = LeasedHead(1, torch.device("cpu"), Layer)  # type: ignore[arg-type]
+    windows.leased._threads = threads  # type: ignore[assignment]
+    for now, name in enumerate("ab"):
+        read: Future[Any] = Future()
+        read.set_result((Layer(None), name))
+        windows.reads.threads = SimpleNamespace(submit=lambda _, call, read=read: read)  # type: ignore[assignment]
+        windows.reads.begin("ticket", name, lambda: None)
+        windows.exchange([], [], msgspec.to_builtins(LeaseCall("me", now, {name: "ticket"}, held=False, used=False)))
+        threads.calls.pop()()
+        assert windows.leased.find(name, local=False) == name
