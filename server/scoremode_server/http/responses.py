@@ -32,8 +32,8 @@ LARGE_BYTES = 2**18
 VALUE_BYTES = {"base64": 8, "float": 64}
 """What a logprob and its token id take in an answer, by encoding."""
 
-SECONDS_TO_WAIT = 60
-"""The time that a request waits for space for its answer."""
+SECONDS_TO_WAIT = 300
+"""The time that a request waits for space for its answer: half of the time after which a client gives up."""
 
 PART_BYTES = 2**20
 """The server's connection holds two such parts of an answer that its client has not taken."""
