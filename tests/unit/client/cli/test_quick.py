@@ -32,7 +32,6 @@ def test_folders_of_one_name_are_told_apart():
 
 def test_the_texts_by_category_take_the_place_of_wikitext():
     read = plan_of("a", "b", "--preset", "categories")
-    assert read.text.num_sources == 0
     corpus = read.text.load(Path(), read.windows.preset)
     assert (corpus.name, len(corpus.documents), read.window_settings["context_length"]) == ("categories v1", 261, 4096)
 
