@@ -32,5 +32,6 @@ cd "$empty"
 "$python" -m uv pip install --quiet --python environment/bin/python "${wheel}[report]"
 export PYTHONSAFEPATH=1 PATH="$empty/environment/bin:$PATH"
 ppl-client --version
+python -c 'from scoremode.runs import load_corpus; print(load_corpus(preset="categories").info.in_words)'
 time ppl-client example
 test -s scoremode-example/report.html

@@ -42,6 +42,8 @@ def test_the_client_alone_is_small_and_needs_neither_torch_nor_vllm(tmp_path: Pa
     assert sum(file.stat().st_size for file in packages.rglob("*") if file.is_file()) < 200e6
     assert not {"torch", "vllm", "pandas"} & {entry.name for entry in packages.iterdir()}
     assert "--dataset" in output(binaries / "ppl-client", "--help")
+    texts = "from scoremode.runs import load_corpus as load; print(len(load(preset='categories').documents))"
+    assert output(binaries / "python", "-P", "-c", texts) == "261"
 
 
 LOAD = """

@@ -95,6 +95,6 @@ def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
     try:
         if command.check is not None:
             command.check(options)
-    except UsageError as error:
+    except (UsageError, WindowError) as error:
         parser.error(str(error))
     return command, options

@@ -12,6 +12,7 @@ from scoremode._texts import json_object, printable
 from scoremode._version import __version__
 from scoremode.errors import RunError
 from scoremode.runs import (
+    CATEGORIES,
     DEFAULT_CONCURRENCY,
     DEFAULT_THRESHOLD,
     MAX_CONCURRENCY,
@@ -32,6 +33,8 @@ from scoremode.wire import (
 
 DEFAULT_URL = "http://localhost:8000"
 DEFAULT_METHOD: Method = "sliding"
+SOURCES = ("dataset", "text", "text_file")
+"""Options that name a text, of which one is given."""
 _WIDTH = 80
 
 
@@ -63,8 +66,6 @@ class Group:
     options: Sequence[Option]
     is_exclusive: bool = False
     """Whether at most one of them may be given."""
-    is_required: bool = False
-    """Whether one must be given, of a group that is exclusive."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -109,7 +110,7 @@ class Command:
         for group in self.groups:
             target: Any = parser.add_argument_group(group.title) if group.title else parser
             if group.is_exclusive:
-                target = target.add_mutually_exclusive_group(required=group.is_required)
+                target = target.add_mutually_exclusive_group()
             for option in group.options:
                 target.add_argument(option.name, **option.settings)
         return parser
@@ -185,7 +186,6 @@ TEXT = Group(
         Option("--text-file FILE", "a file that holds the text, UTF-8", type=Path),
     ],
     is_exclusive=True,
-    is_required=True,
 )
 DATASET = Group(
     "dataset",
@@ -211,7 +211,8 @@ WINDOWS = [
     Option(
         "--preset",
         "join the rows of the text and cut windows the way a published tool does, for figures that are comparable with "
-        "its own: llama.cpp, exl3, gptq (these not checked against the tools), lm-eval, hf",
+        "its own: llama.cpp, exl3, gptq (these not checked against the tools), lm-eval, hf; or measure the texts by "
+        "category that come with Scoremode, without naming a text: categories",
         choices=PRESETS,
     ),
     Option("--method", f"default: {DEFAULT_METHOD}", choices=METHODS),
@@ -324,8 +325,18 @@ def check_one_server(options: argparse.Namespace, subject: str, why: str) -> Non
         raise UsageError(f"{subject} takes one --url: that server {why}")
 
 
+def check_source(options: argparse.Namespace) -> None:
+    """Refuse another text next to the preset that has its own."""
+    if options.preset == CATEGORIES:
+        others = (*SOURCES, "dataset_config", "num_samples", "messages", "chat_template_kwargs", "by")
+        refuse(options, [name for name in others if name in options], "preset", " categories, which has its own text")
+
+
 def check_text(options: argparse.Namespace) -> None:
     """Take the method and the windows of a preset, or the default method."""
+    check_source(options)
+    if options.preset != CATEGORIES and not [*given(options, SOURCES)]:
+        raise UsageError("give one of --dataset, --text, --text-file and --preset categories")
     refuse(options, ("method", "stride"), "preset", ", which sets it")
     refuse(options, ("max_tokens", "num_samples"), "preset", ", whose tool measures the whole text")
     require(options, ("num_samples", "messages", "by"), "dataset")

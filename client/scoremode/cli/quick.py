@@ -7,15 +7,17 @@ from typing import Any
 
 from scoremode._texts import model_name
 from scoremode.cli import sweep
-from scoremode.cli.options import COUNT, NAME, QUIET, Command, Group, Option, check_report, refuse
+from scoremode.cli.options import COUNT, NAME, QUIET, Command, Group, Option, check_report, check_source, refuse
 from scoremode.errors import extra
-from scoremode.runs import PRESETS
+from scoremode.runs import CATEGORIES, PRESETS
 from scoremode.wire import LANES
 
 _PRESET = "llama.cpp"
+_DATASET = "wikitext"
 
 
 def check(options: argparse.Namespace) -> None:
+    check_source(options)
     refuse(options, ("preset", "max_windows"), "messages", ": each turn is a window")
     check_report(options)
 
@@ -33,12 +35,13 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     files = [model for model in options.models if model.endswith(".gguf")]
     models = [options.original, *(model for model in options.models if model not in files)]
     preset = options.preset or (None if options.messages else _PRESET)
+    dataset = options.dataset or (None if preset == CATEGORIES else _DATASET)
     windows = {"preset": preset, "max_windows": options.max_windows, "context_length": options.context_length}
     report = options.output / "report.html" if options.html is None else options.html
     card = None if options.write_card is None else str(options.write_card.absolute())
     return {
         "output": str(options.output),
-        "text": {"dataset": options.dataset, "messages": options.messages, "by": options.by},
+        "text": {"dataset": dataset, "messages": options.messages, "by": options.by},
         "windows": {name: value for name, value in windows.items() if value is not None},
         "models": [{"name": name, "model": model} for name, model in zip(_names(models), models, strict=True)],
         "serve": options.serve,
@@ -80,12 +83,12 @@ COMMAND = Command(
         Group(
             "text",
             [
-                Option("--dataset NAME|PATH", "as for ppl-client; default: %(default)s", default="wikitext"),
+                Option("--dataset NAME|PATH", f"as for ppl-client; default: {_DATASET}"),
                 Option("--messages COLUMN", "column of the dataset with conversations", type=NAME),
                 Option("--by COLUMN", "column with a label of each row, with --messages", type=NAME),
                 Option(
                     "--preset",
-                    f"whose windows and figures; default: {_PRESET}, none with --messages",
+                    f"whose windows and figures, with --messages none; categories has its own text; default: {_PRESET}",
                     choices=PRESETS,
                 ),
                 Option("--context-length N", "default: the preset's", type=COUNT),

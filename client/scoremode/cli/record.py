@@ -138,7 +138,6 @@ COMMAND = Command(
                 ),
             ],
             is_exclusive=True,
-            is_required=True,
         ),
         DATASET,
         Group(

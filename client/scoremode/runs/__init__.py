@@ -26,7 +26,7 @@ from scoremode.runs.layers import Cost, LayersMeasurement, PartCost, PartKind, m
 from scoremode.runs.output import ARRAYS_SUFFIX, JOURNAL_SUFFIX, Output, sync_folder, write_together, write_whole
 from scoremode.runs.plan import Plan, WindowNlls, identity, server_header, tokenize_texts
 from scoremode.runs.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY, Job, Pool, patient_client
-from scoremode.runs.presets import PRESETS, Preset, comparable_with, window_settings
+from scoremode.runs.presets import CATEGORIES, PRESETS, Preset, comparable_with, window_settings
 from scoremode.runs.recipe import Recipe, make_recipe, tensor_bytes
 from scoremode.runs.recording import Recording, record_reference
 from scoremode.runs.report import RECORD_VERSION, Arrays, chat_differences, reference_in_words, weights_in_words
@@ -34,6 +34,7 @@ from scoremode.runs.run import OnProgress, Progress
 
 __all__ = [
     "ARRAYS_SUFFIX",
+    "CATEGORIES",
     "DEFAULT_COLUMN",
     "DEFAULT_CONCURRENCY",
     "DEFAULT_SPLIT",

@@ -39,6 +39,9 @@ _Row = tuple[str, Mapping[str, Any]]
 """Where a row is, in words, and its values by column."""
 _SUFFIXES = (".parquet", ".jsonl", ".txt")
 
+_CATEGORIES = Path(__file__).with_name("categories")
+"""SOURCES.md in it describes the files. A line `%` ends a document, as in files of `fortune`."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -153,7 +156,7 @@ def load_corpus(
             A folder called `wikitext` is `./wikitext`.
         config: Configuration of the dataset; a subfolder of a local one. It has a `split`, and the text in a `column`.
         num_samples: Read the first rows only.
-        preset: Join it as this tool does.
+        preset: Join it as this tool does; `categories` has its own text, and takes none of the sources.
         max_windows: Say that only so many of the preset's windows are measured: see `presets.window_settings`.
         messages: Column of the dataset that holds conversations, used instead of `column`; their tools are in the
             column `tools`, if there is one, and a system message may be in a column `system`.
@@ -163,10 +166,13 @@ def load_corpus(
         CorpusError: the text cannot be read, or there is none.
         ValueError: not exactly one source.
     """
-    if sum(source is not None for source in (dataset, text, text_file)) != 1:
-        raise ValueError("exactly one of dataset, text and text_file is needed")
+    is_own_text = preset == presets.CATEGORIES
+    if sum(source is not None for source in (dataset, text, text_file)) != (0 if is_own_text else 1):
+        raise ValueError("exactly one of dataset, text and text_file is needed, or preset 'categories' alone")
     if dataset in (None, PYDOC) and (messages or by):
         raise CorpusError(f"{messages or by!r} is a column, and {dataset or 'a text'} has none")
+    if is_own_text:
+        return _load_categories()
     rows: list[_Row]
     if text is not None:
         corpus, rows = Corpus("text", "", f"the text {text!r}"), [("the text", {column: text})]
@@ -204,6 +210,22 @@ def load_corpus(
             num_words=sum(map(count_words, pages)),
         )
     return corpus
+
+
+def _load_categories() -> Corpus:
+    """The texts that come with the package. Their hash is that of the files joined in the order of their names."""
+    files = {file.stem: file.read_bytes().decode() for file in sorted(_CATEGORIES.glob("*.txt"))}
+    rows = [(name, text) for name, file in files.items() for text in file.removesuffix("\n").split("\n%\n")]
+    return Corpus(
+        f"{presets.CATEGORIES} v{presets.CATEGORIES_VERSION}",
+        "".join(files.values()),
+        f"the texts of {len(files)} categories that come with Scoremode",
+        num_rows=len(rows),
+        preset=presets.CATEGORIES,
+        documents=tuple(text for _, text in rows),
+        by="category",
+        labels=tuple(name for name, _ in rows),
+    )
 
 
 def load_prompts(

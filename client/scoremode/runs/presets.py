@@ -1,4 +1,5 @@
-"""The settings that tools publish perplexities with: how each joins the rows of a text and cuts it into windows.
+"""The settings that tools publish perplexities with: how each joins the rows of a text and cuts it into windows; and
+those of the texts by category that come with the package.
 
 `docs/methods.md` names each source and check.
 """
@@ -12,8 +13,11 @@ from typing import Literal, get_args
 from scoremode.windows import Method, WindowError, WindowSettings
 from scoremode.wire import CorpusInfo
 
-Preset = Literal["llama.cpp", "exl3", "gptq", "lm-eval", "hf"]
+Preset = Literal["llama.cpp", "exl3", "gptq", "lm-eval", "hf", "categories"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
+CATEGORIES: Preset = "categories"
+CATEGORIES_VERSION = 1
+"""Of the texts in the folder `categories`. Add 1 when a byte of them changes: figures over other texts differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +42,17 @@ _TOOLS: dict[str, _Tool] = {
     "hf": _Tool(
         "Hugging Face's perplexity of fixed-length models with max_length={}", "sliding", 1024, 2, is_checked=True
     ),
+    CATEGORIES: _Tool("other runs of --preset categories with windows of {}", "sliding", 4096, 4, is_checked=True),
 }
 
 
 def window_settings(preset: Preset, context_length: int | None, max_windows: int | None = None) -> WindowSettings:
     """Arguments of `evaluate` and `record_reference` that cut windows as a tool does, of its length or another, and the
-    first `max_windows` of them. WindowError for so many of a tool that measures articles, which have any length."""
+    first `max_windows` of them. WindowError for so many of a preset whose documents have any length."""
     tool = _TOOLS[preset]
-    if max_windows is not None and tool.method == "rolling":
+    if max_windows is not None and preset in ("lm-eval", CATEGORIES):
         raise WindowError(
-            f"max_windows does not work with the preset {preset}, whose windows are articles", "max_windows"
+            f"max_windows does not work with the preset {preset}, which measures whole documents", "max_windows"
         )
     length = context_length or tool.context_length
     stride = max(1, length // tool.strides)

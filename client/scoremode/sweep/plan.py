@@ -20,7 +20,16 @@ from pydantic import (
 
 from scoremode._texts import faults, printable
 from scoremode.errors import ScoremodeError, file_errors
-from scoremode.runs import DEFAULT_COLUMN, DEFAULT_SPLIT, Corpus, Preset, load_corpus, local_path, window_settings
+from scoremode.runs import (
+    CATEGORIES,
+    DEFAULT_COLUMN,
+    DEFAULT_SPLIT,
+    Corpus,
+    Preset,
+    load_corpus,
+    local_path,
+    window_settings,
+)
 from scoremode.windows import TextMethod, WindowSettings, resolve_stride
 from scoremode.wire import Lane, server_root
 
@@ -73,9 +82,13 @@ class TextOptions(_Part):
     num_samples: PositiveInt | None = None
     max_tokens: PositiveInt | None = None
 
+    @property
+    def num_sources(self) -> int:
+        return sum(source is not None for source in (self.dataset, self.text, self.text_file))
+
     @model_validator(mode="after")
     def _one_source(self) -> "TextOptions":
-        if sum(source is not None for source in (self.dataset, self.text, self.text_file)) != 1:
+        if self.num_sources > 1:
             raise ValueError("give one of dataset, text and text_file")
         if self.dataset is None and (self.messages or self.by):
             raise ValueError("messages and by are columns of a dataset")
@@ -160,7 +173,7 @@ class CompareOptions(_Part):
 
 class SweepPlan(_Part):
     output: LocalPath
-    text: TextOptions
+    text: TextOptions = TextOptions()
     windows: WindowOptions = WindowOptions()
     models: Annotated[list[ModelEntry], Field(min_length=1)]
     command: Command = ["scoremode", "serve"]
@@ -192,6 +205,8 @@ class SweepPlan(_Part):
         if repeated := [name for name in names if folded.count(name.casefold()) > 1]:
             raise ValueError(f"models: two are called {repeated[0]!r}")
         text, preset = self.text, self.windows.preset
+        if text.num_sources != (0 if preset == CATEGORIES else 1):
+            raise ValueError("text: give one of dataset, text and text_file, or windows.preset: categories alone")
         if preset is not None and (text.messages or text.by or text.max_tokens or text.num_samples):
             raise ValueError(
                 "windows.preset measures the whole text: it takes no messages, by, max_tokens, num_samples"

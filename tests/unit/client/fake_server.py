@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -115,6 +116,11 @@ def compare(tokens: list[int], first: int, noise: float) -> KldPositions:
         "reference_confidence": p.max(axis=1),
     }
     return KldPositions(**{name: values[name].astype(dtype) for name, dtype in POSITION_DTYPES.items()})
+
+
+@cache
+def reference_nlls(tokens: tuple[int, ...], first: int) -> list[float]:
+    return [-float(value) for value in compare([*tokens], first, 0.0).reference_logprobs]
 
 
 def ok(content: object) -> httpx.Response:
@@ -224,19 +230,26 @@ class StoredReference:
     """A reference as a server keeps it: its request, its windows as (token ids, first target), what is recorded."""
 
     def __init__(self, body: dict) -> None:
-        self.text = body.get("prompt") or "".join(body["texts"])
-        tokens = [BOS, *self.text.encode()][: body.get("max_tokens")]
+        texts = body.get("texts") or [body["prompt"]]
+        self.text = "".join(texts)
         method, length = body["method"], body.get("context_length") or MAX_MODEL_LEN
         stride = resolve_stride(method, length, body.get("stride"))
-        windows = cut_windows(len(tokens), method, length, stride, prefix_token_id=BOS, bos_token_id=BOS)
         self.request = {**body, "context_length": length, "stride": stride, "model": "bytes"}
-        self.num_tokens = len(tokens)
-        self.windows = [(window.token_ids(tokens), window.first_scored) for window in windows]
+        self.num_tokens = 0
+        self.windows: list[tuple[list[int], int]] = []
+        self.documents: list[int] = []
+        for index, text in enumerate(texts):
+            tokens = [BOS, *text.encode()][: body.get("max_tokens")]
+            windows = cut_windows(len(tokens), method, length, stride, prefix_token_id=BOS, bos_token_id=BOS)
+            self.windows += [(window.token_ids(tokens), window.first_scored) for window in windows]
+            self.documents += [index] * len(windows)
+            self.num_tokens += len(tokens)
         self.recorded: set[int] = set()
         self.noise_floor: dict | None = None
 
     def nlls(self, indices: Iterable[int]) -> list[float]:
-        return [-float(value) for index in indices for value in compare(*self.windows[index], 0.0).reference_logprobs]
+        windows = (self.windows[index] for index in indices)
+        return [value for tokens, first in windows for value in reference_nlls(tuple(tokens), first)]
 
     def event(self, index: int) -> dict:
         so_far = self.nlls(self.recorded)
@@ -276,12 +289,13 @@ class StoredReference:
         }
 
     def origins(self) -> dict:
+        labels = self.request.get("labels")
         return {
             "name": self.request["name"],
             "text_fingerprint": self.json()["text_fingerprint"],
             "num_context": [first for _, first in self.windows],
-            "documents": [0] * len(self.windows),
-            "labels": None,
+            "documents": self.documents,
+            "labels": labels and [labels[index] for index in self.documents],
             "roles": None,
         }
 

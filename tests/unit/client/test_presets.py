@@ -86,5 +86,6 @@ def test_the_first_windows_of_a_preset_are_those_that_all_have(preset):
     words = presets.comparable_with(load_corpus(text="a text", preset=preset, max_windows=3).info, 16)
     assert words.startswith("first 3 windows of ")
     assert words.endswith(": not comparable with published figures")
-    with pytest.raises(WindowError, match="whose windows are articles"):
-        presets.window_settings("lm-eval", None, 3)
+    for whole_documents in ("lm-eval", "categories"):
+        with pytest.raises(WindowError, match=f"the preset {whole_documents}, which measures whole documents"):
+            presets.window_settings(whole_documents, None, 3)

@@ -30,6 +30,12 @@ def test_folders_of_one_name_are_told_apart():
     assert [entry.name for entry in plan_of("a/model", "b/model").models] == ["a-model", "b-model"]
 
 
+def test_the_texts_by_category_take_the_place_of_wikitext():
+    read = plan_of("a", "b", "--preset", "categories")
+    corpus = read.text.load(Path(), read.windows.preset)
+    assert (corpus.name, len(corpus.documents), read.window_settings["context_length"]) == ("categories v1", 261, 4096)
+
+
 def test_conversations_have_no_preset():
     read = plan_of("a", "b", "--dataset", "chats.jsonl", "--messages", "messages", "--by", "language")
     assert (read.windows.preset, read.text.messages, read.text.by) == (None, "messages", "language")

@@ -159,6 +159,12 @@ def test_a_plan_is_read_as_it_is_written(tmp_path: Path, monkeypatch: pytest.Mon
         ("{method: sliding, context_length: 512, stride: 256}", "{preset: hf}", "windows.preset measures the whole"),
         ("method: sliding", "max_windows: 3", "windows: max_windows needs a preset"),
         ("compare:", "gguf: {files: [a.gguf]}\ncompare:", "gguf needs windows.preset: llama.cpp"),
+        (
+            "{method: sliding, context_length: 512, stride: 256}",
+            "{preset: categories}",
+            "text: give one of dataset, text",
+        ),
+        ("dataset: wikitext, ", "", "text: give one of dataset, text and text_file, or windows.preset: categories"),
         ("dataset: wikitext", "text: a, by: language", "text: messages and by are columns of a dataset"),
         ("stride: 256", "stride: 1024", "windows: stride 1024 is larger than context_length 512"),
         ("--dtype float32", "--port=80", "models.0.serve: --port is set by the sweep"),
