@@ -10,6 +10,7 @@ from typing import Literal
 from scoremode._texts import printable
 from scoremode.cli.options import MORE_THAN_0, Command, Group, Option, UsageError, at_least, check_report, given, value
 from scoremode.errors import RunError, extra
+from scoremode.runs import run_kind
 
 
 def _name_and_bits(text: str) -> tuple[str, float]:
@@ -52,9 +53,8 @@ def check(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the report and the plots first, and the tables to stdout last; returns 3 if a limit is exceeded. RunError
     if a run or a task's samples cannot be read or compared."""
-    from scoremode.comparison.layers import is_layers_file
-
-    if any(map(is_layers_file, options.runs)):
+    # Before the imports, which take seconds.
+    if "layers" in [run_kind(path) for path in options.runs]:
         return _compare_layers(options)
     from scoremode.accuracy import compare_tasks, load_tasks
     from scoremode.comparison import as_csv, as_markdown, as_text, card, compare, load_runs, with_logs
