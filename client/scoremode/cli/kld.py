@@ -15,6 +15,7 @@ from scoremode._texts import printable, two_columns
 from scoremode.cli.options import (
     CALIBRATION,
     PACE,
+    REFERENCE,
     SEVERAL_SERVERS,
     Command,
     Group,
@@ -272,7 +273,10 @@ COMMAND = Command(
             "measurement",
             [
                 Option(
-                    "--reference NAME", "the reference to compare with, which every server must have", required=True
+                    "--reference NAME",
+                    "the reference to compare with, which every server must have",
+                    type=REFERENCE,
+                    required=True,
                 ),
                 Option(
                     "--floor",

@@ -1,6 +1,7 @@
 """Commands as `main` takes them, and the options that several share: types of values, groups, and contradictions."""
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from scoremode.wire import (
     FIRST_CONTACT_SECONDS,
     LANES,
     PATIENT_RETRY_FOR,
+    REFERENCE_NAME,
     server_root,
 )
 
@@ -115,7 +117,7 @@ class Command:
         return parser
 
 
-def value(convert: Callable[[str], Any], is_allowed: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
+def value(convert: Callable[[str], Any], is_allowed: Callable[[Any], object], wanted: str) -> Callable[[str], Any]:
     """The type of an option's value, for argparse: what `convert` makes of the text, if that is allowed."""
 
     def checked(text: str) -> Any:
@@ -132,6 +134,9 @@ def at_least(least: int, convert: Callable[[str], float] = int) -> Callable[[str
 
 
 NAME = value(str, bool, "a name")
+REFERENCE = value(
+    str, re.compile(REFERENCE_NAME).fullmatch, "up to 128 letters, digits, '.', '_' and '-', a letter or digit first"
+)
 MORE_THAN_0 = value(float, lambda number: number > 0, "more than 0")
 COUNT = at_least(1)
 
