@@ -175,6 +175,7 @@ COMMAND = Command(
                     "models; several times",
                     action="append",
                     default=[],
+                    is_rare=True,
                 ),
             ],
         ),
@@ -192,14 +193,22 @@ COMMAND = Command(
                     "which metrics judge the answers: the first that a task has; needed where a task has several",
                     type=_NAMES,
                     default=[],
+                    is_rare=True,
                 ),
-                Option("--task-filter A,B,...", "which of lm-eval's filters, likewise", type=_NAMES, default=[]),
+                Option(
+                    "--task-filter A,B,...",
+                    "which of lm-eval's filters, likewise",
+                    type=_NAMES,
+                    default=[],
+                    is_rare=True,
+                ),
                 Option(
                     "--smallest-difference POINTS",
                     "in points: with fewer questions than could show it the verdict is 'too few questions'; default: "
                     "%(default)g",
                     type=MORE_THAN_0,
                     default=1.0,
+                    is_rare=True,
                 ),
             ],
         ),
@@ -227,6 +236,7 @@ COMMAND = Command(
                     "what plots are drawn against: gib, of weight files, or bpw, bits per weight; default: %(default)s",
                     choices=tuple(_SIZES),
                     default="gib",
+                    is_rare=True,
                 ),
                 Option(
                     "--bits NAME=BITS",
@@ -235,6 +245,7 @@ COMMAND = Command(
                     type=value(_name_and_bits, lambda pair: pair[0] and pair[1] > 0, "NAME=BITS"),
                     action="append",
                     default=[],
+                    is_rare=True,
                 ),
                 Option(
                     "--write-card FILE.md",
@@ -263,8 +274,10 @@ COMMAND = Command(
         Group(
             "intervals",
             [
-                Option("--resamples N", "of the text; default: %(default)s", type=at_least(100), default=4000),
-                Option("--seed N", "of the resamples; default: %(default)s", type=at_least(0), default=0),
+                Option(
+                    "--resamples N", "of the text; default: %(default)s", type=at_least(100), default=4000, is_rare=True
+                ),
+                Option("--seed N", "of the resamples; default: %(default)s", type=at_least(0), default=0, is_rare=True),
             ],
         ),
     ],

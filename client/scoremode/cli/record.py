@@ -148,14 +148,19 @@ COMMAND = Command(
                     "prompts in flight at once; default: as many sequences as the server runs at once, at most "
                     f"{MAX_CONCURRENCY}",
                     type=COUNT,
+                    is_rare=True,
                 ),
                 Option(
                     "--temperature T",
                     "1 samples the answers, with --seed; default: 0, greedy",
                     type=value(float, (0, 1).__contains__, "0 or 1"),
+                    is_rare=True,
                 ),
                 Option(
-                    "--seed S", "of the first sampled answer; each has one more than the one before", type=at_least(0)
+                    "--seed S",
+                    "of the first sampled answer; each has one more than the one before",
+                    type=at_least(0),
+                    is_rare=True,
                 ),
             ],
         ),
