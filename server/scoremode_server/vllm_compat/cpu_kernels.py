@@ -19,28 +19,37 @@ def patch() -> None:
 
     def check_kernels_too(cls: type, config: VllmConfig) -> None:
         check(config)
-        require_int8_kernel(config)
+        require_kernels(config)
 
     platform.check_and_update_config = classmethod(check_kernels_too)
 
 
-def require_int8_kernel(config: VllmConfig) -> None:
-    """NoKernelError for float32 with symmetric INT8 weights and activations on a CPU with AMX: without AMX, and for
-    other activations, vLLM has another kernel."""
+def require_kernels(config: VllmConfig) -> None:
+    """NoKernelError for float32 with weights of 4 bits, and on a CPU with AMX with symmetric INT8 weights and
+    activations: for all others vLLM has a kernel that takes float32."""
     schemes = getattr(config.quant_config, "target_scheme_map", {}).values()
-    if (
-        any(map(_is_symmetric_int8, schemes))
-        and config.model_config.dtype == torch.float32
-        and torch.cpu._is_amx_tile_supported()
-    ):
-        raise NoKernelError(
-            "--dtype float32 does not work with INT8 weights and activations on this CPU, which has AMX: vLLM's kernel "
-            "for it takes 16-bit inputs; give --dtype bfloat16, also to the models that this one is compared with"
-        )
+    if not schemes or config.model_config.dtype != torch.float32:
+        return
+    if any(map(_is_weights_of_4_bits, schemes)):
+        refused = "weights of 4 bits on a CPU"
+    elif any(map(_is_symmetric_int8, schemes)) and torch.cpu._is_amx_tile_supported():
+        refused = "INT8 weights and activations on this CPU, which has AMX"
+    else:
+        return
+    raise NoKernelError(
+        f"--dtype float32 does not work with {refused}: vLLM's kernel for it takes 16-bit inputs; give --dtype "
+        "bfloat16, also to the models that this one is compared with"
+    )
+
+
+def _is_weights_of_4_bits(scheme: Any) -> bool:
+    """Whether a scheme of compressed-tensors, a dict, has weights of 4 bits alone."""
+    weights, inputs = scheme.get("weights"), scheme.get("input_activations")
+    return weights is not None and inputs is None and (weights.num_bits, weights.type) == (4, "int")
 
 
 def _is_symmetric_int8(scheme: Any) -> bool:
-    """Whether a scheme of compressed-tensors, a dict, has INT8 weights and symmetric INT8 activations."""
+    """Whether a scheme has INT8 weights and symmetric INT8 activations."""
     weights, inputs = scheme.get("weights"), scheme.get("input_activations")
     if weights is None or inputs is None:
         return False

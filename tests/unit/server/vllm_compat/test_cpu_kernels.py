@@ -1,5 +1,5 @@
-"""INT8 in float32 is refused where vLLM's kernel cannot compute it. What the CPU has is mocked: machines with AMX are
-rare, and those without never take that kernel."""
+"""Quantized weights in float32 are refused where no kernel of vLLM computes them. What the CPU has is mocked: machines
+with AMX are rare, and those without never take its kernel."""
 
 import json
 from pathlib import Path
@@ -46,12 +46,23 @@ def configured(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return start
 
 
-def test_float32_is_refused_for_int8_on_a_cpu_with_amx(configured):
+INT4 = {**INT8, "num_bits": 4, "strategy": "group", "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "has_amx", "refused"),
+    [
+        (INT8, TOKENS, True, "INT8 weights and activations on this CPU, which has AMX"),
+        (INT4, None, True, "weights of 4 bits on a CPU"),
+        (INT4, None, False, "weights of 4 bits on a CPU"),
+    ],
+)
+def test_float32_is_refused_where_no_kernel_takes_it(configured, weights, inputs, has_amx, refused):
     with pytest.raises(SystemExit) as ended:
-        configured("float32", INT8, TOKENS, True)
+        configured("float32", weights, inputs, has_amx)
     assert ended.value.code == (
-        "scoremode: --dtype float32 does not work with INT8 weights and activations on this CPU, which has AMX: vLLM's "
-        "kernel for it takes 16-bit inputs; give --dtype bfloat16, also to the models that this one is compared with"
+        f"scoremode: --dtype float32 does not work with {refused}: vLLM's kernel for it takes 16-bit inputs; give "
+        "--dtype bfloat16, also to the models that this one is compared with"
     )
 
 
@@ -60,6 +71,7 @@ def test_float32_is_refused_for_int8_on_a_cpu_with_amx(configured):
     [
         ("float32", INT8, TOKENS, False),
         ("bfloat16", INT8, TOKENS, True),
+        ("bfloat16", INT4, None, False),
         # vLLM has another kernel for activations with a zero point, and for weights alone.
         ("float32", INT8, {**TOKENS, "symmetric": False}, True),
         ("float32", {**INT8, "strategy": "group", "group_size": 32}, None, True),
