@@ -1,11 +1,14 @@
 """How long a sweep may take, told before its first server starts."""
 
+import logging
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from scoremode.sweep import SweepPlan, estimate
 from scoremode.sweep.estimate import estimated_seconds
+from scoremode.sweep.sweep import _Sweep
 
 PLAN = {"output": "o", "text": {"text": "word" * 1000}, "floor": True}
 MODELS = [{"name": name, "model": "model"} for name in ("a", "b")]
@@ -44,3 +47,16 @@ def test_none_is_told_where_it_is_not_known(folder, changes):
 
 def test_a_matrix_product_is_timed():
     assert estimate._cpu_flops() > 0
+
+
+def test_the_log_has_it_before_the_first_server_starts_and_corrects_it_afterwards(folder, caplog):
+    plan = SweepPlan.model_validate({"models": MODELS, **PLAN})
+    sweep = _Sweep(plan, folder, plan.text.load(folder), folder, None, nullcontext)
+    with caplog.at_level(logging.INFO):
+        sweep._announce(plan.models[0], "loading")
+        sweep.seconds.append(600)
+        sweep._announce(plan.models[1], "loading")
+    assert caplog.messages == [
+        "model 1 of 2, a: loading; all may take 2 min, a rough estimate from the model's size",
+        "model 2 of 2, b: loading; all may take 10 min more",
+    ]
