@@ -114,14 +114,10 @@ class Command:
         return parser
 
     def _usage(self) -> str:
-        """What must be given: argparse's own usage has all options, in lines that are too long."""
-        needed, words = [], []
-        for option in (each for group in self.groups for each in group.options):
-            word = option.settings.get("metavar", "")
-            if not option.name.startswith("-"):
-                words.append(f"{word} ..." if "nargs" in option.settings else word)
-            elif option.settings.get("required"):
-                needed.append(f"{option.name} {word}")
+        """Name what must be given: argparse's own usage has all options, in lines that are too long."""
+        options = [(option.name, option.settings) for group in self.groups for option in group.options]
+        needed = [f"{name} {settings['metavar']}" for name, settings in options if settings.get("required")]
+        words = [settings["metavar"] + " ..." * ("nargs" in settings) for name, settings in options if name[0] != "-"]
         return " ".join(["%(prog)s", *needed, "[options]", *words])
 
     def add_arguments(self, parser: argparse.ArgumentParser, *, with_rare: bool) -> None:
@@ -133,8 +129,8 @@ class Command:
             if group.is_exclusive:
                 target = target.add_mutually_exclusive_group(required=group.is_required)
             for option in group.options:
-                is_hidden = option.is_rare and not with_rare
-                target.add_argument(option.name, **option.settings | ({"help": argparse.SUPPRESS} if is_hidden else {}))
+                hidden = {"help": argparse.SUPPRESS} if option.is_rare and not with_rare else {}
+                target.add_argument(option.name, **option.settings | hidden)
 
 
 def value(convert: Callable[[str], Any], is_allowed: Callable[[Any], object], wanted: str) -> Callable[[str], Any]:

@@ -3,7 +3,7 @@ model, the length of the text, and how fast this machine multiplies."""
 
 import json
 import shutil
-import time
+import timeit
 from math import inf
 from pathlib import Path
 
@@ -26,16 +26,13 @@ _CPU_SHARE = 0.5
 def estimated_seconds(plan: SweepPlan, folder: Path, corpus: Corpus) -> float | None:
     """The seconds of a sweep that serves all models; None where the first one's size is not known, which is not in a
     local folder, or a lane's speed, other than prefill's."""
-    model = plan.models[0].model
-    weights = [*(folder / model).glob("*.safetensors")] if model is not None else []
-    if not weights or plan.lane != "prefill":
-        return None
     # Two operations for each weight, of two bytes.
-    token_flops = sum(file.stat().st_size for file in weights)
-    num_passes = len(plan.models) + 1 + plan.floor
+    token_flops = sum(file.stat().st_size for file in (folder / (plan.models[0].model or "")).glob("*.safetensors"))
+    if not token_flops or plan.lane != "prefill":
+        return None
     flops = _GPU_FLOPS if shutil.which("nvidia-smi") else _CPU_SHARE * _cpu_flops()
-    pass_seconds = _num_tokens(plan, corpus) * token_flops / flops
-    return len(plan.models) * _START_SECONDS + num_passes * pass_seconds
+    num_passes = len(plan.models) + 1 + plan.floor
+    return len(plan.models) * _START_SECONDS + num_passes * _num_tokens(plan, corpus) * token_flops / flops
 
 
 def _num_tokens(plan: SweepPlan, corpus: Corpus) -> float:
@@ -43,18 +40,11 @@ def _num_tokens(plan: SweepPlan, corpus: Corpus) -> float:
     texts = corpus.documents or [corpus.text, *(json.dumps(each.messages) for each in corpus.conversations)]
     windows = plan.window_settings
     num_tokens = min(sum(map(len, texts)) / _BYTES_PER_TOKEN, windows.get("max_tokens") or inf)
-    context = windows.get("context_length")
-    if context is None:
-        return num_tokens
+    context = windows.get("context_length") or 2048
     return num_tokens * context / resolve_stride(windows["method"], context, windows.get("stride"))
 
 
 def _cpu_flops() -> float:
     """Operations per second of a matrix product in float32 on all cores."""
     matrix = np.ones((1024, 1024), np.float32)
-    fastest = inf
-    for _ in range(5):
-        started = time.perf_counter()
-        matrix @ matrix
-        fastest = min(fastest, time.perf_counter() - started)
-    return float(2 * len(matrix) ** 3 / fastest)
+    return 2 * 1024**3 / min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=5))

@@ -201,8 +201,7 @@ def scored_sequences(prompt: Prompt, continuations: Continuations | None) -> lis
 
 def _leaves(nested: Any) -> list[str | list[int]]:
     """The texts and the lists of token ids within lists."""
-    is_text_or_list = isinstance(nested, Sequence)
-    if not is_text_or_list:
+    if not hasattr(nested, "__len__"):
         raise TypeError(f"{nested!r} is not a text, the token ids of one, or a list of either")
     if isinstance(nested, str) or not nested or isinstance(nested[0], int):
         return [nested]
