@@ -184,7 +184,7 @@ VALID: dict[str, dict[str, Any]] = {
 
 WITH_ONE_FIELD: list[tuple[str, str, str, Any, str]] = [
     (SCORE, "an unknown field", "n", 1, "unknown field n"),
-    (SCORE, "too many alternatives", "top_logprobs", 257, "top_logprobs: should be less"),
+    (SCORE, "too many alternatives", "top_logprobs", 257, "top_logprobs: 257 exceeds this server's limit of "),
     (SCORE, "lists for other prompts", "continuations", [[[5]], [[6]]], "continuations has lists for 2 prompts, and"),
     (SCORE, "token ids as continuations", "continuations", [5], "continuations: must be a list of strings or of"),
     (SCORE, "an empty continuation", "continuations", [[6], []], NO_TOKEN_OF_ITS_OWN),

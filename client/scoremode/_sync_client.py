@@ -104,6 +104,10 @@ class ScoreClient:
         """May be changed while requests are under way."""
         self._http = httpx.Client(**connection_settings(api_key, timeout), transport=transport)
 
+    def __repr__(self) -> str:
+        model = "" if self.model is None else f", model={self.model!r}"
+        return f"{type(self).__name__}({self.address!r}{model})"
+
     def __enter__(self) -> Self:
         return self
 

@@ -110,6 +110,10 @@ class AsyncScoreClient:
         """May be changed while requests are under way."""
         self._http = httpx.AsyncClient(**connection_settings(api_key, timeout), transport=transport)
 
+    def __repr__(self) -> str:
+        model = "" if self.model is None else f", model={self.model!r}"
+        return f"{type(self).__name__}({self.address!r}{model})"
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 
 class ScoremodeError(Exception):
@@ -25,6 +26,26 @@ def extra(name: str) -> Iterator[None]:
         raise MissingPackageError(
             f"{package} is missing: it comes with an extra, scoremode[{name}], for the Python at {sys.executable}"
         ) from error
+
+
+_EXTRAS = {
+    "report": ("adjustText", "arch", "huggingface_hub", "jinja2", "matplotlib", "scipy", "statsmodels", "yaml"),
+    "datasets": ("datasets",),
+    "cuda": ("vllm",),
+}
+"""The packages that are imported of extras."""
+
+
+def require_extras(*names: str) -> None:
+    """MissingPackageError with all that is missing of several extras."""
+    missing = {package: name for name in names for package in _EXTRAS[name] if find_spec(package) is None}
+    if missing:
+        extras = ",".join(dict.fromkeys(missing.values()))
+        instead = " (cpu in place of cuda without an NVIDIA GPU)" if "cuda" in extras else ""
+        raise MissingPackageError(
+            f"missing: {', '.join(missing)}: what they come with is scoremode[{extras}]{instead}, for the Python at "
+            f"{sys.executable}"
+        )
 
 
 @contextmanager

@@ -1,12 +1,14 @@
 """`scoremode serve MODEL [any vllm serve flag]`: vLLM's own server with Scoremode's routes on it."""
 
 import argparse
+import errno
 import importlib.metadata
 import os
 import sys
 import traceback
 from typing import Any
 
+from scoremode_server.errors import NoKernelError
 from scoremode_server.settings import PLUGIN, add_arguments, allow_plugin, configure_references
 
 USAGE = "scoremode serve MODEL [any option of vllm serve]"
@@ -19,6 +21,8 @@ MMAP_THRESHOLD = 128 * 1024
 def serve(arguments: list[str]) -> None:
     """Run `vllm serve` with `arguments`, until it is stopped. SystemExit if they are wrong, or Scoremode does not
     run on this vLLM."""
+    # Before vLLM is imported, which takes seconds.
+    check_folder(arguments[0])
     # vLLM reads its environment while it is imported.
     allow_plugin()
     from scoremode_server.vllm_compat.versions import require_supported
@@ -46,7 +50,13 @@ def serve(arguments: list[str]) -> None:
     command.validate(namespace)
     try:
         command.cmd(namespace)
+    except NoKernelError as error:
+        raise SystemExit(f"scoremode: {error}") from None
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise SystemExit(
+                f"scoremode: port {namespace.port} is taken: stop the server that has it, or choose another with --port"
+            ) from None
         if not any(frame.name == "get_tokenizer" for frame in traceback.extract_tb(error.__traceback__)):
             raise
         raise SystemExit(
@@ -57,7 +67,7 @@ def serve(arguments: list[str]) -> None:
     from scoremode_server.vllm_compat.engine_client import engine_died
 
     if engine_died.is_set():
-        raise SystemExit("scoremode: the engine has died")
+        raise SystemExit("scoremode: the engine has died: its error is further up")
 
 
 def parse(command: Any, arguments: list[str]) -> argparse.Namespace:
@@ -84,11 +94,14 @@ def parse(command: Any, arguments: list[str]) -> argparse.Namespace:
     namespace.model = namespace.model_tag or namespace.model
     if namespace.model is None:
         subparser.error("no model: name it here or in the file of --config")
-    if namespace.model.startswith(("/", "./", "../", "~")) and not os.path.exists(namespace.model):
-        raise SystemExit(
-            f"scoremode: there is no {namespace.model}: give a checkpoint's folder, or its name on the hub"
-        )
+    check_folder(namespace.model)
     return namespace
+
+
+def check_folder(model: str) -> None:
+    """SystemExit if a model is named by a path where nothing is."""
+    if model.startswith(("/", "./", "../", "~")) and not os.path.exists(model):
+        raise SystemExit(f"scoremode: there is no {model}: give a checkpoint's folder, or its name on the hub")
 
 
 def tokenizer_threads() -> int:

@@ -53,12 +53,16 @@ class StorageError(RequestError):
 
 def engine_dead_error() -> UnavailableError:
     """The error of requests that meet an engine that is dead or dies."""
-    return UnavailableError("the engine has died", None)
+    return UnavailableError("the engine has died: the server's log has its error", None)
 
 
 def stopping_error() -> UnavailableError:
     """The error of requests that a stopping server refuses."""
     return UnavailableError("the server is shutting down", None)
+
+
+class NoKernelError(RuntimeError):
+    """vLLM has no kernel for a model in its dtype on this machine."""
 
 
 class EngineOutputError(RuntimeError):

@@ -105,7 +105,7 @@ async def test_an_engine_that_dies_ends_its_server_and_runs_continue(first_serve
     refused = [answer for answer in await answers_of(second_server, 20, run_on_both) if answer.status_code != 200]
     assert refused
     for answer in refused:
-        check_refusal(answer, "the engine has died")
+        check_refusal(answer, "the engine has died: the server's log has its error")
         assert int(answer.headers["Retry-After"]) > 0
     assert set(health[1:]) <= {200, 503}
     assert second_server.process.wait(EXIT_SECONDS) != 0

@@ -71,3 +71,10 @@ def test_actions_of_other_repositories_are_pinned_by_hash():
     used = [name for path in workflows for name in re.findall(r"uses: (\S+)", path.read_text())]
     assert used
     assert [name for name in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", name)] == []
+
+
+def test_folders_that_readme_and_commands_make_are_ignored_by_git_and_docker():
+    made = {*re.findall(r"-m venv (\S+)", (ROOT / "README.md").read_text()), "scoremode-quick", "scoremode-example"}
+    assert ".venv" in made
+    for name in (".gitignore", ".dockerignore"):
+        assert made | {".venv-docs", "dist", "site"} <= {line.strip("/") for line in (ROOT / name).read_text().split()}

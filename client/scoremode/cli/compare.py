@@ -10,6 +10,7 @@ from typing import Literal
 from scoremode._texts import printable
 from scoremode.cli.options import MORE_THAN_0, Command, Group, Option, UsageError, at_least, check_report, given, value
 from scoremode.errors import RunError, extra
+from scoremode.runs import run_kind
 
 
 def _name_and_bits(text: str) -> tuple[str, float]:
@@ -52,9 +53,8 @@ def check(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the report and the plots first, and the tables to stdout last; returns 3 if a limit is exceeded. RunError
     if a run or a task's samples cannot be read or compared."""
-    from scoremode.comparison.layers import is_layers_file
-
-    if any(map(is_layers_file, options.runs)):
+    # Before the imports, which take seconds.
+    if "layers" in [run_kind(path) for path in options.runs]:
         return _compare_layers(options)
     from scoremode.accuracy import compare_tasks, load_tasks
     from scoremode.comparison import as_csv, as_markdown, as_text, card, compare, load_runs, with_logs
@@ -175,6 +175,7 @@ COMMAND = Command(
                     "models; several times",
                     action="append",
                     default=[],
+                    is_rare=True,
                 ),
             ],
         ),
@@ -192,14 +193,22 @@ COMMAND = Command(
                     "which metrics judge the answers: the first that a task has; needed where a task has several",
                     type=_NAMES,
                     default=[],
+                    is_rare=True,
                 ),
-                Option("--task-filter A,B,...", "which of lm-eval's filters, likewise", type=_NAMES, default=[]),
+                Option(
+                    "--task-filter A,B,...",
+                    "which of lm-eval's filters, likewise",
+                    type=_NAMES,
+                    default=[],
+                    is_rare=True,
+                ),
                 Option(
                     "--smallest-difference POINTS",
                     "in points: with fewer questions than could show it the verdict is 'too few questions'; default: "
                     "%(default)g",
                     type=MORE_THAN_0,
                     default=1.0,
+                    is_rare=True,
                 ),
             ],
         ),
@@ -227,6 +236,7 @@ COMMAND = Command(
                     "what plots are drawn against: gib, of weight files, or bpw, bits per weight; default: %(default)s",
                     choices=tuple(_SIZES),
                     default="gib",
+                    is_rare=True,
                 ),
                 Option(
                     "--bits NAME=BITS",
@@ -235,6 +245,7 @@ COMMAND = Command(
                     type=value(_name_and_bits, lambda pair: pair[0] and pair[1] > 0, "NAME=BITS"),
                     action="append",
                     default=[],
+                    is_rare=True,
                 ),
                 Option(
                     "--write-card FILE.md",
@@ -263,8 +274,10 @@ COMMAND = Command(
         Group(
             "intervals",
             [
-                Option("--resamples N", "of the text; default: %(default)s", type=at_least(100), default=4000),
-                Option("--seed N", "of the resamples; default: %(default)s", type=at_least(0), default=0),
+                Option(
+                    "--resamples N", "of the text; default: %(default)s", type=at_least(100), default=4000, is_rare=True
+                ),
+                Option("--seed N", "of the resamples; default: %(default)s", type=at_least(0), default=0, is_rare=True),
             ],
         ),
     ],

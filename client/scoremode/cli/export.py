@@ -5,7 +5,7 @@ import asyncio
 from pathlib import Path
 
 from scoremode._texts import printable
-from scoremode.cli.options import ONE_SERVER, QUIET, Command, Group, Option, check_one_server
+from scoremode.cli.options import ONE_SERVER, QUIET, REFERENCE, Command, Group, Option, check_one_server
 from scoremode.cli.progress import export_bar
 from scoremode.cli.running import connected
 from scoremode.runs import export_llama_cpp
@@ -27,7 +27,12 @@ COMMAND = Command(
         Group(
             "export",
             [
-                Option("--reference NAME", "a reference that was recorded with --method llama.cpp", required=True),
+                Option(
+                    "--reference NAME",
+                    "a reference that was recorded with --method llama.cpp",
+                    type=REFERENCE,
+                    required=True,
+                ),
                 Option(
                     "--llama-cpp FILE",
                     "the base file; two bytes a token of the vocabulary and position",

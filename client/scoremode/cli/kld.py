@@ -15,6 +15,7 @@ from scoremode._texts import printable, two_columns
 from scoremode.cli.options import (
     CALIBRATION,
     PACE,
+    REFERENCE,
     SEVERAL_SERVERS,
     Command,
     Group,
@@ -272,7 +273,10 @@ COMMAND = Command(
             "measurement",
             [
                 Option(
-                    "--reference NAME", "the reference to compare with, which every server must have", required=True
+                    "--reference NAME",
+                    "the reference to compare with, which every server must have",
+                    type=REFERENCE,
+                    required=True,
                 ),
                 Option(
                     "--floor",
@@ -294,12 +298,14 @@ COMMAND = Command(
                     f"tokens that are shown, {NUM_MOST_DIVERGENT} at most; default: %(default)s",
                     type=value(int, range(NUM_MOST_DIVERGENT + 1).__contains__, f"from 0 to {NUM_MOST_DIVERGENT}"),
                     default=MOST_DIVERGENT,
+                    is_rare=True,
                 ),
                 Option(
                     "--top-logprobs N",
                     "top tokens in --output; default: %(default)s",
                     type=at_least(0),
                     default=NUM_TOP,
+                    is_rare=True,
                 ),
             ],
         ),

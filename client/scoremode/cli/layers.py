@@ -9,6 +9,7 @@ from scoremode.cli.options import (
     COUNT,
     MORE_THAN_0,
     PACE,
+    REFERENCE,
     SEVERAL_SERVERS,
     Command,
     Group,
@@ -132,7 +133,12 @@ COMMAND = Command(
         Group(
             "measurement",
             [
-                Option("--reference NAME", "recorded with --layers; every server must have it", required=True),
+                Option(
+                    "--reference NAME",
+                    "recorded with --layers; every server must have it",
+                    type=REFERENCE,
+                    required=True,
+                ),
                 PACE[0],
             ],
         ),

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -45,6 +46,8 @@ commands, each with its own --help:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ppl-client` and return its exit status: 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C."""
+    if "_ARGCOMPLETE" in os.environ:
+        complete()
     command, options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         with lines_on_stderr():
@@ -63,6 +66,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def complete() -> None:
+    """Tell a shell what may follow, and end the process. It needs the extra `completion`."""
+    import argcomplete
+
+    parser = argparse.ArgumentParser()
+    perplexity.COMMAND.add_arguments(parser, with_rare=True)
+    commands = parser.add_subparsers()
+    for name, command in COMMANDS.items():
+        command.add_arguments(commands.add_parser(name), with_rare=True)
+    argcomplete.autocomplete(parser)
+
+
 def _how_to_resume(error: BaseException) -> str:
     """The notes that `running.measure_each` added."""
     return printable("".join(getattr(error, "__notes__", ())))
@@ -76,10 +91,11 @@ def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
     is_named = bool(arguments) and not arguments[0].startswith("-")
     name = arguments[0] if is_named else "perplexity"
     command = COMMANDS.get(name, perplexity.COMMAND)
+    with_rare = "--help-all" in arguments
     if command is perplexity.COMMAND:
-        parser = command.parser("ppl-client", "%(prog)s [COMMAND] [options]", _COMMANDS)
+        parser = command.parser("ppl-client", "%(prog)s [COMMAND] [options]", _COMMANDS, with_rare=with_rare)
     else:
-        parser = command.parser(f"ppl-client {name}")
+        parser = command.parser(f"ppl-client {name}", with_rare=with_rare)
     if name not in COMMANDS:
         nearest = get_close_matches(name, COMMANDS, n=1)
         parser.error(f"no command {name}{f'; did you mean {nearest[0]}?' if nearest else ''}")

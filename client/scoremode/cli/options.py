@@ -1,6 +1,7 @@
 """Commands as `main` takes them, and the options that several share: types of values, groups, and contradictions."""
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from scoremode.wire import (
     FIRST_CONTACT_SECONDS,
     LANES,
     PATIENT_RETRY_FOR,
+    REFERENCE_NAME,
     server_root,
 )
 
@@ -48,11 +50,13 @@ class Option:
     Args:
         name: Its name, and after a space the word that stands for its value in the help.
         help: Its line in the help.
+        is_rare: Whether that line is in `--help-all` alone.
         **settings: Other arguments of `argparse.ArgumentParser.add_argument`.
     """
 
-    def __init__(self, name: str, help: str, **settings: Any) -> None:
+    def __init__(self, name: str, help: str, *, is_rare: bool = False, **settings: Any) -> None:
         self.name, _, metavar = name.partition(" ")
+        self.is_rare = is_rare
         self.settings = {"help": help, **settings}
         if metavar:
             self.settings["metavar"] = metavar
@@ -97,26 +101,40 @@ class Command:
     rest: str = ""
     """The name of the words after `--`; empty where there may be none."""
 
-    def parser(self, prog: str, usage: str | None = None, more: str = "") -> Parser:
+    def parser(self, prog: str, usage: str | None = None, more: str = "", *, with_rare: bool = False) -> Parser:
+        """Parses the options; `with_rare`, its help has the rare ones too."""
         status = f"exit status: 0 if {self.success}, 1 on failure, 2 on wrong usage, 130 on Ctrl-C"
         parser = Parser(
             prog=prog,
-            usage=usage,
+            usage=usage or self._usage(),
             description=fill(self.description, _WIDTH) + more,
             epilog=f"example:\n  {self.example}\n\n{fill(status, _WIDTH)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self.add_arguments(parser, with_rare=with_rare)
+        return parser
+
+    def _usage(self) -> str:
+        """Name what must be given: argparse's own usage has all options, in lines that are too long."""
+        options = [(option.name, option.settings) for group in self.groups for option in group.options]
+        needed = [f"{name} {settings['metavar']}" for name, settings in options if settings.get("required")]
+        words = [settings["metavar"] + " ..." * ("nargs" in settings) for name, settings in options if name[0] != "-"]
+        return " ".join(["%(prog)s", *needed, "[options]", *words])
+
+    def add_arguments(self, parser: argparse.ArgumentParser, *, with_rare: bool) -> None:
         parser.add_argument("--version", action="version", version=f"ppl-client {__version__}")
+        if any(option.is_rare for group in self.groups for option in group.options):
+            parser.add_argument("--help-all", action="help", help="show this and the options that are rarely needed")
         for group in self.groups:
             target: Any = parser.add_argument_group(group.title) if group.title else parser
             if group.is_exclusive:
                 target = target.add_mutually_exclusive_group()
             for option in group.options:
-                target.add_argument(option.name, **option.settings)
-        return parser
+                hidden = {"help": argparse.SUPPRESS} if option.is_rare and not with_rare else {}
+                target.add_argument(option.name, **option.settings | hidden)
 
 
-def value(convert: Callable[[str], Any], is_allowed: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
+def value(convert: Callable[[str], Any], is_allowed: Callable[[Any], object], wanted: str) -> Callable[[str], Any]:
     """The type of an option's value, for argparse: what `convert` makes of the text, if that is allowed."""
 
     def checked(text: str) -> Any:
@@ -133,6 +151,9 @@ def at_least(least: int, convert: Callable[[str], float] = int) -> Callable[[str
 
 
 NAME = value(str, bool, "a name")
+REFERENCE = value(
+    str, re.compile(REFERENCE_NAME).fullmatch, "up to 128 letters, digits, '.', '_' and '-', a letter or digit first"
+)
 MORE_THAN_0 = value(float, lambda number: number > 0, "more than 0")
 COUNT = at_least(1)
 
@@ -157,15 +178,16 @@ def _server(url_help: str) -> Group:
         "server",
         [
             Option("--url URL", f"{url_help}; default: {DEFAULT_URL}", dest="urls", type=_url, action="append"),
-            Option("--model NAME", "default: the served model", type=NAME),
+            Option("--model NAME", "default: the served model", type=NAME, is_rare=True),
             Option("--api-key KEY", API_KEY_HELP),
             Option(
                 "--timeout SECONDS",
                 "without a byte from the server; default: %(default)g",
                 type=MORE_THAN_0,
                 default=DEFAULT_TIMEOUT,
+                is_rare=True,
             ),
-            Option("--retry-for SECONDS", retry_for_help, type=at_least(0, float)),
+            Option("--retry-for SECONDS", retry_for_help, type=at_least(0, float), is_rare=True),
         ],
     )
 
@@ -179,8 +201,8 @@ TEXT = Group(
     [
         Option(
             "--dataset NAME|PATH",
-            "wikitext, pydoc (the Python language reference, on every machine), a name on the Hugging Face hub, a "
-            "local folder laid out like the hub's, or a parquet, jsonl or txt file",
+            "wikitext, pydoc (Python's own manual), a name on the Hugging Face hub, a local folder laid out like the "
+            "hub's, or a parquet, jsonl or txt file",
         ),
         Option("--text", "the text itself"),
         Option("--text-file FILE", "a file that holds the text, UTF-8", type=Path),
@@ -190,9 +212,13 @@ TEXT = Group(
 DATASET = Group(
     "dataset",
     [
-        Option("--dataset-config NAME", "configuration of the dataset; default for wikitext: wikitext-2-raw-v1"),
-        Option("--split", "default: %(default)s", default=corpora.DEFAULT_SPLIT),
-        Option("--text-column NAME", "default: %(default)s", default=corpora.DEFAULT_COLUMN),
+        Option(
+            "--dataset-config NAME",
+            "configuration of the dataset; default for wikitext: wikitext-2-raw-v1",
+            is_rare=True,
+        ),
+        Option("--split", "default: %(default)s", default=corpora.DEFAULT_SPLIT, is_rare=True),
+        Option("--text-column NAME", "default: %(default)s", default=corpora.DEFAULT_COLUMN, is_rare=True),
         Option("--num-samples N", "the first N rows only", type=COUNT),
         Option(
             "--messages COLUMN",
@@ -203,23 +229,33 @@ DATASET = Group(
             "--chat-template-kwargs JSON",
             "for the chat template of conversations",
             type=value(json_object, lambda value: value is not None, "a JSON object"),
+            is_rare=True,
         ),
-        Option("--by COLUMN", "column with a label of each row, for tables by it; rows are then not joined", type=NAME),
+        Option(
+            "--by COLUMN",
+            "column with a label of each row, for tables by it; rows are then not joined",
+            type=NAME,
+            is_rare=True,
+        ),
     ],
 )
 WINDOWS = [
     Option(
         "--preset",
-        "join the rows of the text and cut windows the way a published tool does, for figures that are comparable with "
-        "its own: llama.cpp, exl3, gptq (these not checked against the tools), lm-eval, hf; or measure the texts by "
-        "category that come with Scoremode, without naming a text: categories",
+        "join rows and cut windows as a published tool does, for figures that are comparable with its own (llama.cpp, "
+        "exl3 and gptq are not checked against the tools); or categories: the texts that come with Scoremode",
         choices=PRESETS,
     ),
-    Option("--method", f"default: {DEFAULT_METHOD}", choices=METHODS),
+    Option("--method", f"default: {DEFAULT_METHOD}", choices=METHODS, is_rare=True),
     Option("--context-length N", "default: 2048 or what the model takes, or the preset's", type=COUNT),
-    Option("--stride N", "default: a quarter of the context where the method takes a stride", type=COUNT),
+    Option("--stride N", "default: a quarter of the context where the method takes a stride", type=COUNT, is_rare=True),
     Option("--max-tokens N", "the first N tokens of the text only", type=COUNT),
-    Option("--max-windows N", "the first N windows of a preset only, which no figure is comparable with", type=COUNT),
+    Option(
+        "--max-windows N",
+        "the first N windows of a preset only, which no figure is comparable with",
+        type=COUNT,
+        is_rare=True,
+    ),
 ]
 PACE = [
     Option(
@@ -227,12 +263,12 @@ PACE = [
         "windows in flight at once at each server; default: as many sequences as it runs at once, "
         f"{MAX_CONCURRENCY} at most, or {DEFAULT_CONCURRENCY} where it does not say",
         type=COUNT,
+        is_rare=True,
     ),
     Option(
         "--lane LANE",
-        "tokens of a window per engine step: prefill, as many as fit; decode, one as in generation; verify, as many as "
-        "in speculative decoding; both: prefill, then decode, each with its own output, and whether they agree; "
-        "default: %(default)s",
+        "tokens of a window per engine step: prefill, as many as fit; decode, one as in generation; verify, as in "
+        "speculative decoding; both: prefill, then decode, and whether they agree; default: %(default)s",
         choices=(*LANES, "both"),
         default="prefill",
     ),
@@ -240,6 +276,7 @@ PACE = [
         "--decode-batch N",
         "with another lane than prefill: windows in flight at once, as --concurrency",
         type=COUNT,
+        is_rare=True,
     ),
 ]
 CALIBRATION = Group(
@@ -250,14 +287,16 @@ CALIBRATION = Group(
             "what a quantization was calibrated on (parquet, jsonl or txt): say which windows share text with it, and "
             "the figures without them",
             type=Path,
+            is_rare=True,
         ),
-        Option("--calibration-column NAME", "default: %(default)s", default=corpora.DEFAULT_COLUMN),
+        Option("--calibration-column NAME", "default: %(default)s", default=corpora.DEFAULT_COLUMN, is_rare=True),
         Option(
             "--calibration-share SHARE",
             "leave out a window when more than this share of its 13-grams is in the calibration text; default: "
             "%(default)g",
             type=value(float, lambda share: 0 <= share < 1, "at least 0 and less than 1"),
             default=DEFAULT_THRESHOLD,
+            is_rare=True,
         ),
     ],
 )

@@ -56,6 +56,11 @@ def lines_on_stderr() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def _rate(num_tokens: int, seconds: float) -> str:
+    """Tokens per second of this session, in which windows of earlier ones took no time."""
+    return f"{num_tokens / seconds:,.0f}" if num_tokens and seconds else "-"
+
+
 def progress_bar(figure: Literal["ppl", "kld", "tokens"], *, quiet: bool) -> AbstractContextManager[OnProgress]:
     """Show a bar of windows with the perplexity or the mean KL divergence so far, or of answers with their tokens,
     unless `quiet`; gives what advances it."""
@@ -64,7 +69,7 @@ def progress_bar(figure: Literal["ppl", "kld", "tokens"], *, quiet: bool) -> Abs
         return {
             "total": progress.num_windows,
             "completed": progress.windows_done,
-            "num_tokens": progress.num_scored - progress.num_resumed,
+            "rate": _rate(progress.num_scored - progress.num_resumed, progress.seconds),
             "figure": _FIGURES[figure](progress),
         }
 
@@ -79,7 +84,7 @@ def corpus_bar(*, quiet: bool) -> AbstractContextManager[OnCorpusProgress]:
         return {
             "total": progress.num_files,
             "completed": progress.files_done,
-            "num_tokens": progress.num_tokens - progress.num_tokens_resumed,
+            "rate": _rate(progress.num_tokens - progress.num_tokens_resumed, progress.seconds),
             "figure": "-" if progress.perplexity is None else f"{progress.perplexity:.4f}",
             "documents": f"{progress.num_documents:,}",
         }
@@ -110,17 +115,11 @@ def _bar(
     """Show a bar; gives the function that advances it."""
     columns = (TextColumn(counted), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn(middle), time)
     next_line = SECONDS_PER_LINE
-    # The clock of rates starts with the first progress: before it, a server may still be loading its model.
-    first_tokens, first_seconds = None, 0.0
 
     def advance(progress: Any) -> None:
-        nonlocal next_line, first_tokens, first_seconds
+        nonlocal next_line
         shown, elapsed = fields(progress), task.elapsed or 0.0
-        num_tokens = shown.pop("num_tokens")
-        if first_tokens is None:
-            first_tokens, first_seconds = num_tokens, elapsed
-        since = num_tokens - first_tokens
-        bar.update(task.id, rate=f"{since / (elapsed - first_seconds):,.0f}" if since else "-", **shown)
+        bar.update(task.id, **shown)
         if elapsed > next_line and not quiet and not bar.console.is_terminal:
             next_line = elapsed + SECONDS_PER_LINE
             left = "" if task.time_remaining is None else f", about {task.time_remaining:.0f} s left"

@@ -1,6 +1,8 @@
 """`ppl-client quick`: an original and its quantizations, from checkpoints to a verdict, by a plan made of options."""
 
 import argparse
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,8 @@ from typing import Any
 from scoremode._texts import model_name
 from scoremode.cli import sweep
 from scoremode.cli.options import COUNT, NAME, QUIET, Command, Group, Option, check_report, check_source, refuse
-from scoremode.errors import extra
-from scoremode.runs import CATEGORIES, PRESETS
+from scoremode.errors import extra, require_extras
+from scoremode.runs import CATEGORIES, PRESETS, corpora, local_path
 from scoremode.wire import LANES
 
 _PRESET = "llama.cpp"
@@ -25,6 +27,12 @@ def check(options: argparse.Namespace) -> None:
 @extra("report")
 def run(options: argparse.Namespace) -> int:
     """Sweep the models and print the verdict on each; returns 1 if a model failed."""
+    needed = ["report"]
+    if shutil.which("scoremode", path=Path(sys.executable).parent):
+        needed.append("cuda")
+    if options.dataset != corpora.PYDOC and local_path(options.dataset) is None:
+        needed.append("datasets")
+    require_extras(*needed)
     from scoremode.sweep import checked_plan
 
     return sweep.measure(checked_plan(plan(options), "quick"), Path(), options, with_verdicts=True)

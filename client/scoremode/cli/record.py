@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from scoremode.cli.options import (
     DATASET,
     ONE_SERVER,
     QUIET,
+    REFERENCE,
     TEXT,
     WINDOWS,
     Command,
@@ -37,7 +37,7 @@ from scoremode.runs import (
     record_reference,
     reference_in_words,
 )
-from scoremode.wire import REFERENCE_NAME, AnswerSettings
+from scoremode.wire import AnswerSettings
 
 LAYERS_CONTEXT = 1024
 LAYERS_TOKENS = 4 * LAYERS_CONTEXT + 1
@@ -62,8 +62,6 @@ def check(options: argparse.Namespace) -> None:
         raise UsageError("--prompts needs --max-new-tokens N")
     if bool(options.temperature) != (options.seed is not None):
         raise UsageError("--temperature 1 and --seed S are given together, or neither for greedy answers")
-    if not re.fullmatch(REFERENCE_NAME, options.reference):
-        raise UsageError(f"--reference: {options.reference!r} is not a valid reference name")
 
 
 async def run(options: argparse.Namespace) -> None:
@@ -149,21 +147,31 @@ COMMAND = Command(
                     "prompts in flight at once; default: as many sequences as the server runs at once, at most "
                     f"{MAX_CONCURRENCY}",
                     type=COUNT,
+                    is_rare=True,
                 ),
                 Option(
                     "--temperature T",
                     "1 samples the answers, with --seed; default: 0, greedy",
                     type=value(float, (0, 1).__contains__, "0 or 1"),
+                    is_rare=True,
                 ),
                 Option(
-                    "--seed S", "of the first sampled answer; each has one more than the one before", type=at_least(0)
+                    "--seed S",
+                    "of the first sampled answer; each has one more than the one before",
+                    type=at_least(0),
+                    is_rare=True,
                 ),
             ],
         ),
         Group(
             "recording",
             [
-                Option("--reference NAME", "name to record under: letters, digits, '.', '_' and '-'", required=True),
+                Option(
+                    "--reference NAME",
+                    "name to record under: letters, digits, '.', '_' and '-'",
+                    type=REFERENCE,
+                    required=True,
+                ),
                 Option(
                     "--layers",
                     "record the residual stream at every boundary of the decoder layers too, for `ppl-client layers`, "

@@ -44,18 +44,6 @@ class LayersRun(BaseModel):
         return [self.embeddings, *self.blocks, self.head]
 
 
-class _AnyRun(BaseModel):
-    kind: str
-
-
-def is_layers_file(path: Path) -> bool:
-    """Whether a file is a run of `ppl-client layers`. One that cannot be read is not: who reads it says why."""
-    try:
-        return _AnyRun.model_validate_json(path.read_bytes()).kind == "layers"
-    except (OSError, ValidationError):
-        return False
-
-
 def load_layers(paths: Sequence[Path], labels: Sequence[str] | None = None) -> dict[str, LayersRun]:
     """Load runs of one original over one text, by their labels. RunError if one cannot be read, or they do not fit each
     other."""

@@ -23,7 +23,15 @@ from scoremode.runs.export import OnBytes, export_llama_cpp
 from scoremode.runs.journal import AppendedFile, Journal, Measurement, check_same_run, open_locked
 from scoremode.runs.lanes import in_lane, lane_difference
 from scoremode.runs.layers import Cost, LayersMeasurement, PartCost, PartKind, measure_layers
-from scoremode.runs.output import ARRAYS_SUFFIX, JOURNAL_SUFFIX, Output, sync_folder, write_together, write_whole
+from scoremode.runs.output import (
+    ARRAYS_SUFFIX,
+    JOURNAL_SUFFIX,
+    Output,
+    run_kind,
+    sync_folder,
+    write_together,
+    write_whole,
+)
 from scoremode.runs.plan import Plan, WindowNlls, identity, server_header, tokenize_texts
 from scoremode.runs.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY, Job, Pool, patient_client
 from scoremode.runs.presets import CATEGORIES, PRESETS, Preset, comparable_with, window_settings
@@ -97,6 +105,7 @@ __all__ = [
     "record_answers",
     "record_reference",
     "reference_in_words",
+    "run_kind",
     "server_header",
     "sync_folder",
     "tensor_bytes",

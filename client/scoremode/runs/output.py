@@ -10,9 +10,10 @@ from shutil import copymode
 from tempfile import TemporaryFile
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
 from safetensors.numpy import save
 
-from scoremode.errors import OutputError, file_errors
+from scoremode.errors import OutputError, RunError, file_errors
 from scoremode.runs.journal import Journal, Measurement, Result, count_windows, open_locked
 from scoremode.runs.report import Arrays
 
@@ -20,6 +21,23 @@ _log = logging.getLogger(__name__)
 
 JOURNAL_SUFFIX = ".journal"
 ARRAYS_SUFFIX = ".safetensors"
+
+
+class _AnyRun(BaseModel):
+    kind: str | None = None
+
+
+def run_kind(path: Path) -> str | None:
+    """The kind of a finished run; None where its JSON has none. RunError if the file cannot be read, or has a run's
+    arrays."""
+    if path.suffix == ARRAYS_SUFFIX:
+        raise RunError(f"{path} has the values of a run's tokens: give the run itself, {path.with_suffix('.json')}")
+    with file_errors(RunError, f"read {path}"):
+        content = path.read_bytes()
+    try:
+        return _AnyRun.model_validate_json(content).kind
+    except ValidationError:
+        return None
 
 
 class Output:

@@ -72,7 +72,8 @@ async def record_reference(
         if on_progress is not None:
             done = min(num_resumed + num_new, window.num_windows)
             mean = math.log(window.perplexity)
-            on_progress(Progress(done, window.num_windows, window.total_scored, mean, tokens_before))
+            seconds = time.perf_counter() - started
+            on_progress(Progress(done, window.num_windows, window.total_scored, mean, tokens_before, seconds))
 
     if corpus.conversations and corpus.answers is None:
         windows = {"context_length": windows.get("context_length")}

@@ -20,6 +20,8 @@ class Progress:
     """Of the tokens so far, in nats: of their NLLs, or of their KL divergences."""
     num_resumed: int = 0
     """Tokens among them that an earlier session scored."""
+    seconds: float = 0.0
+    """Since this session began, whose server had answered already."""
 
     @property
     def perplexity(self) -> float:
@@ -83,7 +85,8 @@ class Run(Generic[Result]):
             done, num_windows = len(self._windows), self._measurement.num_windows
             # An answer may have no token.
             mean = self._total / max(1, self._num_scored)
-            self._on_progress(Progress(done, num_windows, self._num_scored, mean, self._num_resumed))
+            seconds = time.perf_counter() - self._started
+            self._on_progress(Progress(done, num_windows, self._num_scored, mean, self._num_resumed, seconds))
 
 
 async def measure(

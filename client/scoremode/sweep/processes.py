@@ -21,28 +21,33 @@ import httpx
 import numpy as np
 
 from scoremode._tasks import Result
-from scoremode.errors import ScoremodeError
+from scoremode.errors import ScoremodeError, ServerError, TransportError
 
 _log = logging.getLogger(__name__)
 
 STOP_SECONDS = 60.0
 """Until a server is killed that was asked to end: its own `--shutdown-timeout` is 30."""
 _POLL_SECONDS = 0.5
-_SUMMARY_OF_VLLM = "Engine core initialization failed"
-"""Of an error that only says that there is another."""
 # PR_SET_PDEATHSIG is 1. The starter may have ended before the kernel watched it.
 _TIED = """import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
+_END_SECONDS = 15.0
+"""Until a server has ended by itself whose engine died: requests fail before."""
+_SUMMARY = (
+    "Engine core initialization failed|EngineCore encountered an issue|Worker failed with error|the engine has died"
+)
+"""How errors read that only say that there is another."""
 # No part of a name is read twice, however long a line is.
 _ERROR = re.compile(r"(?<![\w.])[\w.]++(?:(?<=Error)|(?<=Exception)|(?<=Exit)):(?: .+|$)|^scoremode: .+")
 _NEXT_MESSAGE = re.compile(
-    rf".*{_SUMMARY_OF_VLLM}|Traceback |During handling of |The above exception |"
+    rf".*(?:{_SUMMARY})|Traceback |During handling of |The above exception |"
     r"\(\w+ pid=|\[|\w+: |(?:DEBUG|INFO|WARNING|ERROR)\b|\S+:\d+: "
 )
 """How lines begin that do not continue an error's message."""
+_INFO = re.compile(r"(?:\(\w+ pid=\d+\) )?INFO\b")
 _REASON_LENGTH = 1000
 """Characters, in which the longest message that vLLM writes has space."""
 
@@ -61,12 +66,17 @@ class ModelServer:
     process: Process
 
     async def while_it_runs(self, work: Awaitable[Result]) -> Result:
-        """The result of some work with the server, which is cancelled when the server ends."""
+        """The result of some work with the server, which is cancelled when the server ends. ProcessError with the
+        log's error if it ends, also soon after the work failed because of it."""
         working, ending = asyncio.ensure_future(work), asyncio.ensure_future(self.process.wait())
         try:
             await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
-                return working.result()
+                is_servers = isinstance(working.exception(), ServerError | TransportError)
+                if is_servers:
+                    await asyncio.wait({ending}, timeout=_END_SECONDS)
+                if not (is_servers and ending.done()):
+                    return working.result()
         finally:
             for each in (working, ending):
                 each.cancel()
@@ -187,14 +197,16 @@ async def _end_group(process: Process) -> None:
 
 def _reason(log: Path) -> str:
     """The last error in a log with all lines of its message, or else the log's last line."""
-    # Errors further up are not those that ended it.
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-200:]
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    # Errors further up are not those that ended it. Each request in flight may have a line when the engine dies.
+    told = [place for place, line in enumerate(lines) if not _INFO.match(line)][-200:]
+    lines = lines[told[0] :] if told else lines[-1:]
     # No line begins with a line's end.
     before, reason = "\n", [(lines or ["it printed nothing"])[-1]]
     for line in lines:
         # vLLM repeats what is before the first line of a message before each of the others.
         rest = line.removeprefix(before).lstrip()
-        if _SUMMARY_OF_VLLM not in line and (match := _ERROR.search(line)):
+        if not re.search(_SUMMARY, line) and (match := _ERROR.search(line)):
             before, reason = line[: match.start()].rstrip(), [match[0]]
         elif line.startswith(before) and not _NEXT_MESSAGE.match(rest):
             reason.append(rest)

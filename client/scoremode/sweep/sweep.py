@@ -38,6 +38,7 @@ from scoremode.runs import (
     record_reference,
 )
 from scoremode.sweep import reuse
+from scoremode.sweep.estimate import estimated_seconds
 from scoremode.sweep.plan import GgufOptions, ModelEntry, SweepPlan, check_local_models
 from scoremode.sweep.processes import ProcessError, measure_file, model_server
 from scoremode.windows import WindowError
@@ -197,6 +198,8 @@ class _Sweep:
         if self.seconds:
             minutes = (len(models) - place) * sum(self.seconds) / len(self.seconds) / 60
             rest = f"; all may take {max(1, round(minutes))} min more"
+        elif place == 0 and (estimate := estimated_seconds(self.plan, self.folder, self.corpus)) is not None:
+            rest = f"; all may take {max(1, round(estimate / 60))} min, a rough estimate from the model's size"
         _log.info("model %d of %d, %s: %s%s", place + 1, len(models), entry.name, doing, rest)
 
     def _is_first(self, entry: ModelEntry) -> bool:

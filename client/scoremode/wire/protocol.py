@@ -182,6 +182,10 @@ class TurnsResponse(TypedDict):
     data: list[TurnSequence]
 
 
+TopLogprobsCount = Annotated[int, Field(ge=0, json_schema_extra={"maximum": MAX_TOP_LOGPROBS})]
+"""Limited by the server, whose `--max-logprobs` may allow fewer."""
+
+
 class ScoreRequest(MessagesFields, LaneFields):
     """Body of `POST /v1/score`: `prompt` or `messages`."""
 
@@ -192,7 +196,7 @@ class ScoreRequest(MessagesFields, LaneFields):
     with it."""
     add_special_tokens: bool = True
     """Let the tokenizer add its special tokens (BOS) to a text."""
-    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: TopLogprobsCount = 0
     """The k most likely tokens at every position."""
     candidate_token_ids: Candidates | None = None
     """Score these tokens too: one list for all positions, or lists of one length, one per position."""

@@ -6,7 +6,6 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from typing_extensions import TypedDict
 
 from scoremode.wire.protocol import (
-    MAX_TOP_LOGPROBS,
     Figure,
     Int32,
     Lane,
@@ -19,6 +18,7 @@ from scoremode.wire.protocol import (
     TextInWindows,
     TopLogprob,
     TopLogprobArrays,
+    TopLogprobsCount,
     Usage,
 )
 
@@ -297,7 +297,7 @@ class KldRequest(LaneFields):
     """Name of a complete reference."""
     windows: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
     """The first window and the one after the last, from 0; all when left out."""
-    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: TopLogprobsCount = 0
     """The k most likely tokens of both models at every position."""
     encoding_format: Literal["float", "base64"] = "float"
     """`base64`: arrays as little-endian float32 and int32."""

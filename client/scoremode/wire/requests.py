@@ -1,6 +1,7 @@
 """Parts of requests and answers that both clients have in common: addresses, fields, limits and readers."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -82,9 +83,12 @@ _TOKEN_TEXTS = TypeAdapter(TokensResponse)
 _TURNS = TypeAdapter(TurnsResponse)
 
 
+_ROUTES = re.compile(r"/v1/(score|turns|tokens|perplexity|completions|chat/completions|models|kld|references)$")
+
+
 def server_root(base_url: str) -> str:
     """The address that paths are appended to: `base_url` without a trailing `/v1`.
-    ValueError if it is not an http or https address."""
+    ValueError if it is not an http or https address, or has a route."""
     root = base_url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     try:
         url = httpx.URL(root)
@@ -92,6 +96,8 @@ def server_root(base_url: str) -> str:
         raise ValueError(f"not a server address: {base_url!r} ({error})") from error
     if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > 65535:
         raise ValueError(f"not a server address: {base_url!r}; it looks like http://localhost:8000")
+    if route := _ROUTES.search(root):
+        raise ValueError(f"{base_url!r} ends in a route: give the server's address, {root[: route.start()]}")
     return root
 
 
@@ -198,6 +204,8 @@ def scored_sequences(prompt: Prompt, continuations: Continuations | None) -> lis
 
 def _leaves(nested: Any) -> list[str | list[int]]:
     """The texts and the lists of token ids within lists."""
+    if not hasattr(nested, "__len__"):
+        raise TypeError(f"{nested!r} is not a text, the token ids of one, or a list of either")
     if isinstance(nested, str) or not nested or isinstance(nested[0], int):
         return [nested]
     return [leaf for part in nested for leaf in _leaves(part)]

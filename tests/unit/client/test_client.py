@@ -234,3 +234,23 @@ def test_chunk_boundaries_do_not_matter(data, line_end):
     cuts = sorted(data.draw(st.sets(st.integers(min_value=1, max_value=len(stream) - 1))))
     chunks = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
     assert parse(*chunks) == ["é€".encode(), b"two\nlines"]
+
+
+@pytest.mark.parametrize("prompt", [5, 0, None, [[5.0]], ["text", 5]])
+def test_a_prompt_that_is_no_text_is_told(call, prompt):
+    with pytest.raises(TypeError, match="is not a text, the token ids of one, or a list of either"):
+        call(FakeServer(), "score", prompt)
+
+
+def test_a_client_shows_its_server_without_the_password():
+    client = scoremode.ScoreClient("http://user:secret@host:8000/v1", model="m")
+    assert repr(client) == "ScoreClient('http://host:8000', model='m')"
+    assert repr(scoremode.AsyncScoreClient("http://host")) == "AsyncScoreClient('http://host')"
+
+
+@pytest.mark.parametrize("route", ["score", "perplexity", "kld/", "chat/completions"])
+def test_an_address_that_ends_in_a_route_is_told_the_servers(route):
+    with pytest.raises(ValueError, match=r"ends in a route: give the server's address, http://host:8000/below$"):
+        scoremode.ScoreClient(f"http://host:8000/below/v1/{route}")
+    # Proxies serve below paths of any name.
+    assert scoremode.ScoreClient("http://host/v1/endpoints/score/v1/").base_url == "http://host/v1/endpoints/score"

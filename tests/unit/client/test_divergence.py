@@ -154,6 +154,7 @@ async def test_a_resumed_run_compares_missing_windows_and_has_all_top_tokens(ser
     assert path.read_bytes().startswith(before)
     assert same_positions(measurement.positions, expected_positions(server))
     assert [(step.windows_done, step.num_resumed) for step in steps] == [(3, 3 * 7), (4, 3 * 7), (5, 3 * 7)]
+    assert 0 < steps[0].seconds < steps[1].seconds < steps[2].seconds
     top, at = measurement.top_tokens, np.sort(np.argsort(-measurement.positions.kld)[:9])
     # What the server makes up depends on the place in a window of seven.
     ids = (at % 7)[:, None, None] + np.tile(np.arange(5), (2, 1))
@@ -211,4 +212,5 @@ async def test_windows_of_an_earlier_session_are_counted_and_not_recorded_again(
     references["base"].recorded |= {0, 1, 2}
     recording = await record(FakeServer(references), on_progress=steps.append)
     assert [(step.windows_done, step.num_scored, step.num_resumed) for step in steps] == [(4, 28, 21), (5, 35, 21)]
+    assert 0 < steps[0].seconds < steps[1].seconds
     assert (recording.num_resumed, recording.reference.num_recorded) == (3, 5)

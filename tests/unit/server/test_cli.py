@@ -2,6 +2,9 @@
 
 import os
 import shutil
+import socket
+import subprocess
+import sys
 
 import pytest
 from vllm.config import ModelConfig
@@ -88,3 +91,29 @@ def test_other_failures_of_a_start_are_vllms_own(monkeypatch, tmp_path):
     monkeypatch.setattr(ServeSubcommand, "cmd", staticmethod(fail))
     with pytest.raises(ValueError, match="no memory"):
         serve([str(tmp_path)])
+
+
+@pytest.mark.processes
+def test_a_missing_folder_is_told_before_vllm_is_imported():
+    program = (
+        "import sys; from scoremode_server import cli; sys.argv = ['scoremode', 'serve', '/no/such/folder']\n"
+        "try: cli.main()\nexcept SystemExit as error: print(error, {'torch', 'vllm', 'transformers'} & {*sys.modules})"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert printed == (
+        "scoremode: there is no /no/such/folder: give a checkpoint's folder, or its name on the hub set()\n"
+    )
+
+
+@pytest.mark.processes
+def test_a_taken_port_is_one_line_before_the_model_is_loaded(tmp_path):
+    """The folder holds no model, which would be another error."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        command = ["serve", str(tmp_path), "--host", "127.0.0.1", "--port", str(port)]
+        program = f"import sys; from scoremode_server import cli; sys.argv[1:] = {command}; cli.main()"
+        ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (1, False)
+    assert ended.stderr.splitlines()[-1] == (
+        f"scoremode: port {port} is taken: stop the server that has it, or choose another with --port"
+    )

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ import pytest
 from fake_server import BOS, FakeServer, compare, error, logprob, rank, serve, token_text
 from safetensors.numpy import load_file
 
-from scoremode import __version__
+from scoremode import __version__, errors
 from scoremode.cli.compare import LIMIT_EXCEEDED
-from scoremode.cli.main import main
+from scoremode.cli.main import COMMANDS, main
 from scoremode.kld import POSITION_DTYPES, KldPositions
 from tests.texts import DATA
 
+ROOT = Path(__file__).parents[4]
 TEXT = "The quick brown fox jumps over the lazy dog. Sphinx of black quartz, judge my vow!" * 2
 TOKENS = [BOS, *TEXT.encode()]
 WINDOWS = [TOKENS[start : start + 8] for start in range(0, len(TOKENS) - 7, 8)]
@@ -35,6 +37,7 @@ LOGPROBS = [logprob(window, position) for window in WINDOWS for position in rang
 PERPLEXITY = math.exp(-sum(LOGPROBS) / len(LOGPROBS))
 NOISE = 0.5
 POSITIONS = KldPositions.concatenate([compare(window, 1, NOISE) for window in WINDOWS])
+REFERENCE_NAMES = "--reference: must be up to 128 letters, digits, '.', '_' and '-', a letter or digit first, got "
 MEAN_KLD = POSITIONS.kld.astype(np.float64).mean()
 
 
@@ -126,6 +129,9 @@ def references(made) -> dict[str, Any]:
         ("--text a --resume", 2, "--resume needs --output", ""),
         ("--text a --url http://a --url http://a/v1/", 2, "twice", ""),
         ("--text a --url http://a:99999", 2, "not a server address", ""),
+        ("--text a --url http://a/v1/score/", 2, "ends in a route: give the server's address, http://a (see", ""),
+        ("record --reference 'a b' --text a", 2, REFERENCE_NAMES, ""),
+        ("kld --reference 'a b'", 2, REFERENCE_NAMES, ""),
         ("record --reference r --text a --url http://a --url http://b", 2, "takes one --url", ""),
         ("kld --reference r --floor --resume --output o", 2, "--resume does not work with --floor", ""),
         ("--text a --decode-batch 2", 2, "--decode-batch needs --lane", ""),
@@ -141,7 +147,7 @@ def references(made) -> dict[str, Any]:
         ("ANSWERS --temperature 1 --seed -1", 2, "--seed: must be at least 0", ""),
         ("ANSWERS --stride 1", 2, "--stride does not work with --prompts", ""),
         ("ANSWERS --layers", 2, "--layers does not work with --prompts", ""),
-        ("ANSWERS --reference ../a", 2, "'../a' is not a valid reference name", ""),
+        ("ANSWERS --reference ../a", 2, REFERENCE_NAMES, ""),
         ("quick a", 2, "the following arguments are required: QUANT", ""),
         ("quick m m", 1, "error: quick: models: two are called 'm'", ""),
         ("quick a b -- --port 80", 1, "error: quick: serve: --port is set by the sweep", ""),
@@ -173,6 +179,7 @@ def references(made) -> dict[str, Any]:
         ("kld SERVER --reference base --floor", 1, "the served model is not the reference's (HTTP 400)", ""),
         ("compare --tasks a=x a=y", 1, "--tasks: two folders are called 'a'", ""),
         ("compare near.json no.json", 1, "cannot read no.json: No such file or directory", ""),
+        ("compare half.safetensors", 1, "has the values of a run's tokens: give the run itself, half.json", ""),
         ("corpus IDLE no.parquet --output out", 1, "no such file or folder: no.parquet", ""),
         ("sweep wrong.yaml", 1, "wrong.yaml: models.0: give a model to serve", ""),
         ("sweep local.yaml", 1, "int4: there is no ", ""),
@@ -376,3 +383,66 @@ def test_commands_name_the_missing_extra_that_they_need(folder, missing, command
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert f": {missing} is missing: it comes with an extra, scoremode[{extra}], for" in line
+
+
+@pytest.mark.processes
+def test_quick_names_all_missing_extras_at_once(tmp_path):
+    missing = "sys.modules |= dict.fromkeys(('arch', 'datasets', 'jinja2', 'vllm'))"
+    code = f"import sys; {missing}; from scoremode.cli.main import main; sys.exit(main(['quick', 'a', 'b']))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "ppl-client: error: missing: arch, jinja2, vllm, datasets: what they come with is "
+        "scoremode[report,cuda,datasets] (cpu in place of cuda without an NVIDIA GPU), for the Python at "
+    )
+
+
+def test_the_extras_that_are_looked_for_are_those_of_the_package():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    imported = {"adjusttext": "adjustText", "pyyaml": "yaml"}
+    for name, packages in errors._EXTRAS.items():
+        wanted = {re.match(r"[\w-]+", each)[0].replace("-", "_") for each in extras[name]}
+        assert set(packages) <= {imported.get(each, each) for each in wanted}
+    assert len(errors._EXTRAS["report"]) == len(extras["report"])
+
+
+HEAVY = {"arch", "huggingface_hub", "matplotlib", "pandas", "pyarrow", "scipy", "statsmodels", "torch", "vllm"}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", [["compare", "nope.json"], ["compare", "x.safetensors"], ["compare", "--help"]])
+def test_what_is_told_without_a_comparison_imports_nothing_of_one(tmp_path, command):
+    code = f"try: main.main({command})\nexcept SystemExit: pass\nprint('imported', {HEAVY} & {{*sys.modules}})"
+    command = [sys.executable, "-c", f"import sys; from scoremode.cli import main\n{code}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "imported set()"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_each_command_fits_a_page(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(f"{command} --help") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  ppl-client ")]
+    assert len(lines) <= 66
+    assert max(map(len, lines)) <= 80
+    options = {option.name: option for group in COMMANDS[command].groups for option in group.options}
+    listed = {line.split()[0] for line in lines if line.startswith("  -")}
+    rare = {name for name, option in options.items() if option.is_rare}
+    assert {name for name in options if name.startswith("-")} - listed == rare
+    if rare:
+        run(f"{command} --help-all")
+        listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  -")}
+        assert rare <= listed
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("line", "completions"),
+    [("ppl-client qu", ["quick"]), ("ppl-client kld --lane ver", ["verify"]), ("ppl-client record --see", ["--seed"])],
+)
+def test_a_shell_completes_commands_options_and_their_values(tmp_path, line, completions):
+    asked = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer")}
+    environment = {**os.environ, **asked, "_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash"}
+    subprocess.run([sys.executable, "-m", "scoremode.cli"], env=environment, check=True)
+    assert (tmp_path / "answer").read_text().split() == completions

@@ -1,0 +1,50 @@
+"""Roughly how long a sweep takes on this machine, before its first server has started: from the size of the first
+model, the length of the text, and how fast this machine multiplies."""
+
+import json
+import shutil
+import timeit
+from math import inf
+from pathlib import Path
+
+import numpy as np
+
+from scoremode.runs import Corpus
+from scoremode.sweep.plan import SweepPlan
+from scoremode.windows import resolve_stride
+
+_START_SECONDS = 60.0
+"""Until a server of a small model is ready."""
+_BYTES_PER_TOKEN = 4
+"""Of English text."""
+_GPU_FLOPS = 5e13
+"""A tenth of an H200's: the estimate is then mostly of the servers' starts."""
+_CPU_SHARE = 0.5
+"""How much of a matrix product's speed a model's forward pass has, which 135M parameters had on two cores."""
+
+
+def estimated_seconds(plan: SweepPlan, folder: Path, corpus: Corpus) -> float | None:
+    """The seconds of a sweep that serves all models; None where the first one's size is not known, which is not in a
+    local folder, or a lane's speed, other than prefill's."""
+    # Two operations for each weight, of two bytes.
+    token_flops = sum(file.stat().st_size for file in (folder / (plan.models[0].model or "")).glob("*.safetensors"))
+    if not token_flops or plan.lane != "prefill":
+        return None
+    flops = _GPU_FLOPS if shutil.which("nvidia-smi") else _CPU_SHARE * _cpu_flops()
+    num_passes = len(plan.models) + 1 + plan.floor
+    return len(plan.models) * _START_SECONDS + num_passes * _num_tokens(plan, corpus) * token_flops / flops
+
+
+def _num_tokens(plan: SweepPlan, corpus: Corpus) -> float:
+    """About how many tokens the windows of a text have."""
+    texts = corpus.documents or [corpus.text, *(json.dumps(each.messages) for each in corpus.conversations)]
+    windows = plan.window_settings
+    num_tokens = min(sum(map(len, texts)) / _BYTES_PER_TOKEN, windows.get("max_tokens") or inf)
+    context = windows.get("context_length") or 2048
+    return num_tokens * context / resolve_stride(windows["method"], context, windows.get("stride"))
+
+
+def _cpu_flops() -> float:
+    """Operations per second of a matrix product in float32 on all cores."""
+    matrix = np.ones((1024, 1024), np.float32)
+    return 2 * 1024**3 / min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=5))
