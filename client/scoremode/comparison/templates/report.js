@@ -1,8 +1,8 @@
 "use strict";
 
-// Values that begin a new colour, in nats, where colours are the same in every report, so that pictures of two compare.
+// Values that begin a new color, in nats, where colors are the same in every report, so that pictures of two compare.
 const DIFFERENCE_STEPS = [-1, -0.3, -0.1, -0.03, 0.03, 0.1, 0.3, 1];
-// Shares of the tokens below each step, where colours are fitted; of differences, by their size.
+// Shares of the tokens below each step, where colors are fitted; of differences, by their size.
 const SHARES = [0.2, 0.4, 0.6, 0.75, 0.87, 0.94, 0.98, 0.995];
 const DIFFERENCE_SHARES = [0.5, 0.8, 0.95, 0.99];
 const MOST_SORTED = 50_000;
@@ -133,7 +133,7 @@ function shareBefore(passage, offset = 0) {
   return `${Math.round((100 * (passage.before + offset)) / numTokens)} %`;
 }
 
-// --- What the colours show ---
+// --- What the colors show ---
 
 const choice = { measure: "nll", first: 0, second: 0 };
 let steps = [];
@@ -160,13 +160,13 @@ function chosenName() {
   return `${name}: ${first}${difference ? ` less ${second}` : ""}`;
 }
 
-// What is drawn in the colours: all series that the measure can be of, or the chosen ones.
+// What is drawn in the colors: all series that the measure can be of, or the chosen ones.
 function fittedSteps(mean) {
   const { difference, steps: fixed } = MEASURES[choice.measure];
   const scale = byId("scale").value;
   if (scale === "fixed") return fixed;
   let others = seriesPlaces.filter((index) => (difference ? comparable(index, choice.second) : isOffered(index)));
-  // The base's own divergence is noise, which others' colours are not fitted to.
+  // The base's own divergence is noise, which others' colors are not fitted to.
   if (!difference && others.length > 1) others = others.filter((index) => index > 0);
   const length = mean ? passages.length : tokens.length;
   const every = Math.ceil(length / MOST_SORTED);
@@ -175,7 +175,7 @@ function fittedSteps(mean) {
     const value = valuesOf(mean, index);
     for (let at = 0; at < length; at += every) sizes.push(sizeOf(value(at)));
   }
-  // Where nothing differs there is no colour, however many tokens that are.
+  // Where nothing differs there is no color, however many tokens that are.
   const sorted = Float64Array.from(sizes.filter((size) => size > 0 && size < Infinity)).sort();
   if (!sorted.length) return fixed;
   const rounded = (share) => Number(sorted[Math.floor(share * (sorted.length - 1))].toPrecision(2));
@@ -184,7 +184,7 @@ function fittedSteps(mean) {
   return [...upper.map((step) => -step).reverse(), ...upper];
 }
 
-function colourClass(value, of = steps) {
+function colorClass(value, of = steps) {
   return (MEASURES[choice.measure].difference ? "d" : "s") + of.filter((step) => value >= step).length;
 }
 
@@ -257,7 +257,7 @@ function arrange() {
   if (byId("order").value === "divergent") order.sort((a, b) => size(b) - size(a));
   byId("passages").classList.toggle("apart", byId("order").value === "divergent");
   drawn.clear();
-  recolour();
+  recolor();
   const firstKept = order.findIndex((index) => passages[index].kept);
   showFrom(Math.max(firstKept, 0));
 }
@@ -306,7 +306,7 @@ function makePassage(passage) {
   }
   if (passage.kept) made.append(makeTokens(passage));
   drawn.set(passage.index, made);
-  colourPassage(made, passage);
+  colorPassage(made, passage);
   return made;
 }
 
@@ -315,12 +315,12 @@ function placeOf(passage) {
   return `${windowsOf(passage)}${from} · ${shareBefore(passage)}`;
 }
 
-function colourPassage(made, passage) {
+function colorPassage(made, passage) {
   const mean = valuesOf(true)(passage.index);
-  const chip = element("span", `chip ${colourClass(mean, meanSteps)}`, signed(mean));
+  const chip = element("span", `chip ${colorClass(mean, meanSteps)}`, signed(mean));
   chip.title = `mean ${chosenName()}, nats`;
   made.firstElementChild.replaceChildren(`${placeOf(passage)} `, chip, passage.kept ? "" : " Its text is left out.");
-  if (passage.kept) colourTokens(made.lastElementChild);
+  if (passage.kept) colorTokens(made.lastElementChild);
 }
 
 function makeTokens(passage) {
@@ -346,11 +346,11 @@ function makeTokens(passage) {
   return box;
 }
 
-function colourTokens(box) {
+function colorTokens(box) {
   const value = valuesOf();
   for (const token of box.children) {
     const position = Number(token.dataset.position);
-    const names = [passes && !passes(position) ? "out" : colourClass(value(position))];
+    const names = [passes && !passes(position) ? "out" : colorClass(value(position))];
     if (!data.vocabulary.texts[tokens[position]]) names.push("nameless");
     if (foundTokens.has(position)) names.push("found");
     if (tokenClasses[position]) names.push(`class-${tokenClasses[position]}`);
@@ -358,11 +358,11 @@ function colourTokens(box) {
   }
 }
 
-function recolour() {
+function recolor() {
   steps = fittedSteps(false);
   meanSteps = fittedSteps(true);
-  for (const [index, made] of drawn) colourPassage(made, passages[index]);
-  byId("coloured").textContent = `${chosenName()}, nats`;
+  for (const [index, made] of drawn) colorPassage(made, passages[index]);
+  byId("colored").textContent = `${chosenName()}, nats`;
   drawLegend();
   drawStrip();
   drawList();
@@ -378,7 +378,7 @@ function drawLegend() {
   const items = counts.map((count, index) => {
     const end = index === 0 ? `< ${twoDigits(steps[0])}` : `≥ ${twoDigits(steps[index - 1])}`;
     const total = element("small", "", count.toLocaleString("en"));
-    return element("li", colourClass(steps[index - 1] ?? -Infinity), end, total);
+    return element("li", colorClass(steps[index - 1] ?? -Infinity), end, total);
   });
   // A class between two equal steps has nothing.
   byId("legend").replaceChildren(...items.filter((item, index) => steps[index - 1] !== steps[index]));
@@ -394,7 +394,7 @@ function drawStrip() {
     const size = group.reduce((sum, passage) => sum + passage.size, 0);
     const value = group.reduce((sum, passage) => sum + passage.size * mean(passage.index), 0) / size;
     const isOut = group.every((passage) => numPassing[passage.index] === 0);
-    const cell = element("button", isOut ? "out" : colourClass(value, meanSteps));
+    const cell = element("button", isOut ? "out" : colorClass(value, meanSteps));
     cell.tabIndex = from === 0 ? 0 : -1;
     cell.dataset.passage = from;
     cell.dataset.tip = `${placeOf(group[0])}: ${signed(value)}`;
@@ -434,7 +434,7 @@ function showToken(position) {
   shownToken = position;
   const passage = passageOfToken[position];
   const offset = position - passage.start;
-  const shown = element("bdi", colourClass(valuesOf()(position)), aloneText(tokens[position]));
+  const shown = element("bdi", colorClass(valuesOf()(position)), aloneText(tokens[position]));
   const place = `position ${(passage.first + offset + 1).toLocaleString("en")}, ${shareBefore(passage, offset)} of the text`;
   const parts = [data.class_names[tokenClasses[position]], data.domain_names[passage.domain]].filter(Boolean);
   const where = [`id ${tokenIds[tokens[position]]}`, windowsOf(passage), place, ...parts].join(", ");
@@ -634,16 +634,16 @@ function listItem(position, isFound) {
     element("span", "amount", signed(value)),
     element("bdi", "before", textBetween(position - NUM_AROUND, position)),
     " ",
-    element("bdi", colourClass(value), aloneText(tokens[position])),
+    element("bdi", colorClass(value), aloneText(tokens[position])),
     element("bdi", "before", isFound ? textBetween(position + 1, position + NUM_AROUND) : ""),
   );
   button.addEventListener("click", () => jumpTo(position));
   return element("li", "", button);
 }
 
-function recolourFound() {
+function recolorFound() {
   drawList();
-  for (const [index, made] of drawn) colourPassage(made, passages[index]);
+  for (const [index, made] of drawn) colorPassage(made, passages[index]);
 }
 
 function openPassage(passage) {
@@ -707,7 +707,7 @@ function choose() {
   offerSeries();
   // The text stays in its place unless other passages or another order are to be shown.
   if (passes || tokenFilter() || byId("order").value === "divergent") arrange();
-  else recolour();
+  else recolor();
 }
 
 function start() {
@@ -726,8 +726,8 @@ function start() {
   byId("marks").append(...marked.flatMap((each) => [" ", element("span", `class-${each}`, data.class_names[each])]));
   byId("marks").hidden = !marked.length;
   for (const name of ["order", "changed", "above", "domain", "class"]) byId(name).addEventListener("change", arrange);
-  byId("scale").addEventListener("change", recolour);
-  byId("search").addEventListener("input", recolourFound);
+  byId("scale").addEventListener("change", recolor);
+  byId("search").addEventListener("input", recolorFound);
   byId("more").addEventListener("click", () => showMore(1));
   byId("earlier").addEventListener("click", () => showMore(-1));
   byId("strip").addEventListener("click", goToPassage);

@@ -13,7 +13,7 @@ function showTip(event) {
   box.style.top = `${at.top > height + 8 ? at.top - height - 6 : at.bottom + 6}px`;
 }
 
-// The plot as a file of its own, in the colours of the page.
+// The plot as a file of its own, in the colors of the page.
 function svgSource(svg) {
   const copy = svg.cloneNode(true);
   const [, , width, height] = svg.getAttribute("viewBox").split(" ").map(Number);
