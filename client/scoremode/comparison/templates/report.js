@@ -6,8 +6,8 @@ const DIFFERENCE_STEPS = [-1, -0.3, -0.1, -0.03, 0.03, 0.1, 0.3, 1];
 const SHARES = [0.2, 0.4, 0.6, 0.75, 0.87, 0.94, 0.98, 0.995];
 const DIFFERENCE_SHARES = [0.5, 0.8, 0.95, 0.99];
 const MOST_SORTED = 50_000;
-// Line breaks in a row that are drawn one by one are fewer.
-const MOST_BREAKS = 3;
+// Line breaks in a row, with nothing but blanks between them.
+const BREAKS = /\n(?:[ \t\r]*\n)*/g;
 const TOKENS_AT_ONCE = 6000;
 const MOST_CELLS = 240;
 const NUM_TOP = 50;
@@ -29,6 +29,11 @@ function element(name, className = "", ...children) {
   if (className) made.className = className;
   made.append(...children);
   return made;
+}
+
+// A label that may be broken after its hyphens.
+function named(label) {
+  return element("span", "", ...label.split(/(?<=-)/).flatMap((part) => [part, element("wbr")]));
 }
 
 // --- Tables ---
@@ -89,6 +94,7 @@ const series = data.series.map(lazy);
 const seriesPlaces = [...series.keys()];
 const tokens = unpack(data.tokens);
 const tokenIds = unpack(data.vocabulary.ids);
+const tokenBytes = new Map(Object.entries(data.vocabulary.bytes).map(([place, hex]) => [Number(place), Uint8Array.fromHex(hex)]));
 const passages = makePassages(lazy(data.passages));
 const tokenClasses = data.classes === null ? [] : unpack(data.classes);
 
@@ -120,12 +126,31 @@ function textOf(place) {
 }
 
 // Where tokens stand in one line, what would break it has a sign.
-function lineText(place) {
-  return textOf(place).replaceAll("\n", "↵").replaceAll("\t", "⇥");
+function inLine(text) {
+  return text.replaceAll("\n", "↵").replaceAll("\t", "⇥");
 }
 
+// A token that is a part of a character has its bytes.
 function aloneText(place) {
-  return lineText(place).replaceAll(" ", "␣");
+  return tokenBytes.has(place) ? `⟨${data.vocabulary.bytes[place]}⟩` : inLine(textOf(place)).replaceAll(" ", "␣");
+}
+
+// The text that each token of a passage completes: a character whose bytes several tokens share is its last token's.
+function textsOf(passage) {
+  if (passage.texts) return passage.texts;
+  const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+  const places = Array.from(tokens.subarray(passage.start, passage.start + passage.size));
+  passage.texts = places.map((place, at) => {
+    const bytes = tokenBytes.get(place);
+    const isWithin = tokenBytes.has(places[at + 1]);
+    return bytes ? decoder.decode(bytes, { stream: isWithin }) : textOf(place);
+  });
+  return passage.texts;
+}
+
+function textAt(position) {
+  const passage = passageOfToken[position];
+  return inLine(textsOf(passage)[position - passage.start]).replaceAll(" ", "␣") || aloneText(tokens[position]);
 }
 
 // Where in the text a passage or one of its tokens is.
@@ -328,22 +353,48 @@ function makeTokens(passage) {
   box.setAttribute("role", "listbox");
   box.setAttribute("aria-label", `Tokens of ${windowsOf(passage)}`);
   box.dir = "auto";
-  for (let position = passage.start; position < passage.start + passage.size; position++) {
-    const token = element("span", "");
-    for (const part of textOf(tokens[position]).split(/(\n+)/)) {
-      // Many line breaks in a row are one with their number.
-      const breaks = part.startsWith("\n") && part.length < MOST_BREAKS ? [...part] : [part];
-      for (const each of breaks) {
-        if (each.startsWith("\n")) token.append(element("i", "break", each.length > 1 ? `×${each.length}` : ""), "\n");
-        else token.append(each);
-      }
-    }
-    token.dataset.position = position;
+  const texts = textsOf(passage);
+  const runs = [...texts.join("").matchAll(BREAKS)].map(({ 0: run, index }) => ({ run, first: index, last: index + run.length }));
+  let start = 0;
+  for (const [offset, text] of texts.entries()) {
+    const token = element("span", "", ...partsOf(text, start, runs));
+    start += text.length;
+    // Within a run of line breaks, and within a character, a token has a place but no text of its own.
+    if (!token.textContent.replace("\n", "") && !token.querySelector(".break")) token.prepend(element("i", "part"));
+    token.dataset.position = passage.start + offset;
     token.setAttribute("role", "option");
-    token.tabIndex = position === passage.start ? 0 : -1;
+    token.tabIndex = offset ? -1 : 0;
     box.append(token);
   }
   return box;
+}
+
+// A token's text from a place of its passage on: blanks that are seen, and a run of line breaks as one mark with their
+// number and one line break, whichever tokens it extends over. Runs that have ended are taken off.
+function partsOf(text, start, runs) {
+  const end = start + text.length;
+  const parts = [];
+  for (let at = start; at < end; ) {
+    const { run, first, last } = runs[0] ?? { first: Infinity, last: Infinity };
+    const next = Math.min(end, at < first ? first : last);
+    if (at < first) parts.push(...blanksOf(text.slice(at - start, next - start)));
+    else if (at === first) parts.push(breakMark(run.split("\n").length - 1));
+    if (next === last) {
+      parts.push("\n");
+      runs.shift();
+    }
+    at = next;
+  }
+  return parts;
+}
+
+function breakMark(count) {
+  return element("i", "break", count > 1 ? `×${count}` : "");
+}
+
+function blanksOf(text) {
+  const names = { " ": "space", "\t": "tab" };
+  return text.split(/([ \t])/).filter(Boolean).map((part) => (names[part] ? element("i", names[part], part) : part));
 }
 
 function colorTokens(box) {
@@ -434,7 +485,7 @@ function showToken(position) {
   shownToken = position;
   const passage = passageOfToken[position];
   const offset = position - passage.start;
-  const shown = element("bdi", colorClass(valuesOf()(position)), aloneText(tokens[position]));
+  const shown = element("bdi", colorClass(valuesOf()(position)), textAt(position));
   const place = `position ${(passage.first + offset + 1).toLocaleString("en")}, ${shareBefore(passage, offset)} of the text`;
   const parts = [data.class_names[tokenClasses[position]], data.domain_names[passage.domain]].filter(Boolean);
   const where = [`id ${tokenIds[tokens[position]]}`, windowsOf(passage), place, ...parts].join(", ");
@@ -466,7 +517,7 @@ function topOf(row) {
 function tokenTable(position) {
   const rows = rowsOf(position);
   const columns = [
-    ["run", (row) => row.label],
+    ["run", (row) => named(row.label)],
     ["logprob", (row) => number(-row.nll)],
     ["p", (row) => barOf(Math.exp(-row.nll), probability(row.nll))],
     ["rank", (row) => row.rank?.toLocaleString("en")],
@@ -513,7 +564,7 @@ function topTable(position) {
     const nll = ({ one, tops }) => (isActual ? one.nll[position] : tops.get(place));
     return [name, ...columns.map((column) => element("td", "", topCell(nll(column), column.tops)))];
   });
-  const headings = ["top tokens", ...columns.map(({ one }) => one.label)].map((label) => element("th", "", label));
+  const headings = ["top tokens", ...columns.map(({ one }) => one.label)].map((label) => element("th", "", named(label)));
   return element("div", "scrolls", makeTable("tops", headings, rows));
 }
 
@@ -528,7 +579,7 @@ function speak(position) {
   const row = rowsOf(position)[choice.first];
   const rank = row.rank === undefined ? "" : `, rank ${row.rank}`;
   const value = `${MEASURES[choice.measure].name} ${signed(valuesOf()(position))}`;
-  byId("spoken").textContent = `${aloneText(tokens[position])}: logprob ${number(-row.nll)}, probability ${probability(row.nll)}${rank}, ${value}`;
+  byId("spoken").textContent = `${textAt(position)}: logprob ${number(-row.nll)}, probability ${probability(row.nll)}${rank}, ${value}`;
 }
 
 function positionOf(target) {
@@ -583,13 +634,13 @@ let searched = null;
 function searchedText() {
   if (searched === null) {
     const starts = new Int32Array(tokens.length);
-    const texts = data.vocabulary.texts.map((text) => (text ?? "").toLowerCase());
+    const texts = keptPassages.flatMap(textsOf).map((text) => text.toLowerCase());
     let length = 0;
-    for (let position = 0; position < tokens.length; position++) {
+    for (const [position, text] of texts.entries()) {
       starts[position] = length;
-      length += texts[tokens[position]].length;
+      length += text.length;
     }
-    searched = { text: Array.from(tokens, (place) => texts[place]).join(""), starts };
+    searched = { text: texts.join(""), starts };
   }
   return searched;
 }
@@ -625,8 +676,7 @@ function listItem(position, isFound) {
   const value = valuesOf()(position);
   const passage = passageOfToken[position];
   const textBetween = (from, to) => {
-    const places = tokens.slice(Math.max(passage.start, from), Math.min(passage.start + passage.size, to));
-    return Array.from(places, lineText).join("");
+    return inLine(textsOf(passage).slice(Math.max(0, from - passage.start), to - passage.start).join(""));
   };
   const button = element(
     "button",
@@ -634,7 +684,7 @@ function listItem(position, isFound) {
     element("span", "amount", signed(value)),
     element("bdi", "before", textBetween(position - NUM_AROUND, position)),
     " ",
-    element("bdi", colorClass(value), aloneText(tokens[position])),
+    element("bdi", colorClass(value), textAt(position)),
     element("bdi", "before", isFound ? textBetween(position + 1, position + NUM_AROUND) : ""),
   );
   button.addEventListener("click", () => jumpTo(position));
