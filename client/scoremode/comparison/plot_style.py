@@ -98,7 +98,7 @@ def plain_log_axis(axes: Axes, which: str) -> None:
     axis.set_minor_formatter(_tick if decades < 3.5 else NullFormatter())
 
 
-def _tick(value: float, _: int | None = None) -> str:
+def _tick(value: float, _: float = 0) -> str:
     """A number as people write it, never in powers of ten."""
     return np.format_float_positional(float(f"{value:.3g}"), trim="-")
 
