@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.results import MAX_TOP_POSITIONS, NUM_TOP, TopTokens
 from scoremode.runs import KldMeasurement, Output
-from scoremode.wire import NoiseFloor, Reference, ServerInfo
+from scoremode.wire import NoiseFloor, Reference, ServerInfo, TokenTexts
 
 NUM_PARAMETERS = 134_515_008
 NOISE_FLOOR = 3e-6
@@ -184,7 +184,7 @@ def write_kld_run(
         statistics=statistics(positions, window_sizes),
         most_divergent=[],
         seconds=1.0,
-        token_texts=dict(texts or {}),
+        token_texts=TokenTexts(texts),
         top_tokens=tops,
         **fields,
     )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 BITS = 4
 GROUP = 32
-"""Neighbouring inputs of an output channel that share a scale."""
+"""Neighboring inputs of an output channel that share a scale."""
 
 
 def rounded_model(source: Path, path: Path) -> Path:

@@ -26,6 +26,7 @@ from scoremode.wire import (
     ServedLayers,
     ServerInfo,
     Text,
+    TokenTexts,
     Tools,
     TurnSequence,
 )
@@ -495,8 +496,9 @@ class ScoreClient:
             )
         )
 
-    def token_texts(self, token_ids: Collection[int]) -> dict[int, str]:
-        """Look up the text of single tokens, by id. A token that ends within a character has U+FFFD for it."""
+    def token_texts(self, token_ids: Collection[int]) -> TokenTexts:
+        """Look up the text of single tokens, by id. A token that ends within a character has U+FFFD for it, and its
+        bytes in `contents`."""
         wanted = sorted(set(token_ids))
         return self.send(
             call("POST", "/v1/tokens", lambda body: parse_token_texts(body, wanted), model=self.model, token_ids=wanted)

@@ -30,6 +30,7 @@ from scoremode.wire import (
     ServedLayers,
     ServerInfo,
     Text,
+    TokenTexts,
     Tools,
     TurnSequence,
 )
@@ -501,8 +502,9 @@ class AsyncScoreClient:
             )
         )
 
-    async def token_texts(self, token_ids: Collection[int]) -> dict[int, str]:
-        """Look up the text of single tokens, by id. A token that ends within a character has U+FFFD for it."""
+    async def token_texts(self, token_ids: Collection[int]) -> TokenTexts:
+        """Look up the text of single tokens, by id. A token that ends within a character has U+FFFD for it, and its
+        bytes in `contents`."""
         wanted = sorted(set(token_ids))
         return await self.send(
             call("POST", "/v1/tokens", lambda body: parse_token_texts(body, wanted), model=self.model, token_ids=wanted)

@@ -34,11 +34,11 @@ TEXTS = [
     "  two before, two after  ",
 ]
 FULL_SURPRISE = 10
-"""Nats from which on a token has the full colour, as the legend says."""
+"""Nats from which on a token has the full color, as the legend says."""
 ALPHA_TOLERANCE = 0.005
 """The page writes three digits, and the browser keeps eight bits."""
 SURPRISE = (255, 138, 61)
-"""Of the light colours."""
+"""Of the light colors."""
 SECOND = "http://second.test"
 DOWN = "http://down.test"
 LOWEST_LOGPROB = -9999.0
@@ -113,12 +113,12 @@ def asked(server: str, text: str) -> dict[str, Any]:
 
 def backgrounds(page: Page) -> list[tuple[float, ...]]:
     """Red, green, blue and alpha of each token, as the browser paints it."""
-    colours = tokens(page).evaluate_all("spans => spans.map(span => getComputedStyle(span).backgroundColor)")
-    return [rgba(colour) for colour in colours]
+    colors = tokens(page).evaluate_all("spans => spans.map(span => getComputedStyle(span).backgroundColor)")
+    return [rgba(color) for color in colors]
 
 
-def rgba(colour: str) -> tuple[float, ...]:
-    numbers = [float(number) for number in re.findall(r"[\d.]+", colour)]
+def rgba(color: str) -> tuple[float, ...]:
+    numbers = [float(number) for number in re.findall(r"[\d.]+", color)]
     return (*numbers, 1.0) if len(numbers) == 3 else tuple(numbers)
 
 
@@ -140,15 +140,15 @@ def shown_text(page: Page) -> str:
     return "".join(texts)
 
 
-def test_tokens_are_coloured_by_surprise_or_rank_and_summed(page, server):
+def test_tokens_are_colored_by_surprise_or_rank_and_summed(page, server):
     score(page, PROSE)
     result = asked(server, PROSE)
     first, *others = backgrounds(page)
     assert first == (0, 0, 0, 0), "the first token has no logprob"
     assert len(others) == len(result["logprobs"]) - 1 > 20
-    for colour, logprob in zip(others, result["logprobs"][1:], strict=True):
-        assert colour[3] == pytest.approx(min(-logprob / FULL_SURPRISE, 1), abs=ALPHA_TOLERANCE)
-        assert colour[:3] == SURPRISE
+    for color, logprob in zip(others, result["logprobs"][1:], strict=True):
+        assert color[3] == pytest.approx(min(-logprob / FULL_SURPRISE, 1), abs=ALPHA_TOLERANCE)
+        assert color[:3] == SURPRISE
     assert "first token has no context" in page.locator("#first-token").inner_text()
     shown = figures(page)
     page.get_by_role("radio", name="rank").check()
@@ -263,13 +263,13 @@ def test_what_is_shown_is_what_is_chosen(browser, server):
         expect(page.locator("#score-error")).to_contain_text("The second server cannot be reached. If it runs")
         expect(page.get_by_role("radio", name="surprise")).to_be_checked()
         expect(difference).to_be_disabled()
-        for shift, colour in ((-0.25, "rgba(255, 138, 61, 0.25)"), (0.5, "rgba(92, 165, 255, 0.5)")):
+        for shift, color in ((-0.25, "rgba(255, 138, 61, 0.25)"), (0.5, "rgba(92, 165, 255, 0.5)")):
             change_answers(page, SECOND, server, shifted(shift))
             score(page, PROSE, SECOND)
             expect(page.locator("#score-error")).to_be_empty()
             expect(difference).to_be_checked()
             expect(legend).to_contain_text("less likely on the second server")
-            expect(tokens(page).nth(3)).to_have_css("background-color", colour)
+            expect(tokens(page).nth(3)).to_have_css("background-color", color)
         score(page, PROSE, "")
         expect(page.get_by_role("radio", name="surprise")).to_be_checked()
         expect(legend).to_contain_text("surprising")
@@ -389,7 +389,7 @@ def test_a_long_text_is_scored_in_the_windows_of_ppl_client(plugin_server, bos_c
     assert number(shown["Perplexity"][0]) == pytest.approx(math.exp(-math.fsum(expected) / len(expected)), rel=1e-4)
 
 
-def test_a_link_has_the_text_and_what_it_is_coloured_by(page):
+def test_a_link_has_the_text_and_what_it_is_colored_by(page):
     text = "50 % & more #1\n+ “ü”"
     score(page, text)
     page.get_by_role("radio", name="rank").check()

@@ -18,7 +18,6 @@ from tests.browser import visit
 NUM_TOKENS, NUM_WINDOWS, WINDOW = 3000, 24, 125
 HOSTILE = "<script>alert(1)</script>"
 ARABIC = " السلام"
-REFERENCE = "reference base-made-up"
 SIGNS = str.maketrans({" ": "␣", "\n": "↵"})
 # What the legend says, in nats.
 KLD_STEPS = [0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1]
@@ -129,7 +128,7 @@ def figures(page):
 def assert_figures(page, runs, position):
     """That the panel shows what each run has at a position."""
     found, text = figures(page), runs[0].token_texts
-    assert list(found) == [*(run.label for run in runs), REFERENCE]
+    assert list(found) == [run.label for run in runs], "the reference is the run of its model"
     for run in runs:
         logprob, probability, rank, kld, prefers = found[run.label]
         # Shown to three digits after the point, from NLLs rounded to a 65,534th of the largest.
@@ -137,9 +136,9 @@ def assert_figures(page, runs, position):
         assert float(probability.split()[0]) == pytest.approx(100 * math.exp(-run.nlls[position]), rel=0.6, abs=0.06)
         assert int(rank.replace(",", "")) == run.ranks[position]
         assert float(kld) == pytest.approx(run.kld[position], abs=6e-4, rel=2e-3)
-        assert prefers.split("\n")[0] == text[int(run.top_token_ids[position])].translate(SIGNS)
-    _, _, rank, kld, prefers = found[REFERENCE]
-    assert (rank, kld) == ("-", "-")
+        tops = run.reference_top_token_ids if run is runs[0] else run.top_token_ids
+        assert prefers.split("\n")[0] == text[int(tops[position])].translate(SIGNS)
+    prefers = found[runs[0].label][-1]
     assert f"{100 * runs[0].reference_confidence[position]:.1f} %" in prefers
     assert page.locator("#token .shown").inner_text() == text[int(runs[0].token_ids[position])].translate(SIGNS)
 
@@ -174,7 +173,7 @@ def test_any_text_is_shown_in_its_own_way(shown, runs):
         assert first > second > third
         assert token_at(page, 0).inner_text().strip() == ARABIC.strip(), "each word stays whole"
         assert token_at(page, 3).inner_text() == "⟨400⟩"
-        assert token_at(page, 4).text_content() == "one \n\ntwo"
+        assert token_at(page, 4).text_content() == "one \u00d72\ntwo"
         assert token_at(page, 6).text_content() == "a\u00d77\n"
         token_at(page, 5).hover()
         assert [token_at(page, 5).inner_text(), page.locator("#token .shown").inner_text()] == [HOSTILE] * 2
@@ -252,7 +251,7 @@ def test_the_figures_of_a_token_and_the_list_follow_the_colors(page, runs):
     assert amounts == pytest.approx(difference[np.argsort(-np.abs(difference))[:5]].tolist(), abs=2e-3)
     # What each would have said instead: of a difference first the reference, then both runs.
     header, *rows = page.locator("#token .tops tr").all()
-    assert header.locator("th").all_inner_texts()[1:4] == [REFERENCE, worst.label, base.label]
+    assert header.locator("th").all_inner_texts()[1:4] == [base.label, worst.label, runs[1].label]
     names = [row.locator("bdi").inner_text() for row in rows]
     token, logprob = worst.top_tokens.token_ids[30, 0, 0], worst.top_tokens.logprobs[30, 0, 0]
     shown = rows[names.index(base.token_texts[int(token)].translate(SIGNS))].locator("td").nth(1).inner_text()
@@ -276,6 +275,9 @@ def test_plots_show_values_and_are_saved_and_the_published_table_is_copied(page,
     assert "var(" not in files[0].read_text()
     assert ElementTree.parse(files[0]).getroot().tag.endswith("svg")
     assert len(Image.open(files[1]).convert("RGB").getcolors(maxcolors=1 << 20)) > 10
+    # What was measured is on the page once, and below every picture.
+    words = " ".join(ElementTree.parse(files[0]).getroot().itertext())
+    assert "3,000 tokens scored in 24 windows" in " ".join(words.split())
 
 
 def test_classes_and_domains_are_filters(shown, runs):
@@ -295,3 +297,70 @@ def test_classes_and_domains_are_filters(shown, runs):
         assert sum(legend(page)[1]) == ((classes == 2) & is_code).sum()
         page.select_option("#class", label="all")
         assert sum(legend(page)[1]) == is_code.sum()
+
+
+def with_text(runs, pieces):
+    """The runs with tokens of these bytes, over and over, as a server gives the texts of tokens one by one."""
+    texts = {token: piece.decode(errors="replace") for token, piece in enumerate(pieces)}
+    parts = {token: piece.hex() for token, piece in enumerate(pieces) if "\ufffd" in texts[token]}
+    ids = np.resize(np.arange(len(pieces), dtype=np.int32), NUM_TOKENS)
+    return [replace(run, token_ids=ids, token_texts=texts, token_bytes=parts, top_tokens=None) for run in runs]
+
+
+def test_the_bytes_of_a_character_are_joined(shown, runs):
+    """German, Chinese and Thai, in tokens of two bytes wherever characters begin and end."""
+    text = "Größe 中文字 ภาษา 🙂."
+    content = text.encode()
+    pieces = [content[start : start + 2] for start in range(0, len(content), 2)]
+    with shown(with_text(runs, pieces)) as page:
+        assert "".join(token_at(page, at).text_content() for at in range(len(pieces))) == text
+        # Every token has a place, and some have only a part of a character.
+        assert all(token_at(page, at).bounding_box()["width"] > 1 for at in range(len(pieces)))
+        assert page.locator(".tokens .part").count() > 3
+        page.fill("#search", "中文字")
+        windows = np.split(np.resize(np.arange(len(pieces)), NUM_TOKENS), NUM_WINDOWS)
+        texts = [b"".join(pieces[at] for at in window).decode(errors="replace") for window in windows]
+        expect(page.locator("#hits")).to_have_text(f"{''.join(texts).count('中文字')}")
+
+
+def test_line_breaks_of_several_tokens_are_one_mark_and_spaces_are_seen(shown, runs):
+    pieces = [b"one", b"\n", b" \n", b"\n", b" two", b"\n", b"  three", b"\t."]
+    with shown(with_text(runs, pieces)) as page:
+        found = [token_at(page, at).text_content() for at in range(len(pieces))]
+        assert found == ["one", "\u00d73", "", "\n", " two", "\n", "  three", "\t."]
+        assert page.locator(".tokens .break").nth(1).text_content() == ""
+        assert all(token_at(page, at).bounding_box()["width"] > 1 for at in range(len(pieces)))
+        assert page.evaluate("getComputedStyle(document.querySelector('.space'), '::before').content") == '"·"'
+        tops = [token_at(page, at).bounding_box()["y"] for at in (0, 4, 6)]
+        assert tops == sorted(set(tops)), "three lines"
+
+
+WIDER = """() => [...document.querySelectorAll("main *, header *")].filter((each) => {
+  const box = each.getBoundingClientRect();
+  const isApart = each.closest(".unseen, option, svg, .scrolls") && !each.matches(".scrolls");
+  return !isApart && box.width && box.right > document.documentElement.clientWidth + 0.5;
+}).map((each) => each.outerHTML.slice(0, 80))"""
+BARS = """() => [...document.querySelectorAll(".scrolls")].filter((each) => each.scrollWidth > each.clientWidth)
+  .map((each) => getComputedStyle(each, "::-webkit-scrollbar").height)"""
+LINES = """(cell) => [...cell.childNodes].filter((each) => each.nodeType === Node.TEXT_NODE).map((each) => {
+  const range = document.createRange();
+  range.selectNodeContents(each);
+  return range.getClientRects().length;
+})"""
+"""How many lines each part of a name is on."""
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_nothing_is_cut_without_a_bar(shown, runs, width):
+    """Only tables are wider than the page, in boxes that have a bar; names are broken after hyphens."""
+    named = [replace(run, label=f"SmolLM2-135M-Instruct-{run.label}") for run in runs]
+    with shown(named) as page:
+        page.set_viewport_size({"width": width, "height": 860})
+        assert page.evaluate(WIDER) == []
+        bars = page.evaluate(BARS)
+        assert bars == ["10px"] * len(bars)
+        assert bars or width > 400
+        names = page.locator("th[scope=row]")
+        lines = [names.nth(place).evaluate(LINES) for place in range(names.count())]
+        assert {count for each in lines for count in each} == {1}
+        assert max(map(len, lines)) == 6

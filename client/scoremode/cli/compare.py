@@ -28,6 +28,7 @@ LIMIT_EXCEEDED = 3
 def check(options: argparse.Namespace) -> None:
     runs, tasks, labels = options.runs, options.tasks or [], options.labels
     rules = [
+        (options.markdown, "--markdown is gone: --card prints the published table in Markdown, --csv every figure"),
         (not runs and not tasks, "give finished runs, or --tasks"),
         (
             not runs and (options.llama_cpp or options.qbench),
@@ -53,11 +54,17 @@ def check(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the report and the plots first, and the tables to stdout last; returns 3 if a limit is exceeded. RunError
     if a run or a task's samples cannot be read or compared."""
+    labels = dict(zip(options.runs, options.labels or (), strict=False))
     # Before the imports, which take seconds.
-    if "layers" in [run_kind(path) for path in options.runs]:
-        return _compare_layers(options)
+    of_layers = [path for path in options.runs if run_kind(path) == "layers"]
+    paths = [path for path in options.runs if path not in of_layers]
+    if of_layers:
+        _refuse_layers(options, is_alone=not paths)
+    from scoremode.comparison.layers import layers_as_text, load_layers
+
+    layers = load_layers(of_layers, [labels[path] for path in of_layers] if labels else None)
     from scoremode.accuracy import compare_tasks, load_tasks
-    from scoremode.comparison import as_csv, as_markdown, as_text, card, compare, load_runs, with_logs
+    from scoremode.comparison import as_csv, as_text, card, compare, load_runs, with_logs
     from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_text
     from scoremode.comparison.card import write_card
     from scoremode.comparison.run_file import with_bits
@@ -65,7 +72,8 @@ def run(options: argparse.Namespace) -> int:
 
     comparison, tasks, lines = None, None, list[str]()
     limits = (options.fail_if, options.max_kld, options.max_ppl_increase)
-    runs = with_bits(load_runs(options.runs, options.labels), dict(options.bits))
+    runs = load_runs(paths, [labels[path] for path in paths] if labels else None)
+    runs = with_bits(runs, dict(options.bits))
     if runs:
         comparison = compare(
             runs, base=options.base, size=_SIZES[options.x], num_resamples=options.resamples, seed=options.seed
@@ -83,39 +91,34 @@ def run(options: argparse.Namespace) -> int:
                 from scoremode.comparison.plots import write_plots
 
                 write_plots(comparison, options.plots)
-            if options.html is not None:
-                from scoremode.comparison.report import write_report
-
-                write_report(comparison, options.html, tasks=tasks)
             if options.write_card is not None:
                 write_card(comparison, options.write_card)
+        if options.html is not None:
+            from scoremode.comparison.report import write_report
+
+            write_report(comparison, options.html, tasks=tasks, layers=layers)
     finally:
-        is_markdown, parts = options.markdown or options.card, []
+        parts = []
         if options.csv:
             parts.append(as_csv(comparison, () if tasks is None else tasks_as_csv(tasks)))
         elif comparison is not None:
-            form = card if options.card else as_markdown if is_markdown else as_text
-            parts.append(form(comparison))
+            parts.append((card if options.card else as_text)(comparison))
         if tasks is not None and not options.csv:
-            parts.append(tasks_as_text(tasks, is_markdown=is_markdown))
+            parts.append(tasks_as_text(tasks, is_markdown=options.card))
+        if layers and not options.card:
+            parts.append(layers_as_text(layers))
         sys.stdout.write("\n".join(parts))
     for line in lines:
         print(f"ppl-client: {printable(line)}", file=sys.stderr)
     return LIMIT_EXCEEDED if lines else 0
 
 
-def _compare_layers(options: argparse.Namespace) -> int:
-    """Compare runs of `ppl-client layers`: bars side by side, and a table."""
-    from scoremode.comparison.layers import layers_as_text, load_layers, write_layers_report
-
-    for name in given(options, (*_OF_RUNS, "tasks", "llama_cpp", "qbench", "markdown", "csv")):
+def _refuse_layers(options: argparse.Namespace, *, is_alone: bool) -> None:
+    """Raise RunError for options that do not work with runs of `ppl-client layers`, or not with those alone."""
+    for name in given(options, ("csv", *((*_OF_RUNS, "tasks", "llama_cpp", "qbench") if is_alone else ()))):
         if name != "--html":
-            raise RunError(f"{name} does not work with runs of ppl-client layers")
-    runs = load_layers(options.runs, options.labels)
-    if options.html is not None:
-        write_layers_report(runs, options.html)
-    sys.stdout.write(layers_as_text(runs))
-    return 0
+            alone = " alone" if name != "--csv" else ""
+            raise RunError(f"{name} does not work with runs of ppl-client layers{alone}")
 
 
 def _task_folders(tasks: Sequence[str], labels: Sequence[str]) -> dict[str, Path]:
@@ -123,6 +126,8 @@ def _task_folders(tasks: Sequence[str], labels: Sequence[str]) -> dict[str, Path
     folders: dict[str, Path] = {}
     for place, task in enumerate(tasks):
         label, separator, folder = task.partition("=")
+        if not separator and place >= len(labels):
+            raise RunError(f"--tasks: {task} needs a name (NAME=DIR), because runs of ppl-client layers have no tasks")
         if not separator:
             label, folder = labels[place], task
         if printable(label) in folders:
@@ -215,7 +220,7 @@ COMMAND = Command(
         Group(
             "table",
             [
-                Option("--markdown", "print tables as GitHub shows them", action="store_true"),
+                Option("--markdown", argparse.SUPPRESS, action="store_true"),
                 Option(
                     "--card",
                     "print the table that is published with a quantized model, where its figures are from, and the "

@@ -1,6 +1,7 @@
 """`ppl-client layers`: what each block of a served model's decoder layers costs, and which to keep in 16 bits."""
 
 import argparse
+import json
 from itertools import accumulate
 from pathlib import Path
 
@@ -21,7 +22,16 @@ from scoremode.cli.options import (
 )
 from scoremode.cli.progress import progress_bar
 from scoremode.cli.running import compared_rows, connected, measure_each, write_and_print
-from scoremode.runs import Cost, LayersMeasurement, Output, Recipe, make_recipe, measure_layers, tensor_bytes
+from scoremode.runs import (
+    LayersMeasurement,
+    Output,
+    Recipe,
+    few_windows,
+    make_recipe,
+    measure_layers,
+    shares,
+    tensor_bytes,
+)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -82,21 +92,24 @@ def as_text(measurement: LayersMeasurement) -> str:
         "====== Cost of each part ======",
         f"{'part':{width}}  {'kind':16}  {'cost in nats':>22}  {'share':>7}  {'so far':>7}",
     ]
-    sums = accumulate(part.cost for part in parts)
-    for part, so_far in zip(parts, sums, strict=True):
+    own_shares = shares(parts)
+    for part, share, so_far in zip(parts, own_shares, accumulate(own_shares), strict=True):
         mark = "" if part.is_above_floor else "  not above the floor"
         lines.append(
-            f"{printable(part.name):{width}}  {part.kind:16}  {part.in_words:>22}  {_share(part.cost, whole)}  "
-            f"{_share(so_far, whole)}{mark}"
+            f"{printable(part.name):{width}}  {part.kind:16}  {part.in_words:>22}  {share:7.1%}  {so_far:7.1%}{mark}"
         )
-    return "\n\n".join([two_columns(heading), "\n".join(lines), "\n".join(_kinds(measurement))])
+    lines.append("shares are of the sum of all costs above 0")
+    paragraphs = [two_columns(heading), "\n".join(lines), "\n".join(_kinds(measurement))]
+    return "\n\n".join([*paragraphs, *few_windows(measurement.reference)])
 
 
 def _kinds(measurement: LayersMeasurement) -> list[str]:
     lines = ["====== By kind ======", f"{'kind':16}  {'parts':>5}  {'cost in nats':>12}  {'share':>7}"]
-    for kind in dict.fromkeys(part.kind for part in measurement.parts):
-        costs = [part.cost for part in measurement.parts if part.kind == kind]
-        lines.append(f"{kind:16}  {len(costs):5}  {sum(costs):12.6f}  {_share(sum(costs), measurement.whole)}")
+    parts, own_shares = measurement.parts, shares(measurement.parts)
+    for kind in dict.fromkeys(part.kind for part in parts):
+        costs = [part.cost for part in parts if part.kind == kind]
+        share = sum(share for part, share in zip(parts, own_shares, strict=True) if part.kind == kind)
+        lines.append(f"{kind:16}  {len(costs):5}  {sum(costs):12.6f}  {share:7.1%}")
     return lines
 
 
@@ -111,18 +124,13 @@ def recipe_as_text(recipe: Recipe, measurement: LayersMeasurement) -> str:
         ),
         f"Expected KLD: {recipe.predicted.in_words} instead of {measurement.whole.in_words}",
         "",
-        "llm-compressor:",
-        "  ignore:",
-        *(f"    - '{name}'" for name in recipe.ignore),
+        "llm-compressor, recipe.yaml:" if recipe.modifier else "llm-compressor, of a scheme that is not known:",
+        recipe.modifier or f"ignore: {json.dumps(recipe.ignore)}",
         "",
         "vLLM, quantizing online:",
         f"  --quantization-config '{recipe.quantization_config}'",
     ]
     return "\n".join(lines)
-
-
-def _share(cost: float, whole: Cost) -> str:
-    return f"{'-':>7}" if not whole.cost else f"{100 * cost / whole.cost:6.1f}%"
 
 
 COMMAND = Command(

@@ -16,7 +16,7 @@ from scoremode.comparison.engine_log import with_logs
 from scoremode.comparison.figures import Figure, PairFigures, RunComparison, RunFigures, Verdict
 from scoremode.comparison.run_file import RunFile, load_run, load_runs
 from scoremode.comparison.summary import summary, verdict_line
-from scoremode.comparison.tables import as_csv, as_markdown, as_text
+from scoremode.comparison.tables import as_csv, as_text
 
 __all__ = [
     "Figure",
@@ -26,7 +26,6 @@ __all__ = [
     "RunFile",
     "Verdict",
     "as_csv",
-    "as_markdown",
     "as_text",
     "card",
     "check_comparable",

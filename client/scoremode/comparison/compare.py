@@ -135,8 +135,8 @@ def _run_of_reference(runs: Sequence[RunFile]) -> RunFile:
     assert reference is not None
     assert run.reference_nlls is not None
     label = reference.model
-    if label in {each.label for each in runs}:
-        label = f"{label} (reference {reference.name})"
+    while label in {each.label for each in runs}:
+        label += " (reference)"
     described = {name: getattr(reference, name) for name in _OF_THE_MODEL}
     return replace(
         run,

@@ -56,11 +56,11 @@ class Metric:
     name: str
     """In CSV files, and the attribute that has the value."""
     heading: str
-    """In text and Markdown."""
+    """In text."""
     report_heading: str
     """Empty for a figure that the report leaves out."""
     digits: int
-    """Decimals in text and Markdown; the report has as many as an error leaves."""
+    """Decimals in text; the report has as many as an error leaves."""
     unit: str = ""
     """After values in the report; `%` where the value is a share."""
     of_run: bool = False
@@ -105,6 +105,9 @@ METRICS = {
     )
 }
 """In the order of the report's columns: those first that a phone shows. docs/compare.md describes them."""
+
+
+_FROM_THE_REFERENCE = {name for name in METRICS if name.startswith(("kld", "delta_p", "same_top"))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +183,10 @@ class RunFigures(Generic[M]):
         return None if self.ppl_ratio is None else self.ppl_ratio.mapped(lambda ratio: ratio - 1, 1)
 
     def value(self, name: str) -> Any:
-        """The `Figure` or the number of a metric; None where it is not known."""
+        """The `Figure` or the number of a metric; None where it is not known, and where it only says that the base
+        does not differ from itself."""
+        if self.has_no_divergence and self.ppl_ratio is None and name in _FROM_THE_REFERENCE:
+            return None
         return getattr(self.run if METRICS[name].of_run else self, name)
 
     @property
@@ -289,7 +295,7 @@ class Cell:
 
     @property
     def in_text(self) -> str:
-        """The value and its errors, for a terminal or Markdown."""
+        """The value and its errors, for a terminal."""
         return " ".join((self.text, *self.errors)).replace("∞", "inf")
 
     @property

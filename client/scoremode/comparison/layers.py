@@ -1,21 +1,22 @@
-"""Runs of `ppl-client layers` next to each other: a table, and bars by depth in one HTML file that loads nothing."""
+"""Runs of `ppl-client layers` next to each other: a table, and bars by depth for the report."""
 
+import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from markupsafe import Markup
 from matplotlib.figure import Figure
 from pydantic import BaseModel, ValidationError
 
 from scoremode._texts import first_fault, model_name, printable
 from scoremode.comparison.compare import check_labels
 from scoremode.comparison.plot_style import LIGHT, add_tip, as_element, new_axes
-from scoremode.comparison.report import TEMPLATES, policy_hash, template_of
 from scoremode.comparison.run_file import labels_of
 from scoremode.comparison.tables import Column, aligned, paragraphs
 from scoremode.errors import RunError, file_errors
-from scoremode.runs import Cost, PartCost, PartKind, weights_in_words, write_whole
+from scoremode.runs import Cost, PartCost, PartKind, few_windows, weights_in_words
 from scoremode.wire import Reference, ServerInfo
 
 _COLORS: dict[PartKind, str] = {
@@ -24,6 +25,10 @@ _COLORS: dict[PartKind, str] = {
     "layer": LIGHT.run(2),
 }
 _MIXER_COLOR = LIGHT.run(0)
+_KEY = {"quiet": "embeddings, head", "run-0": "mixer", "run-1": "MLP or experts", "run-2": "whole layer"}
+"""The kinds of parts by the names of their colors."""
+_LAYER = re.compile(r"\.(\d+)(?:\.|$)")
+_MOST_TICKS = 12
 
 
 class LayersRun(BaseModel):
@@ -70,41 +75,64 @@ def _identity(run: LayersRun) -> tuple[Any, ...]:
     return run.reference.fingerprint, run.reference.text_fingerprint, [block.name for block in run.blocks]
 
 
+@dataclass(frozen=True, slots=True)
+class LayersSection:
+    """The section of a report on runs of `ppl-client layers`."""
+
+    title: str
+    notes: list[str]
+    key: Mapping[str, str]
+    panels: list[tuple[str, str, str]]
+    """The label of each run, the words and the `svg` element below it."""
+    table: list[Column]
+
+
 def layers_as_text(runs: Mapping[str, LayersRun]) -> str:
     """The cost of each part in each run, in the order of the model."""
+    notes = ["nats per token; * not above the floor", *few_windows(_reference(runs))]
+    return paragraphs(aligned(_columns(runs)), notes)
+
+
+def layers_section(runs: Mapping[str, LayersRun]) -> LayersSection:
+    """The bars of each run by depth, to one scale, and the table of their values."""
+    reference = _reference(runs)
+    drawings = {label: _bars(run) for label, run in runs.items()}
+    lows, highs = zip(*(each.axes[0].get_ylim() for each in drawings.values()), strict=True)
+    for each in drawings.values():
+        each.axes[0].set_ylim(min(lows), max(highs))
+    original = f"{reference.model}, {weights_in_words(reference)}"
+    return LayersSection(
+        f"Cost of layers: {', '.join(runs)}",
+        [
+            f"Nats per token of the KL divergence from {original}, over {reference.num_scored:,} tokens.",
+            "The costs of all bars add up to the whole divergence. Paler bars are not above the floor.",
+            *few_windows(reference),
+        ],
+        _KEY,
+        [
+            (label, f"{weights_in_words(run.server)}; whole model: {run.whole.in_words} nats", picture)
+            for place, (label, run) in enumerate(runs.items())
+            for picture in (as_element(drawings[label], f"layers-{place}", f"Cost of the layers of {label}"),)
+        ],
+        _columns(runs),
+    )
+
+
+def _reference(runs: Mapping[str, LayersRun]) -> Reference:
+    return next(iter(runs.values())).reference
+
+
+def _columns(runs: Mapping[str, LayersRun]) -> list[Column]:
     first = next(iter(runs.values()))
     columns = [Column("part", ["whole model", *(printable(part.name) for part in first.parts)], right=False)]
     for label, run in runs.items():
         costs = [f"{part.in_words}{'' if part.is_above_floor else ' *'}" for part in run.parts]
         columns.append(Column(label, [run.whole.in_words, *costs], right=False))
-    return paragraphs(aligned(columns), ["nats per token; * not above the floor"])
-
-
-def write_layers_report(runs: Mapping[str, LayersRun], path: Path) -> None:
-    """Write the bars of each run by depth, side by side and to one scale."""
-    reference = next(iter(runs.values())).reference
-    style = (TEMPLATES / "report.css").read_text("utf-8") + (TEMPLATES / "layers.css").read_text("utf-8")
-    drawings = {label: _bars(run) for label, run in runs.items()}
-    lows, highs = zip(*(each.axes[0].get_ylim() for each in drawings.values()), strict=True)
-    for each in drawings.values():
-        each.axes[0].set_ylim(min(lows), max(highs))
-    html = template_of("layers.html.j2").render(
-        title=", ".join(runs),
-        style=Markup(style),
-        style_hash=policy_hash(style),
-        reference=reference,
-        original=weights_in_words(reference),
-        panels=[
-            (label, run, weights_in_words(run.server), Markup(as_element(drawings[label], f"panel-{place}", label)))
-            for place, (label, run) in enumerate(runs.items())
-        ],
-        table=layers_as_text(runs),
-    )
-    write_whole(path, html.encode())
+    return columns
 
 
 def _bars(run: LayersRun) -> Figure:
-    """The cost of each part of a run, with its error."""
+    """The cost of each part of a run, with its error; the numbers of the layers are on the axis."""
     drawing, axes = new_axes(LIGHT)
     for depth, part in enumerate(run.parts):
         bar = axes.bar(
@@ -118,5 +146,18 @@ def _bars(run: LayersRun) -> Figure:
         more = "" if part.is_above_floor else ", not above the floor"
         add_tip(bar, f"{printable(part.name)} ({part.kind}): {part.in_words} nats{more}")
     axes.axhline(0, color=LIGHT.ink, linewidth=1)
-    axes.set(xlabel="depth", ylabel="nats per token", xticks=[])
+    axes.set(xlabel="layer", ylabel="nats per token")
+    axes.grid(visible=False, axis="x")
+    ticks = _layer_ticks([part.name for part in run.parts])
+    axes.set_xticks([*ticks.values()], [*ticks])
     return drawing
+
+
+def _layer_ticks(names: Sequence[str]) -> dict[str, float]:
+    """The middle of each layer's parts by its number, of a dozen layers at most where there are many."""
+    places: dict[int, list[int]] = {}
+    for place, name in enumerate(names):
+        if found := _LAYER.search(name):
+            places.setdefault(int(found[1]), []).append(place)
+    step = math.ceil(len(places) / _MOST_TICKS) or 1
+    return {str(number): sum(at) / len(at) for number, at in places.items() if number % step == 0}

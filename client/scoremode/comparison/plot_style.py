@@ -88,13 +88,29 @@ def new_axes(theme: Theme) -> tuple[Figure, Axes]:
 
 
 def plain_log_axis(axes: Axes, which: str) -> None:
-    """Make an axis logarithmic, with numbers as ticks (0.01), and where it has few decades two more in each."""
+    """Make an axis logarithmic, with numbers as ticks (0.01), and where it has few decades more of them in each."""
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = sorted(axis.get_view_interval())
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_locator(LogLocator(subs=(2, 5)))
-    axis.set_minor_formatter("{x:g}" if high / max(low, 1e-300) < 30 else NullFormatter())
+    decades = math.log10(high / max(low, 1e-300))
+    axis.set_major_formatter(_tick)
+    axis.set_minor_locator(LogLocator(subs=(2, 5) if decades < 2 else (3,), numticks=100))
+    axis.set_minor_formatter(_tick if decades < 3.5 else NullFormatter())
+
+
+def _tick(value: float, _: float = 0) -> str:
+    """A number as people write it, never in powers of ten."""
+    return np.format_float_positional(float(f"{value:.3g}"), trim="-")
+
+
+def draw_floor(axes: Axes, theme: Theme, floor: float | None, which: str, more: str = "") -> None:
+    """Draw the noise floor as a line across an axis; at the axis' lower end if it lies below."""
+    if floor is None:
+        return
+    low = min((axes.get_xlim if which == "x" else axes.get_ylim)())
+    label = f"noise floor{more}" if floor >= low else f"noise floor{more}: {_tick(floor)}, below the axis"
+    line = axes.axvline if which == "x" else axes.axhline
+    line(max(floor, low), color=theme.quiet, linewidth=1.5, linestyle=_NOISE, label=label, clip_on=False)
 
 
 def legend_label(name: str) -> str:

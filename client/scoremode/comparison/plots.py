@@ -12,12 +12,11 @@ from matplotlib.figure import Figure as Drawing
 
 from scoremode.comparison import size_plots, sizes, token_plots
 from scoremode.comparison.agreement import agreement_of, floor_of, has_answers
-from scoremode.comparison.figures import NEGLIGIBLE_KLD, Figure, RunComparison
+from scoremode.comparison.figures import NEGLIGIBLE_KLD, Figure, RunComparison, plain
 from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg, new_axes
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.sizes import Point, is_simulated
 from scoremode.comparison.tables import measured_by, short_labels
-from scoremode.kld import MOST_FLOORS
 from scoremode.runs import write_together
 
 MAX_LABEL = 40
@@ -58,8 +57,8 @@ def plots(comparison: RunComparison) -> list[Plot]:
     comparison = replace(comparison, runs=runs)
     diverging = [(index, run) for index, run in enumerate(comparison.files) if _has_divergence(run)]
     drawable = (
-        _perplexity_ratio(comparison) if comparison.pairs else _perplexity(comparison),
         _mean_kld(comparison),
+        _perplexity_ratio(comparison) if comparison.pairs else _perplexity(comparison),
         _kld_distribution(comparison, diverging) if diverging else None,
         _kld_by_confidence(comparison, diverging) if diverging else None,
         _agreement(comparison),
@@ -121,20 +120,19 @@ def _mean_kld(comparison: RunComparison) -> Plot | None:
     size, points = sizes.points(comparison, diverging)
     if not points:
         return None
-    floor = _drawn_floor(comparison)
     references = (run.reference for run in comparison.files)
-    names = dict.fromkeys(reference.name for reference in references if reference is not None)
+    names = dict.fromkeys(reference.model for reference in references if reference is not None)
     return Plot(
         "kl-divergence",
         f"Mean KL divergence against {size or 'runs'}",
-        f"Mean KL divergence from the reference ({', '.join(names)}){_front(size, points)}. "
+        f"Mean KL divergence from {', '.join(names)}{_front(size, points)}. "
         f"{_without_place(comparison, points)}{_floor(comparison)}",
-        partial(size_plots.draw, points, size, "mean KL divergence (nats)", floor),
+        partial(size_plots.draw, points, size, "mean KL divergence (nats)", noise_floor(comparison)),
     )
 
 
 def _kld_distribution(comparison: RunComparison, runs: token_plots.Numbered) -> Plot:
-    floor = _drawn_floor(comparison)
+    floor = noise_floor(comparison)
     infinite = sum(int(np.isinf(run.kld).sum()) for _, run in runs if run.kld is not None)
     unbounded = f" {infinite:,} infinite values lie beyond the right edge." if infinite else ""
     return Plot(
@@ -197,13 +195,6 @@ def noise_floor(comparison: RunComparison) -> float | None:
     return floors.pop() if len(floors) == 1 else None
 
 
-def _drawn_floor(comparison: RunComparison) -> float | None:
-    """The noise floor, unless it is so far below all runs that an axis with both would show neither."""
-    floor = noise_floor(comparison)
-    means = (figures.kld.value for figures in comparison.runs if figures.kld and _has_divergence(figures.run))
-    return None if floor is None or MOST_FLOORS * floor < min(means, default=0) else floor
-
-
 def _has_divergence(run: RunFile) -> bool:
     """Whether the run has KL divergences that a log axis can show: finite ones that are not negligible."""
     return run.kld is not None and float(run.kld.sum(where=np.isfinite(run.kld))) >= NEGLIGIBLE_KLD * len(run.kld)
@@ -246,7 +237,7 @@ def _floor(comparison: RunComparison) -> str:
     floor = noise_floor(comparison)
     if floor is None:
         return "The noise floor is not known, or not the same for all runs."
-    return f"The noise floor, the mean of the reference's model against itself, is {floor:.3g} nats."
+    return f"The noise floor, the mean of the reference's model against itself, is {plain(floor).text} nats."
 
 
 def common_caption(comparison: RunComparison) -> str:

@@ -103,6 +103,7 @@ def _data(
     positions, classes = np.repeat(kept, passages.size), first_known(runs, "classes")
     domain_names, window_domains = domains(runs) or ((), None)
     texts = {token: text for run in runs for token, text in run.token_texts.items()}
+    parts = {token: content for run in runs for token, content in run.token_bytes.items()}
     series = _series(runs, passages, positions, vocabulary)
     for index, top in tops.items():
         series[index] |= _packed_tops(top, positions, vocabulary)
@@ -121,7 +122,12 @@ def _data(
         "has_gaps": runs[0].method not in EXHAUSTIVE_METHODS,
         "num_kept": int(positions.sum()),
         "tokens": pack_integers(np.searchsorted(vocabulary, runs[0].token_ids[positions])),
-        "vocabulary": {"ids": pack_integers(vocabulary), "texts": [texts.get(token) for token in vocabulary.tolist()]},
+        "vocabulary": {
+            "ids": pack_integers(vocabulary),
+            "texts": [texts.get(token) for token in vocabulary.tolist()],
+            # Of tokens that end within a character, by their places.
+            "bytes": {place: parts[token] for place, token in enumerate(vocabulary.tolist()) if token in parts},
+        },
         "series": series,
     }
 
@@ -146,14 +152,8 @@ def _series(
     nlls = [array for run in runs for array in (run.nlls, run.reference_nlls) if array is not None]
     # The largest finite one: with one scale for all, values that are equal in two series stay equal.
     largest_nll = max(float(array.max(where=np.isfinite(array), initial=0)) for array in nlls)
-    references = [run.reference_identity for run in runs]
-    # A reference is shown as a run that has a confidence.
-    shown = [run if run.is_reference else replace(run, reference_confidence=None) for run in runs]
-    are_runs = {run.reference_identity for run in runs if run.is_reference}
-    for run in {run.reference_identity: run for run in reversed(runs)}.values():
-        if run.reference_identity not in are_runs and run.reference is not None and run.reference_nlls is not None:
-            label, tops = f"reference {run.reference.name}", run.reference_top_token_ids
-            shown.append(replace(run, label=label, nlls=run.reference_nlls, top_token_ids=tops, kld=None, ranks=None))
+    shown = _with_references(runs)
+    references = [run.reference_identity for run in shown]
     return [
         {
             "label": run.label,
@@ -172,6 +172,38 @@ def _series(
         }
         for run in shown
     ]
+
+
+def _with_references(runs: Sequence[RunFile]) -> list[RunFile]:
+    """The runs and every reference once: as the run of its own model if there is one, else as a run of its own. A
+    reference has a confidence and its own top tokens, and no run has the zeros of a model that is itself."""
+    shown = [run if run.is_reference else replace(run, reference_confidence=None) for run in runs]
+    for run in {run.reference_identity: run for run in reversed(runs)}.values():
+        reference = run.reference
+        if reference is None or run.reference_nlls is None:
+            continue
+        values: dict[str, Any] = {
+            "reference": reference,
+            "reference_confidence": run.reference_confidence,
+            "top_token_ids": run.reference_top_token_ids,
+        }
+        own = [place for place, each in enumerate(runs) if each.lane == "prefill" and _is_of(each, run)]
+        if own:
+            kld = runs[own[0]].kld
+            shown[own[0]] = replace(shown[own[0]], **values, kld=kld if kld is not None and kld.any() else None)
+            continue
+        label = reference.model
+        while label in {each.label for each in shown}:
+            label += " (reference)"
+        shown.append(replace(run, **values, label=label, nlls=run.reference_nlls, kld=None, ranks=None))
+    return shown
+
+
+def _is_of(run: RunFile, compared: RunFile) -> bool:
+    """Whether a run is of the model of another's reference, and not of another reference itself."""
+    assert compared.reference is not None
+    is_alike = run.reference_identity in (None, compared.reference_identity)
+    return is_alike and (run.is_reference or compared.reference.is_of(run.server))
 
 
 def _shown_tops(runs: Sequence[RunFile], num_shown: int) -> dict[int, TopTokens]:

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +24,8 @@ from scoremode.comparison.figures import (
     with_errors,
 )
 from scoremode.comparison.run_file import RunFile
-from scoremode.comparison.summary import effects
 from scoremode.comparison.tables import Column
+from scoremode.wire import TokenTexts
 
 NUM_PARTED = 10
 """Answers that part first, which the report lists."""
@@ -57,7 +57,8 @@ def _column(comparison: RunComparison, metric: Metric) -> list[Cell]:
         # A model that does not diverge has 0: the root would show what its divergence does not.
         nothing = Figure(0.0, None, None, None)
         values = [
-            nothing if row.has_no_divergence else value for row, value in zip(comparison.rows, values, strict=True)
+            nothing if row.has_no_divergence and value is not None else value
+            for row, value in zip(comparison.rows, values, strict=True)
         ]
     digits = metric.digits if metric.has_fixed_digits else None
     finest = [digits_of(value, metric.scale) for value in values if isinstance(value, Figure)]
@@ -67,17 +68,13 @@ def _column(comparison: RunComparison, metric: Metric) -> list[Cell]:
     return [cell_of(metric, value, digits, metric.unit) for value in values]
 
 
-def effect_cells(comparison: RunComparison) -> Iterator[tuple[str, list[Cell]]]:
-    """The label of each run but the base, and its `effects`, the first with the verdict's mark."""
-    for figures in comparison.runs[1:]:
-        label = figures.run.label
-        first, *rest = effects(comparison, figures)
-        yield label, [Cell(first, mark=_mark(comparison.base_pairs[label].verdict)), *map(Cell, rest)]
-
-
 def parted_answers(run: RunFile) -> list[Column]:
     """The answers of a run that part first, with what both models say there."""
-    agreement, ends = agreement_of(run), np.cumsum(run.window_sizes)
+    texts, agreement, ends = (
+        TokenTexts(run.token_texts, run.token_bytes),
+        agreement_of(run),
+        np.cumsum(run.window_sizes),
+    )
     starts = ends - run.window_sizes
     assert run.window_documents is not None
     assert run.top_token_ids is not None
@@ -96,20 +93,17 @@ def parted_answers(run: RunFile) -> list[Column]:
     return [
         Column("prompt", [f"{row + 1:,}" for row in run.window_documents[windows]]),
         Column("same for", [f"{length:,}" for length in agreement.lengths[windows]]),
-        Column("answer before", ["".join(_text(run, token) for token in tokens) for tokens in before], right=False),
+        Column("answer before", [printable(texts.joined(tokens)) for tokens in before], right=False),
         *(
             # At the end of an answer there is no token.
             Column(
-                name, [end or f"“{_text(run, ids[place])}”" for place, end in zip(at, ends, strict=True)], right=False
+                name,
+                [end or f"“{printable(texts.joined([ids[place]]))}”" for place, end in zip(at, ends, strict=True)],
+                right=False,
             )
             for name, (ids, ends) in next_ids.items()
         ),
     ]
-
-
-def _text(run: RunFile, token: int) -> str:
-    """The text of a token; its id where the run has no texts."""
-    return printable(run.token_texts.get(int(token), f"token {token}"))
 
 
 def pair_matrices(comparison: RunComparison) -> list[Matrix]:

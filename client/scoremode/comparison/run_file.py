@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
@@ -45,6 +45,8 @@ class _Record:
     """The file with the values of single tokens."""
     token_texts: dict[int, str] = field(default_factory=dict)
     """The text of every token id that occurs in the arrays; empty for a run that has none."""
+    token_bytes: dict[int, Annotated[str, Field(pattern="^([0-9a-f]{2})+$")]] = field(default_factory=dict)
+    """The bytes, in hexadecimal, of those that end within a character."""
     labels: Sequence[str] = ()
     """The values of the `--by` column."""
     prompts: Sequence[str] = ()

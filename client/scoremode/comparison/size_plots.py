@@ -8,8 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import LogLocator, NullLocator
 
-from scoremode.comparison.plot_style import HEIGHT, Theme, add_tip, legend, marker, plain_log_axis
+from scoremode.comparison.plot_style import HEIGHT, Theme, add_tip, draw_floor, legend, marker, plain_log_axis
 from scoremode.comparison.sizes import MIN_FRONT, Point, pareto_front
+from scoremode.kld import MOST_FLOORS
 
 
 def draw(
@@ -31,12 +32,11 @@ def draw(
     axes.margins(y=0.12)
     for point in all_points:
         _draw_point(axes, point, point.size, theme, size)
-    if floor:
-        axes.axhline(floor, color=theme.quiet, linewidth=1, linestyle=(0, (1, 2)), label="noise floor")
     if all(point.low > 0 for point in all_points) and axes.get_ylim()[0] < 0:
         axes.set_ylim(bottom=0)
     # From edge to edge, so that a front of one run is a line too.
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
+    draw_floor(axes, theme, floor, "y")
     if len(all_points) >= MIN_FRONT:
         _draw_front(axes, all_points, theme)
     legend(drawing, axes, theme)
@@ -96,14 +96,16 @@ def _draw_by_run(
     axes.set_yticks(range(len(all_points)), [point.label for point in all_points])
     axes.set_ylim(len(all_points) - 0.5, -0.5)
     axes.set_xlabel(value)
-    if floor:
-        axes.axvline(floor, color=theme.quiet, linewidth=1, linestyle=(0, (1, 2)), label="noise floor")
+    draw_floor(axes, theme, floor, "x")
     legend(drawing, axes, theme)
 
 
 def _set_scale(axes: Axes, all_points: Sequence[Point], floor: float | None, which: str) -> None:
     """A log axis if the largest value is more than eight times the smallest. It needs its limits before its ticks."""
-    values = [point.value for point in all_points] + ([floor] if floor else [])
+    values = [point.value for point in all_points]
+    # A floor so far below all runs that an axis with both would show neither has its line at the end of the axis.
+    if floor and MOST_FLOORS * floor >= min(values):
+        values.append(floor)
     if min(values) <= 0 or max(values) / min(values) <= 8:
         return
     ends = [*values, *(end for point in all_points for end in (point.low, point.high) if end > 0)]
@@ -112,7 +114,7 @@ def _set_scale(axes: Axes, all_points: Sequence[Point], floor: float | None, whi
 
 
 def _set_size_scale(axes: Axes, sizes: Sequence[float]) -> None:
-    """Sizes that lie far apart, as those of 4 and of 16 bits, on a log axis with ticks at powers of 2 and between."""
+    """Sizes that lie far apart, as those of 4 and of 16 bits, on a log axis with ticks at round numbers."""
     low, high = min(sizes), max(sizes)
     if low <= 0 or high / low <= 2:
         axes.margins(x=0.15)
@@ -121,8 +123,9 @@ def _set_size_scale(axes: Axes, sizes: Sequence[float]) -> None:
         return
     axes.set_xscale("log")
     axes.set_xlim(low / 1.25, high * 1.25)
-    axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.5), numticks=100))
-    axes.xaxis.set_major_formatter("{x:.3g}")
+    subs = (1, 1.5, 2, 3, 4, 6, 8) if high / low < 10 else (1, 2, 5)
+    axes.xaxis.set_major_locator(LogLocator(subs=subs, numticks=100))
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
 
 

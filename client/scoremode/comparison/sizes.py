@@ -34,6 +34,9 @@ def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple
     sized = [run for run in runs if not is_simulated(run, comparison.base)]
     known = [name for name in _AXES if all(run.is_reference or getattr(run, name) is not None for run in sized)]
     name = comparison.size if comparison.size in known else next(iter(known), None)
+    if len(runs) > 1 and not any(run in sized for run in runs[1:]):
+        # Against size only the base would be left.
+        name = None
     sizes: list[float | None] = [0.0] * len(runs)
     if name is not None:
         sizes = [getattr(run, name) if run in sized else None for run in runs]
@@ -46,12 +49,13 @@ def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple
 
 
 def is_simulated(run: RunFile, base: RunFile) -> bool:
-    """Whether a run is of other weights of the base's dtype and size, so its files do not say what it would take."""
+    """Whether a run is of other weights than the base, not quantized and at least as large, so its files do not say
+    what it would take."""
     server, original = run.server, base.server
     has_other_weights = server.fingerprint not in (None, original.fingerprint)
-    is_as_large = server.weight_bytes is not None and server.weight_bytes == original.weight_bytes
-    is_as_stored = server.quantization is None and server.dtype == original.dtype
-    return run.simulated_bits is None and has_other_weights and is_as_large and is_as_stored
+    sizes = (server.weight_bytes, original.weight_bytes)
+    is_as_large = sizes[0] is not None and sizes[1] is not None and sizes[0] >= sizes[1]
+    return run.simulated_bits is None and server.quantization is None and has_other_weights and is_as_large
 
 
 def pareto_front(all_points: Sequence[Point]) -> list[Point]:

@@ -261,7 +261,7 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
     sources: list[tuple[str, ServedModel, str | None]] = [
         (run.label, run.server, run.lane) for run in runs if not run.is_reference
     ]
-    sources += [(f"reference {each.name}", each, None) for run in runs if (each := run.reference) is not None]
+    sources += [(f"reference {each.model}", each, None) for run in runs if (each := run.reference) is not None]
     # By what it is and, of kernels, the quantization: every value with the labels that have it.
     labels_by_value: dict[tuple[str, str | None], dict[str, dict[str, None]]] = {}
     for name in ("dtype", "lane", *(name for name in _IN_WORDS if name not in _WITHOUT_INFLUENCE)):

@@ -1,4 +1,4 @@
-"""A comparison as text for a terminal, as Markdown and as CSV."""
+"""A comparison as text for a terminal and as CSV, and tables in Markdown."""
 
 import csv
 import io
@@ -80,20 +80,6 @@ def as_text(comparison: RunComparison) -> str:
         *(aligned(section) for sections in _tables(comparison) for section in sections),
         group_notes(comparison),
         summary(comparison),
-    )
-
-
-def as_markdown(comparison: RunComparison) -> str:
-    """A table of runs, one of pairs, and the summary, as GitHub shows them."""
-    return paragraphs(
-        # The columns that several sections have, only once.
-        *(
-            markdown_rows({each.header: each for section in table for each in section}.values())
-            for table in _tables(comparison)
-        ),
-        group_notes(comparison),
-        [f"- {escaped(sentence)}" for sentence in summary(comparison)],
-        [escaped(" ".join(_settings(comparison)))],
     )
 
 

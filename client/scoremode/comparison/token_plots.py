@@ -14,6 +14,7 @@ from scoremode.comparison.plot_style import (
     Theme,
     add_tip,
     draw_curve,
+    draw_floor,
     legend,
     legend_label,
     marker,
@@ -45,12 +46,11 @@ def draw_kld_distribution(runs: Numbered, floor: float | None, drawing: Drawing,
         shown = run.label + (f" ({_percent(zeros)} exactly 0)" if zeros else "")
         form = "{1:.3%} of tokens have more than {0:.2g} nats"
         draw_curve(axes, theme, index, thresholds, shares, run.label, shown, form)
-    if floor:
-        axes.axvline(floor, color=theme.quiet, linewidth=1, linestyle=(0, (1, 2)), label="noise floor, mean")
     axes.set_xlim(thresholds[0], thresholds[-1])
     axes.set_ylim(max(0.5 / max(len(run.nlls) for _, run in runs), 1e-7), 1.3)
     plain_log_axis(axes, "x")
     plain_log_axis(axes, "y")
+    draw_floor(axes, theme, floor, "x", ", mean")
     axes.set(xlabel="KL divergence of a token (nats)", ylabel="share of tokens with more")
     legend(drawing, axes, theme)
 

@@ -22,7 +22,7 @@ from scoremode.runs.evaluate import Evaluation, evaluate
 from scoremode.runs.export import OnBytes, export_llama_cpp
 from scoremode.runs.journal import AppendedFile, Journal, Measurement, check_same_run, open_locked
 from scoremode.runs.lanes import in_lane, lane_difference
-from scoremode.runs.layers import Cost, LayersMeasurement, PartCost, PartKind, measure_layers
+from scoremode.runs.layers import Cost, LayersMeasurement, PartCost, PartKind, few_windows, measure_layers, shares
 from scoremode.runs.output import (
     ARRAYS_SUFFIX,
     JOURNAL_SUFFIX,
@@ -85,6 +85,7 @@ __all__ = [
     "comparable_with",
     "evaluate",
     "export_llama_cpp",
+    "few_windows",
     "identity",
     "in_lane",
     "json_row",
@@ -107,6 +108,7 @@ __all__ = [
     "reference_in_words",
     "run_kind",
     "server_header",
+    "shares",
     "sync_folder",
     "tensor_bytes",
     "tokenize_texts",

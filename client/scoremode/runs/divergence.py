@@ -21,7 +21,16 @@ from scoremode.runs.pool import Pool
 from scoremode.runs.report import Arrays, chat_differences, origin_arrays, record_beginning, record_end
 from scoremode.runs.run import OnProgress, Run, StartJournal, measure
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
-from scoremode.wire import DivergentPosition, KldStatistics, Lane, Reference, ReferenceLayers, ServerInfo, WindowOrigins
+from scoremode.wire import (
+    DivergentPosition,
+    KldStatistics,
+    Lane,
+    Reference,
+    ReferenceLayers,
+    ServerInfo,
+    TokenTexts,
+    WindowOrigins,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +130,7 @@ class KldMeasurement(ComparedModel):
     most_divergent: list[DivergentToken]
     seconds: float
     """From the first request for a window to the last answer, summed over sessions."""
-    token_texts: dict[int, str] = field(default_factory=dict)
+    token_texts: TokenTexts = field(default_factory=TokenTexts)
     """The text of every token id in `positions` and `top_tokens`; empty unless requested and given by a server."""
     top_tokens: TopTokens | None = None
     origins: WindowOrigins | None = None
@@ -341,7 +350,9 @@ async def _measurement(
             client, figures["most_divergent"], positions, window_sizes, reference.method, origins
         ),
         seconds=seconds,
-        token_texts=await texts_of_occurring(client, *shown_ids, *origins.prompts or ()) if return_token_texts else {},
+        token_texts=await texts_of_occurring(client, *shown_ids, *origins.prompts or ())
+        if return_token_texts
+        else TokenTexts(),
         top_tokens=top_tokens,
         origins=origins,
         lane=plan.lane,
@@ -394,7 +405,7 @@ def _identity(reference: Reference) -> Mapping[str, object]:
     )
 
 
-async def texts_of_occurring(client: AsyncScoreClient, *token_ids: Collection[int] | NDArray[Any]) -> dict[int, str]:
+async def texts_of_occurring(client: AsyncScoreClient, *token_ids: Collection[int] | NDArray[Any]) -> TokenTexts:
     """The text of every token id that occurs in some arrays, by a server's tokenizer; none if the server fails or is
     older than the route."""
     occurring = np.unique(np.concatenate([np.asarray(ids, np.int32) for ids in token_ids])).tolist()
@@ -402,7 +413,7 @@ async def texts_of_occurring(client: AsyncScoreClient, *token_ids: Collection[in
         return await client.token_texts(occurring)
     except ScoremodeError as error:
         _log.warning("the run is kept without the texts of its tokens: %s", error)
-        return {}
+        return TokenTexts()
 
 
 async def _divergent_tokens(

@@ -21,7 +21,7 @@ from scoremode.runs.pool import Pool
 from scoremode.runs.report import Arrays, origin_arrays, record_beginning, record_end
 from scoremode.runs.run import OnProgress, StartJournal, measure
 from scoremode.windows import WindowSettings
-from scoremode.wire import Lane
+from scoremode.wire import Lane, TokenTexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Evaluation:
     windows: list[WindowNlls]
     seconds: float
     """From the first request for scores to the last answer; of a run in several sessions, the sum."""
-    token_texts: dict[int, str] = field(default_factory=dict)
+    token_texts: TokenTexts = field(default_factory=TokenTexts)
     """The text of every target, by its id, where it was asked for and a server gave it."""
 
     @property
@@ -161,5 +161,5 @@ async def evaluate(
         result=perplexity(nll for window in scored for nll in window.nlls),
         windows=scored,
         seconds=run.seconds(),
-        token_texts=await texts_of_occurring(pool.clients[0], *shown_ids) if return_token_texts else {},
+        token_texts=await texts_of_occurring(pool.clients[0], *shown_ids) if return_token_texts else TokenTexts(),
     )

@@ -25,9 +25,11 @@ from scoremode.runs.plan import server_header
 from scoremode.runs.pool import Pool
 from scoremode.runs.report import record_beginning
 from scoremode.runs.run import OnProgress, StartJournal, measure
-from scoremode.wire import BlockKind
+from scoremode.wire import BlockKind, Reference
 
 PartKind = BlockKind | Literal["embeddings", "head"]
+LEAST_WINDOWS = 4
+"""Windows from which on the errors of costs mean something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,21 @@ class LayersMeasurement(ComparedModel):
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         return {"kld_sums": self.kld_sums, "window_sizes": self.window_sizes}
+
+
+def few_windows(reference: Reference) -> list[str]:
+    """A sentence where a reference has too few windows to tell costs from chance; none where it has enough."""
+    number = reference.num_windows
+    if number >= LEAST_WINDOWS:
+        return []
+    subject = "1 window decides" if number == 1 else f"{number} windows decide"
+    return [f"{subject} nothing: record 4,096 tokens in windows of 1,024 (the default of ppl-client record --layers)."]
+
+
+def shares(parts: Sequence[Cost]) -> list[float]:
+    """The share of each cost in the sum of those above 0, so that no sum of shares exceeds 1; 0 for the others."""
+    total = sum(max(part.cost, 0) for part in parts)
+    return [max(part.cost, 0) / total if total else 0.0 for part in parts]
 
 
 async def measure_layers(

@@ -5,7 +5,9 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from scoremode._texts import json_object
 from scoremode.errors import RunError, file_errors
 from scoremode.runs.layers import Cost, LayersMeasurement, PartCost
 
@@ -24,6 +26,8 @@ class Recipe:
     kept: list[KeptBlock]
     predicted: Cost
     """The divergence to expect."""
+    scheme: dict[str, Any]
+    """The `quantization_config` of the quantized checkpoint, if it is one of compressed-tensors; else empty."""
 
     @property
     def extra_bytes(self) -> int:
@@ -31,13 +35,48 @@ class Recipe:
 
     @property
     def ignore(self) -> list[str]:
-        """The kept modules, as llm-compressor's `ignore` takes them."""
-        return ["lm_head", *_patterns([module for each in self.kept for module in each.modules])]
+        """The kept modules, as llm-compressor's `ignore` takes them, after those that the copy has kept already."""
+        kept = _patterns([module for each in self.kept for module in each.modules])
+        return [*(self.scheme.get("ignore") or ["lm_head"]), *kept]
+
+    @property
+    def modifier(self) -> str | None:
+        """A recipe of llm-compressor that quantizes as the copy is quantized, and keeps the blocks; None if its scheme
+        is not known. JSON is YAML too."""
+        if not self.scheme:
+            return None
+        names = ("config_groups", "kv_cache_scheme")
+        fields = {name: _without_nulls(self.scheme[name]) for name in names if self.scheme.get(name)}
+        return "\n".join(
+            [
+                "quantization_stage:",
+                "  quantization_modifiers:",
+                "    QuantizationModifier:  # or GPTQModifier or AWQModifier, as the copy was made",
+                "      ignore:",
+                *(f"        - {json.dumps(name)}" for name in self.ignore),
+                *(f"      {name}: {json.dumps(content)}" for name, content in fields.items()),
+            ]
+        )
 
     @property
     def quantization_config(self) -> str:
         """For vLLM's `--quantization-config`, which goes by its own names."""
         return json.dumps({"ignore": _patterns([module for each in self.kept for module in each.block.modules])})
+
+
+def _without_nulls(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: _without_nulls(part) for name, part in content.items() if part is not None}
+    return content
+
+
+def _scheme(folder: Path) -> dict[str, Any]:
+    try:
+        config = json_object((folder / "config.json").read_bytes()) or {}
+    except OSError:
+        return {}
+    scheme = config.get("quantization_config")
+    return scheme if isinstance(scheme, dict) and isinstance(scheme.get("config_groups"), dict) else {}
 
 
 def _patterns(modules: list[str]) -> list[str]:
@@ -86,7 +125,7 @@ def make_recipe(
         taken = sum(other.extra_bytes for other in kept)
         if len(kept) != num_blocks and (extra_bytes is None or taken + each.extra_bytes <= extra_bytes):
             kept.append(each)
-    return Recipe(kept, measurement.without([each.block for each in kept]))
+    return Recipe(kept, measurement.without([each.block for each in kept]), _scheme(weights))
 
 
 def tensor_bytes(folder: Path, *, in_16_bits: bool = False) -> dict[str, int]:

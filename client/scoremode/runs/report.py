@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scoremode._texts import model_name
 from scoremode._version import __version__
 from scoremode.runs.conversations import token_classes
-from scoremode.wire import Reference, ServedModel, ServerInfo, WindowOrigins
+from scoremode.wire import Reference, ServedModel, ServerInfo, TokenTexts, WindowOrigins
 
 RECORD_VERSION = 1
 """Of the JSON of every `kind`: fields may be added; none changes its meaning or is removed."""
@@ -85,11 +85,12 @@ def record_beginning(kind: str, urls: Sequence[str], model: str, server: ServerI
     }
 
 
-def record_end(texts: Mapping[int, str], origins: WindowOrigins | None) -> dict[str, object]:
-    """The texts of a run's tokens by their ids, and the labels and prompts of its windows."""
-    record: dict[str, object] = {"token_texts": {str(token_id): text for token_id, text in texts.items()}}
+def record_end(texts: TokenTexts, origins: WindowOrigins | None) -> dict[str, object]:
+    """The texts and bytes of a run's tokens by their ids, and the labels and prompts of its windows."""
+    by_id = {"token_texts": texts, "token_bytes": texts.contents}
+    record: dict[str, object] = {name: {str(token): each for token, each in of.items()} for name, of in by_id.items()}
     if origins is not None and origins.labels is not None:
         record["labels"] = list(dict.fromkeys(origins.labels))
     if origins is not None and origins.prompts is not None and texts:
-        record["prompts"] = ["".join(texts[token_id] for token_id in prompt) for prompt in origins.prompts]
+        record["prompts"] = [texts.joined(prompt) for prompt in origins.prompts]
     return record

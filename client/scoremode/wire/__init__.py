@@ -57,7 +57,7 @@ from scoremode.wire.references import (
     ServedLayers,
     WindowOrigins,
 )
-from scoremode.wire.requests import API_KEY_VARIABLE, DEFAULT_TIMEOUT, OnWindow, server_root
+from scoremode.wire.requests import API_KEY_VARIABLE, DEFAULT_TIMEOUT, OnWindow, TokenTexts, server_root
 from scoremode.wire.retries import FIRST_CONTACT_SECONDS, INTERNAL_ERROR, PATIENT_RETRY_FOR, TIMED_OUT
 
 __all__ = [
@@ -108,6 +108,7 @@ __all__ = [
     "ServedModel",
     "ServerInfo",
     "Text",
+    "TokenTexts",
     "Tools",
     "TopLogprobs",
     "TurnSequence",

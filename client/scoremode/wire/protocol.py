@@ -229,6 +229,9 @@ class TokensResponse(TypedDict):
     object: Literal["tokens"]
     tokens: list[str]
     """The text of each token alone, as `return_tokens` of `/v1/score` has it."""
+    bytes: NotRequired[list[str | None]]
+    """The bytes of each token that ends within a character, in hexadecimal; null for others, and where the tokenizer
+    does not say them."""
 
 
 class TopLogprob(TypedDict):

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -79,6 +79,25 @@ class DetokenizedText(BaseModel):
     prompt: str
 
 
+class TokenTexts(dict[int, str]):
+    """The texts of tokens by their ids, and in hexadecimal the bytes of those that end within a character."""
+
+    def __init__(self, texts: Mapping[int, str] | None = None, contents: Mapping[int, str] | None = None) -> None:
+        super().__init__(texts or {})
+        self.contents = dict(contents or {})
+
+    def joined(self, token_ids: Iterable[int]) -> str:
+        """The text of tokens that follow each other; of one without a text, its id."""
+        parts = (
+            bytes.fromhex(self.contents[token])
+            if token in self.contents
+            else self.get(token, f"token {token}").encode()
+            for token in map(int, token_ids)
+        )
+        return b"".join(parts).decode(errors="replace")
+
+
+_HEXADECIMAL = re.compile("(?:[0-9a-f]{2})+")
 _TOKEN_TEXTS = TypeAdapter(TokensResponse)
 _TURNS = TypeAdapter(TurnsResponse)
 
@@ -160,12 +179,18 @@ def parse_answer(body: object, max_new_tokens: int) -> tuple[list[int], str]:
     return choice.token_ids, choice.text
 
 
-def parse_token_texts(body: object, token_ids: list[int]) -> dict[int, str]:
-    """The texts of some tokens by their ids. ResponseError if there are more or fewer texts than ids."""
-    texts = _TOKEN_TEXTS.validate_python(body)["tokens"]
-    if len(texts) != len(token_ids):
+def parse_token_texts(body: object, token_ids: list[int]) -> TokenTexts:
+    """The texts of some tokens by their ids. ResponseError if there are more or fewer texts than ids, or bytes that are
+    not hexadecimal."""
+    response = _TOKEN_TEXTS.validate_python(body)
+    texts = response["tokens"]
+    contents = response.get("bytes", [None] * len(texts))
+    if not len(texts) == len(contents) == len(token_ids):
         raise ResponseError(f"the server gave {len(texts)} texts for {len(token_ids)} tokens")
-    return dict(zip(token_ids, texts, strict=True))
+    if any(content is not None and not _HEXADECIMAL.fullmatch(content) for content in contents):
+        raise ResponseError("the server gave bytes of tokens that are not hexadecimal")
+    known = {token: content for token, content in zip(token_ids, contents, strict=True) if content is not None}
+    return TokenTexts(dict(zip(token_ids, texts, strict=True)), known)
 
 
 def most_tokens(sequences: Sequence[str | list[int]]) -> int:

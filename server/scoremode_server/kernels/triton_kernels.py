@@ -28,7 +28,7 @@ def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, column
     """Write each row's target and its logit, -inf where these columns do not hold it.
 
     Args:
-        logits: [rows, at least `columns`], of a floating dtype, neighbouring columns next to each other in memory.
+        logits: [rows, at least `columns`], of a floating dtype, neighboring columns next to each other in memory.
         targets: [rows] int32 or int64 tokens.
         first: token of the first column.
         columns: that count; those after them are padding.
@@ -66,7 +66,7 @@ def reduce_rows(
 
 def require_rows(logits: torch.Tensor) -> None:
     if logits.dim() != 2 or logits.stride(1) != 1:
-        raise ValueError(f"logits must be rows of neighbouring entries: {tuple(logits.shape)}, {logits.stride()}")
+        raise ValueError(f"logits must be rows of neighboring entries: {tuple(logits.shape)}, {logits.stride()}")
 
 
 def _shape(tiling: Tiling) -> dict[str, int]:

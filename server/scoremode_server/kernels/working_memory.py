@@ -26,7 +26,7 @@ BLOCK_ENTRIES = 2**18
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a program walks through its row: in tiles of `lanes` x `width` entries, both powers of two. A lane keeps a
-    maximum, and takes `width` neighbouring entries of a tile; 8 of 2 bytes are the widest load."""
+    maximum, and takes `width` neighboring entries of a tile; 8 of 2 bytes are the widest load."""
 
     lanes: int
     width: int

@@ -1,6 +1,6 @@
-// What the colours mean, and how many tokens have each rank.
+// What the colors mean, and how many tokens have each rank.
 
-import { DIFFERENCE_LIMIT, RANKS, SURPRISE_LIMIT, rankClass, rankColour } from "./colours.js";
+import { DIFFERENCE_LIMIT, RANKS, SURPRISE_LIMIT, rankClass, rankColor } from "./colors.js";
 import { element } from "./dom.js";
 import { formatCount } from "./figures.js";
 
@@ -24,7 +24,7 @@ function rankClasses(ranks) {
   return [...names, "above"].map((name, at) => {
     const share = ranks.length ? Math.round((100 * counts[at]) / ranks.length) : 0;
     const made = element("span", { class: "class" }, `${name}: ${formatCount(counts[at])} (${share} %)`);
-    made.style.background = rankColour(at < RANKS.length ? RANKS[at] : Infinity);
+    made.style.background = rankColor(at < RANKS.length ? RANKS[at] : Infinity);
     return made;
   });
 }

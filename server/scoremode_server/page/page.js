@@ -28,7 +28,7 @@ let compared = null;
 /* What continuations are shown of, as `askedOf` has it. */
 
 let wanted = "surprise";
-/* What to colour by. A difference waits until there is one. */
+/* What to color by. A difference waits until there is one. */
 
 let asking = new AbortController();
 let scoring = new AbortController();
@@ -151,7 +151,7 @@ async function scoreOnServers(signal) {
   secondAnswer?.catch(() => {});
   const answer = await ask(first);
   showScored(text, asked, windows, answer);
-  if (!windows) measureColours();
+  if (!windows) measureColors();
   if (second) showComparison(await secondAnswer);
 }
 
@@ -173,9 +173,9 @@ function progressOf(windows, numServers) {
   return () => (at("progress").value += 1);
 }
 
-/** How long it took from the first server's answer until colours were painted, as a measure of the performance API. */
-function measureColours() {
-  requestAnimationFrame(() => setTimeout(() => performance.measure("scoremode-colours", "scoremode-answer")));
+/** How long it took from the first server's answer until colors were painted, as a measure of the performance API. */
+function measureColors() {
+  requestAnimationFrame(() => setTimeout(() => performance.measure("scoremode-colors", "scoremode-answer")));
 }
 
 function showScored(text, asked, windows, answer) {
@@ -205,7 +205,7 @@ function showComparison(answer) {
   showFiguresAndLegend();
 }
 
-/** What tokens are coloured by. */
+/** What tokens are colored by. */
 function mode() {
   return wanted === "difference" && shown.results.length < 2 ? "surprise" : wanted;
 }

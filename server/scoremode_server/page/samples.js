@@ -9,7 +9,7 @@ and asked the fishermen which of them had stayed at home.
 `,
   "A factual paragraph": `The capital of France is Paris. It lies on the Seine, and some two million people live in it. The \
 Eiffel Tower was built for the World's Fair of 1889, a hundred years after the beginning of the French Revolution. At 330 \
-metres it was the tallest building in the world until 1930. The capital of Germany is Berlin, and the capital of \
+meters it was the tallest building in the world until 1930. The capital of Germany is Berlin, and the capital of \
 Australia is not Sydney but Canberra.
 `,
   "Python": `def fibonacci(n):

@@ -9,7 +9,7 @@ const LONGEST_LINK = 16_000;
 /* Characters. Browsers and what sends links cut longer ones off. */
 
 /**
- * The page's URL with a text and what it is coloured by, in the fragment: no server is sent it, and it names none.
+ * The page's URL with a text and what it is colored by, in the fragment: no server is sent it, and it names none.
  *
  * Throws a ShownError if it would be too long.
  */

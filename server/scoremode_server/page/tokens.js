@@ -1,6 +1,6 @@
-// The scored text: its tokens in their colours, which one is chosen, and how to go from one to the next.
+// The scored text: its tokens in their colors, which one is chosen, and how to go from one to the next.
 
-import { differenceColour, rankColour, surpriseColour } from "./colours.js";
+import { differenceColor, rankColor, surpriseColor } from "./colors.js";
 import { element } from "./dom.js";
 
 const DRAWN_AT_ONCE = 2000;
@@ -53,7 +53,7 @@ export class TokenView {
     if (hadFocus) this.#spans[0]?.focus({ preventScroll: true });
   }
 
-  /** Colour the tokens anew: by "surprise", "rank", or the "difference" of two results. */
+  /** Color the tokens anew: by "surprise", "rank", or the "difference" of two results. */
   paint(results, mode) {
     this.#results = results;
     this.mode = mode;
@@ -94,26 +94,26 @@ export class TokenView {
   }
 
   #paintToken(index) {
-    const colours = this.tokensOfCharacter(index).map((each) => this.#colour(each));
+    const colors = this.tokensOfCharacter(index).map((each) => this.#color(each));
     const style = this.#spans[index].style;
-    if (colours.length === 1) {
-      style.background = colours[0];
+    if (colors.length === 1) {
+      style.background = colors[0];
       return;
     }
     // A character of several tokens has a stripe for each, the first on top.
-    const stripes = colours.map((colour, at) => {
-      return `${colour} ${(100 * at) / colours.length}% ${(100 * (at + 1)) / colours.length}%`;
+    const stripes = colors.map((color, at) => {
+      return `${color} ${(100 * at) / colors.length}% ${(100 * (at + 1)) / colors.length}%`;
     });
     style.background = `linear-gradient(${stripes.join(", ")})`;
   }
 
-  #colour(index) {
+  #color(index) {
     const [first, second] = this.#results;
     const logprob = first.logprobs[index];
     if (logprob === null) return "transparent";
-    if (this.mode === "rank") return rankColour(first.ranks[index]);
-    if (this.mode === "difference") return differenceColour(logprob, second.logprobs[index]);
-    return surpriseColour(logprob);
+    if (this.mode === "rank") return rankColor(first.ranks[index]);
+    if (this.mode === "difference") return differenceColor(logprob, second.logprobs[index]);
+    return surpriseColor(logprob);
   }
 
   /** Indices of a token and of those before it that begin the character which it completes. */

@@ -163,12 +163,13 @@ async def create_turns(request: TurnsRequest, raw_request: Request) -> Response:
 
 @router.post("/v1/tokens", response_model=TokensResponse, summary="Texts of single tokens")
 async def create_tokens(request: TokensRequest, raw_request: Request) -> Response:
-    """The text of each token alone. An incomplete character becomes U+FFFD."""
+    """The text of each token alone. An incomplete character becomes U+FFFD, and its bytes are in `bytes`."""
     core: Core = raw_request.app.state.scoremode
     await core.models.resolve(request.model)
     core.limits.check_token_list(request.token_ids)
     tokens = await asyncio.to_thread(core.tokenizer.texts_of, request.token_ids)
-    return json_response({"object": "tokens", "tokens": tokens})
+    contents = await asyncio.to_thread(core.tokenizer.bytes_of, request.token_ids, tokens)
+    return json_response({"object": "tokens", "tokens": tokens, "bytes": contents})
 
 
 def _figures(texts: TextWindows, running: RunningPerplexity) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Encodes and decodes text with the server's tokenizer: single tokens once per token of the vocabulary, and prefixes of
 prompts once."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from typing import Any, Literal, cast
 
 import numpy as np
 from cachetools import LRUCache
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.inputs import TextPrompt, TokensPrompt
 from vllm.renderers import TokenizeParams
 from vllm.renderers.base import BaseRenderer
@@ -20,6 +22,11 @@ CHARACTER_CONTEXT = 4
 """Tokens before a position in which vLLM looks for the start of a character, without a prompt's first token."""
 
 STORED_CHARACTERS = 16 * 1024**2
+
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+"""The bytes that the characters of a byte-level BPE token stand for."""
+_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+"""SentencePiece's token of one byte."""
 
 TEXT_CONTEXT = 8
 """Tokens before a place that decide how the text continues: up to four that can be part of a character, and one more
@@ -58,6 +65,12 @@ class Tokenizer:
             raise RequestError("this server has no tokenizer, so it knows no token's text", "token_ids")
         return self.strings.texts_of(token_ids)
 
+    def bytes_of(self, token_ids: Sequence[int], texts: Sequence[str]) -> list[str | None]:
+        """The bytes, in hexadecimal, of each token whose text alone is incomplete; None for others and where the
+        tokenizer does not say them."""
+        pieces = self._tokenizer().convert_ids_to_tokens(list(token_ids))
+        return [_hexadecimal(piece) if INCOMPLETE in text else None for piece, text in zip(pieces, texts, strict=True)]
+
     def special_token_id(self, name: Literal["bos", "eos"]) -> int | None:
         return cast(int | None, getattr(self._renderer.tokenizer, f"{name}_token_id", None))
 
@@ -71,6 +84,15 @@ class Tokenizer:
         if tokenizer is None:
             raise RequestError("this server has no tokenizer: send token ids, not text", "prompt")
         return tokenizer
+
+
+def _hexadecimal(piece: str | bytes) -> str | None:
+    """The bytes of a token as the vocabulary has it: byte-level BPE's, SentencePiece's byte, or bytes themselves."""
+    if isinstance(piece, bytes):
+        return piece.hex()
+    if match := _FALLBACK.fullmatch(piece):
+        return match[1].lower()
+    return bytes(_BYTES[each] for each in piece).hex() if set(piece) <= _BYTES.keys() else None
 
 
 def as_prompts(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]) -> list[str | list[int]]:

@@ -83,6 +83,16 @@ def test_info_and_tokens(call):
         call(Outcomes(httpx.Response(200, text="<html>welcome</html>")), "info")
 
 
+def test_texts_of_tokens_that_end_within_a_character_are_joined(call):
+    answer = {"object": "tokens", "tokens": ["\ufffd", "\ufffd", "."], "bytes": ["e4b8", "ad", None]}
+    texts = call(Outcomes(ok(answer)), "token_texts", [1, 2, 3])
+    assert (texts[1], texts.contents) == ("\ufffd", {1: "e4b8", 2: "ad"})
+    assert (texts.joined([1, 2, 3]), texts.joined([1, 3, 9])) == ("中.", "\ufffd.token 9")
+    for wrong, message in ((["e4"], "1 texts|3 texts"), (["e4", "xy", None], "not hexadecimal")):
+        with pytest.raises(scoremode.ResponseError, match=message):
+            call(Outcomes(ok({**answer, "bytes": wrong})), "token_texts", [1, 2, 3])
+
+
 def test_the_api_key_is_the_argument_or_else_the_environments(call, monkeypatch):
     server = Outcomes(ok(INFO))
     call(server, "info")

@@ -1,10 +1,13 @@
 """Costs of layers as a library and on the command line, against divergences that are worked out anew here."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from fake_server import (
     FLOOR,
     MODULES,
@@ -21,7 +24,7 @@ from safetensors.numpy import save_file
 
 from scoremode.cli.main import main
 from scoremode.errors import RunError, ServersDifferError
-from scoremode.runs import make_recipe, measure_layers
+from scoremode.runs import Cost, make_recipe, measure_layers, shares
 
 NUM_PLACES = len(REST_OF_NOISE)
 
@@ -109,6 +112,19 @@ def test_an_interrupted_run_is_resumed(server, tmp_path: Path, capsys):
     assert table.index(MODULES[1]) < table.index(MODULES[0]) < table.index(MODULES[2])
     (line,) = [line for line in table.splitlines() if line.startswith(MODULES[2])]
     assert line.endswith("not above the floor")
+    rows = [line.split() for line in table.split("so far\n")[1].split("\nshares")[0].splitlines()]
+    own, so_far = zip(*([float(cell[:-1]) for cell in row if cell.endswith("%")] for row in rows), strict=True)
+    # Each is rounded to 0.1.
+    assert so_far == pytest.approx(np.cumsum(own), abs=0.3)
+    assert so_far[-1] == 100
+    assert "decide nothing" not in table, "it has four windows or more"
+
+
+def test_no_share_exceeds_the_whole():
+    """Where some costs are negative, the others sum up to more than the whole divergence."""
+    parts = [Cost(cost, None) for cost in (0.06, 0.05, 0.0, -0.01)]
+    assert shares(parts) == pytest.approx([6 / 11, 5 / 11, 0, 0])
+    assert shares([Cost(0.0, None)]) == [0]
 
 
 def checkpoint(folder: Path, sizes: dict[str, int]) -> Path:
@@ -166,7 +182,23 @@ def test_a_recipe_is_printed(server, checkpoints, capsys):
         assert main(command) == 0
     printed = capsys.readouterr().out
     assert "Keep 1 blocks in 16 bits" in printed
-    assert "    - 're:^language_model" in printed
+    assert 'of a scheme that is not known:\nignore: ["lm_head", "re:^language_model' in printed
+    # A recipe of llm-compressor, which its own library of schemes reads.
+    groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=4, group_size=64))}
+    config = {
+        "ignore": ["lm_head", "model.vision"],
+        "config_groups": {"group_0": groups["group_0"].model_dump(mode="json")},
+    }
+    (weights / "config.json").write_text(
+        json.dumps({"quantization_config": {"quant_method": "compressed-tensors", **config}})
+    )
+    with serve(server) as url:
+        assert main([*command[:2], url, *command[3:]]) == 0
+    recipe = yaml.safe_load(capsys.readouterr().out.split("recipe.yaml:\n")[1].split("\n\n")[0])
+    fields = recipe["quantization_stage"]["quantization_modifiers"]["QuantizationModifier"]
+    assert {name: QuantizationScheme(**group) for name, group in fields["config_groups"].items()} == groups
+    assert fields["ignore"][:2] == ["lm_head", "model.vision"]
+    assert re.fullmatch(fields["ignore"][2].removeprefix("re:"), "language_" + MODULES[0] + ".proj")
     # Before anything is measured: there is no server.
     (weights / "model.safetensors").unlink()
     assert main(command) == 1

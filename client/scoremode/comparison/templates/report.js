@@ -1,13 +1,13 @@
 "use strict";
 
-// Values that begin a new colour, in nats, where colours are the same in every report, so that pictures of two compare.
+// Values that begin a new color, in nats, where colors are the same in every report, so that pictures of two compare.
 const DIFFERENCE_STEPS = [-1, -0.3, -0.1, -0.03, 0.03, 0.1, 0.3, 1];
-// Shares of the tokens below each step, where colours are fitted; of differences, by their size.
+// Shares of the tokens below each step, where colors are fitted; of differences, by their size.
 const SHARES = [0.2, 0.4, 0.6, 0.75, 0.87, 0.94, 0.98, 0.995];
 const DIFFERENCE_SHARES = [0.5, 0.8, 0.95, 0.99];
 const MOST_SORTED = 50_000;
-// Line breaks in a row that are drawn one by one are fewer.
-const MOST_BREAKS = 3;
+// Line breaks in a row, with nothing but blanks between them.
+const BREAKS = /\n(?:[ \t\r]*\n)*/g;
 const TOKENS_AT_ONCE = 6000;
 const MOST_CELLS = 240;
 const NUM_TOP = 50;
@@ -29,6 +29,11 @@ function element(name, className = "", ...children) {
   if (className) made.className = className;
   made.append(...children);
   return made;
+}
+
+// A label that may be broken after its hyphens.
+function named(label) {
+  return element("span", "", ...label.split(/(?<=-)/).flatMap((part) => [part, element("wbr")]));
 }
 
 // --- Tables ---
@@ -89,6 +94,7 @@ const series = data.series.map(lazy);
 const seriesPlaces = [...series.keys()];
 const tokens = unpack(data.tokens);
 const tokenIds = unpack(data.vocabulary.ids);
+const tokenBytes = new Map(Object.entries(data.vocabulary.bytes).map(([place, hex]) => [Number(place), Uint8Array.fromHex(hex)]));
 const passages = makePassages(lazy(data.passages));
 const tokenClasses = data.classes === null ? [] : unpack(data.classes);
 
@@ -120,12 +126,31 @@ function textOf(place) {
 }
 
 // Where tokens stand in one line, what would break it has a sign.
-function lineText(place) {
-  return textOf(place).replaceAll("\n", "↵").replaceAll("\t", "⇥");
+function inLine(text) {
+  return text.replaceAll("\n", "↵").replaceAll("\t", "⇥");
 }
 
+// A token that is a part of a character has its bytes.
 function aloneText(place) {
-  return lineText(place).replaceAll(" ", "␣");
+  return tokenBytes.has(place) ? `⟨${data.vocabulary.bytes[place]}⟩` : inLine(textOf(place)).replaceAll(" ", "␣");
+}
+
+// The text that each token of a passage completes: a character whose bytes several tokens share is its last token's.
+function textsOf(passage) {
+  if (passage.texts) return passage.texts;
+  const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+  const places = Array.from(tokens.subarray(passage.start, passage.start + passage.size));
+  passage.texts = places.map((place, at) => {
+    const bytes = tokenBytes.get(place);
+    const isWithin = tokenBytes.has(places[at + 1]);
+    return bytes ? decoder.decode(bytes, { stream: isWithin }) : textOf(place);
+  });
+  return passage.texts;
+}
+
+function textAt(position) {
+  const passage = passageOfToken[position];
+  return inLine(textsOf(passage)[position - passage.start]).replaceAll(" ", "␣") || aloneText(tokens[position]);
 }
 
 // Where in the text a passage or one of its tokens is.
@@ -133,7 +158,7 @@ function shareBefore(passage, offset = 0) {
   return `${Math.round((100 * (passage.before + offset)) / numTokens)} %`;
 }
 
-// --- What the colours show ---
+// --- What the colors show ---
 
 const choice = { measure: "nll", first: 0, second: 0 };
 let steps = [];
@@ -160,13 +185,13 @@ function chosenName() {
   return `${name}: ${first}${difference ? ` less ${second}` : ""}`;
 }
 
-// What is drawn in the colours: all series that the measure can be of, or the chosen ones.
+// What is drawn in the colors: all series that the measure can be of, or the chosen ones.
 function fittedSteps(mean) {
   const { difference, steps: fixed } = MEASURES[choice.measure];
   const scale = byId("scale").value;
   if (scale === "fixed") return fixed;
   let others = seriesPlaces.filter((index) => (difference ? comparable(index, choice.second) : isOffered(index)));
-  // The base's own divergence is noise, which others' colours are not fitted to.
+  // The base's own divergence is noise, which others' colors are not fitted to.
   if (!difference && others.length > 1) others = others.filter((index) => index > 0);
   const length = mean ? passages.length : tokens.length;
   const every = Math.ceil(length / MOST_SORTED);
@@ -175,7 +200,7 @@ function fittedSteps(mean) {
     const value = valuesOf(mean, index);
     for (let at = 0; at < length; at += every) sizes.push(sizeOf(value(at)));
   }
-  // Where nothing differs there is no colour, however many tokens that are.
+  // Where nothing differs there is no color, however many tokens that are.
   const sorted = Float64Array.from(sizes.filter((size) => size > 0 && size < Infinity)).sort();
   if (!sorted.length) return fixed;
   const rounded = (share) => Number(sorted[Math.floor(share * (sorted.length - 1))].toPrecision(2));
@@ -184,7 +209,7 @@ function fittedSteps(mean) {
   return [...upper.map((step) => -step).reverse(), ...upper];
 }
 
-function colourClass(value, of = steps) {
+function colorClass(value, of = steps) {
   return (MEASURES[choice.measure].difference ? "d" : "s") + of.filter((step) => value >= step).length;
 }
 
@@ -257,7 +282,7 @@ function arrange() {
   if (byId("order").value === "divergent") order.sort((a, b) => size(b) - size(a));
   byId("passages").classList.toggle("apart", byId("order").value === "divergent");
   drawn.clear();
-  recolour();
+  recolor();
   const firstKept = order.findIndex((index) => passages[index].kept);
   showFrom(Math.max(firstKept, 0));
 }
@@ -306,7 +331,7 @@ function makePassage(passage) {
   }
   if (passage.kept) made.append(makeTokens(passage));
   drawn.set(passage.index, made);
-  colourPassage(made, passage);
+  colorPassage(made, passage);
   return made;
 }
 
@@ -315,12 +340,12 @@ function placeOf(passage) {
   return `${windowsOf(passage)}${from} · ${shareBefore(passage)}`;
 }
 
-function colourPassage(made, passage) {
+function colorPassage(made, passage) {
   const mean = valuesOf(true)(passage.index);
-  const chip = element("span", `chip ${colourClass(mean, meanSteps)}`, signed(mean));
+  const chip = element("span", `chip ${colorClass(mean, meanSteps)}`, signed(mean));
   chip.title = `mean ${chosenName()}, nats`;
   made.firstElementChild.replaceChildren(`${placeOf(passage)} `, chip, passage.kept ? "" : " Its text is left out.");
-  if (passage.kept) colourTokens(made.lastElementChild);
+  if (passage.kept) colorTokens(made.lastElementChild);
 }
 
 function makeTokens(passage) {
@@ -328,29 +353,55 @@ function makeTokens(passage) {
   box.setAttribute("role", "listbox");
   box.setAttribute("aria-label", `Tokens of ${windowsOf(passage)}`);
   box.dir = "auto";
-  for (let position = passage.start; position < passage.start + passage.size; position++) {
-    const token = element("span", "");
-    for (const part of textOf(tokens[position]).split(/(\n+)/)) {
-      // Many line breaks in a row are one with their number.
-      const breaks = part.startsWith("\n") && part.length < MOST_BREAKS ? [...part] : [part];
-      for (const each of breaks) {
-        if (each.startsWith("\n")) token.append(element("i", "break", each.length > 1 ? `×${each.length}` : ""), "\n");
-        else token.append(each);
-      }
-    }
-    token.dataset.position = position;
+  const texts = textsOf(passage);
+  const runs = [...texts.join("").matchAll(BREAKS)].map(({ 0: run, index }) => ({ run, first: index, last: index + run.length }));
+  let start = 0;
+  for (const [offset, text] of texts.entries()) {
+    const token = element("span", "", ...partsOf(text, start, runs));
+    start += text.length;
+    // Within a run of line breaks, and within a character, a token has a place but no text of its own.
+    if (!token.textContent.replace("\n", "") && !token.querySelector(".break")) token.prepend(element("i", "part"));
+    token.dataset.position = passage.start + offset;
     token.setAttribute("role", "option");
-    token.tabIndex = position === passage.start ? 0 : -1;
+    token.tabIndex = offset ? -1 : 0;
     box.append(token);
   }
   return box;
 }
 
-function colourTokens(box) {
+// A token's text from a place of its passage on: blanks that are seen, and a run of line breaks as one mark with their
+// number and one line break, whichever tokens it extends over. Runs that have ended are taken off.
+function partsOf(text, start, runs) {
+  const end = start + text.length;
+  const parts = [];
+  for (let at = start; at < end; ) {
+    const { run, first, last } = runs[0] ?? { first: Infinity, last: Infinity };
+    const next = Math.min(end, at < first ? first : last);
+    if (at < first) parts.push(...blanksOf(text.slice(at - start, next - start)));
+    else if (at === first) parts.push(breakMark(run.split("\n").length - 1));
+    if (next === last) {
+      parts.push("\n");
+      runs.shift();
+    }
+    at = next;
+  }
+  return parts;
+}
+
+function breakMark(count) {
+  return element("i", "break", count > 1 ? `×${count}` : "");
+}
+
+function blanksOf(text) {
+  const names = { " ": "space", "\t": "tab" };
+  return text.split(/([ \t])/).filter(Boolean).map((part) => (names[part] ? element("i", names[part], part) : part));
+}
+
+function colorTokens(box) {
   const value = valuesOf();
   for (const token of box.children) {
     const position = Number(token.dataset.position);
-    const names = [passes && !passes(position) ? "out" : colourClass(value(position))];
+    const names = [passes && !passes(position) ? "out" : colorClass(value(position))];
     if (!data.vocabulary.texts[tokens[position]]) names.push("nameless");
     if (foundTokens.has(position)) names.push("found");
     if (tokenClasses[position]) names.push(`class-${tokenClasses[position]}`);
@@ -358,11 +409,11 @@ function colourTokens(box) {
   }
 }
 
-function recolour() {
+function recolor() {
   steps = fittedSteps(false);
   meanSteps = fittedSteps(true);
-  for (const [index, made] of drawn) colourPassage(made, passages[index]);
-  byId("coloured").textContent = `${chosenName()}, nats`;
+  for (const [index, made] of drawn) colorPassage(made, passages[index]);
+  byId("colored").textContent = `${chosenName()}, nats`;
   drawLegend();
   drawStrip();
   drawList();
@@ -378,7 +429,7 @@ function drawLegend() {
   const items = counts.map((count, index) => {
     const end = index === 0 ? `< ${twoDigits(steps[0])}` : `≥ ${twoDigits(steps[index - 1])}`;
     const total = element("small", "", count.toLocaleString("en"));
-    return element("li", colourClass(steps[index - 1] ?? -Infinity), end, total);
+    return element("li", colorClass(steps[index - 1] ?? -Infinity), end, total);
   });
   // A class between two equal steps has nothing.
   byId("legend").replaceChildren(...items.filter((item, index) => steps[index - 1] !== steps[index]));
@@ -394,7 +445,7 @@ function drawStrip() {
     const size = group.reduce((sum, passage) => sum + passage.size, 0);
     const value = group.reduce((sum, passage) => sum + passage.size * mean(passage.index), 0) / size;
     const isOut = group.every((passage) => numPassing[passage.index] === 0);
-    const cell = element("button", isOut ? "out" : colourClass(value, meanSteps));
+    const cell = element("button", isOut ? "out" : colorClass(value, meanSteps));
     cell.tabIndex = from === 0 ? 0 : -1;
     cell.dataset.passage = from;
     cell.dataset.tip = `${placeOf(group[0])}: ${signed(value)}`;
@@ -434,7 +485,7 @@ function showToken(position) {
   shownToken = position;
   const passage = passageOfToken[position];
   const offset = position - passage.start;
-  const shown = element("bdi", colourClass(valuesOf()(position)), aloneText(tokens[position]));
+  const shown = element("bdi", colorClass(valuesOf()(position)), textAt(position));
   const place = `position ${(passage.first + offset + 1).toLocaleString("en")}, ${shareBefore(passage, offset)} of the text`;
   const parts = [data.class_names[tokenClasses[position]], data.domain_names[passage.domain]].filter(Boolean);
   const where = [`id ${tokenIds[tokens[position]]}`, windowsOf(passage), place, ...parts].join(", ");
@@ -466,7 +517,7 @@ function topOf(row) {
 function tokenTable(position) {
   const rows = rowsOf(position);
   const columns = [
-    ["run", (row) => row.label],
+    ["run", (row) => named(row.label)],
     ["logprob", (row) => number(-row.nll)],
     ["p", (row) => barOf(Math.exp(-row.nll), probability(row.nll))],
     ["rank", (row) => row.rank?.toLocaleString("en")],
@@ -513,7 +564,7 @@ function topTable(position) {
     const nll = ({ one, tops }) => (isActual ? one.nll[position] : tops.get(place));
     return [name, ...columns.map((column) => element("td", "", topCell(nll(column), column.tops)))];
   });
-  const headings = ["top tokens", ...columns.map(({ one }) => one.label)].map((label) => element("th", "", label));
+  const headings = ["top tokens", ...columns.map(({ one }) => one.label)].map((label) => element("th", "", named(label)));
   return element("div", "scrolls", makeTable("tops", headings, rows));
 }
 
@@ -528,7 +579,7 @@ function speak(position) {
   const row = rowsOf(position)[choice.first];
   const rank = row.rank === undefined ? "" : `, rank ${row.rank}`;
   const value = `${MEASURES[choice.measure].name} ${signed(valuesOf()(position))}`;
-  byId("spoken").textContent = `${aloneText(tokens[position])}: logprob ${number(-row.nll)}, probability ${probability(row.nll)}${rank}, ${value}`;
+  byId("spoken").textContent = `${textAt(position)}: logprob ${number(-row.nll)}, probability ${probability(row.nll)}${rank}, ${value}`;
 }
 
 function positionOf(target) {
@@ -583,13 +634,13 @@ let searched = null;
 function searchedText() {
   if (searched === null) {
     const starts = new Int32Array(tokens.length);
-    const texts = data.vocabulary.texts.map((text) => (text ?? "").toLowerCase());
+    const texts = keptPassages.flatMap(textsOf).map((text) => text.toLowerCase());
     let length = 0;
-    for (let position = 0; position < tokens.length; position++) {
+    for (const [position, text] of texts.entries()) {
       starts[position] = length;
-      length += texts[tokens[position]].length;
+      length += text.length;
     }
-    searched = { text: Array.from(tokens, (place) => texts[place]).join(""), starts };
+    searched = { text: texts.join(""), starts };
   }
   return searched;
 }
@@ -625,8 +676,7 @@ function listItem(position, isFound) {
   const value = valuesOf()(position);
   const passage = passageOfToken[position];
   const textBetween = (from, to) => {
-    const places = tokens.slice(Math.max(passage.start, from), Math.min(passage.start + passage.size, to));
-    return Array.from(places, lineText).join("");
+    return inLine(textsOf(passage).slice(Math.max(0, from - passage.start), to - passage.start).join(""));
   };
   const button = element(
     "button",
@@ -634,16 +684,16 @@ function listItem(position, isFound) {
     element("span", "amount", signed(value)),
     element("bdi", "before", textBetween(position - NUM_AROUND, position)),
     " ",
-    element("bdi", colourClass(value), aloneText(tokens[position])),
+    element("bdi", colorClass(value), textAt(position)),
     element("bdi", "before", isFound ? textBetween(position + 1, position + NUM_AROUND) : ""),
   );
   button.addEventListener("click", () => jumpTo(position));
   return element("li", "", button);
 }
 
-function recolourFound() {
+function recolorFound() {
   drawList();
-  for (const [index, made] of drawn) colourPassage(made, passages[index]);
+  for (const [index, made] of drawn) colorPassage(made, passages[index]);
 }
 
 function openPassage(passage) {
@@ -707,7 +757,7 @@ function choose() {
   offerSeries();
   // The text stays in its place unless other passages or another order are to be shown.
   if (passes || tokenFilter() || byId("order").value === "divergent") arrange();
-  else recolour();
+  else recolor();
 }
 
 function start() {
@@ -726,8 +776,8 @@ function start() {
   byId("marks").append(...marked.flatMap((each) => [" ", element("span", `class-${each}`, data.class_names[each])]));
   byId("marks").hidden = !marked.length;
   for (const name of ["order", "changed", "above", "domain", "class"]) byId(name).addEventListener("change", arrange);
-  byId("scale").addEventListener("change", recolour);
-  byId("search").addEventListener("input", recolourFound);
+  byId("scale").addEventListener("change", recolor);
+  byId("search").addEventListener("input", recolorFound);
   byId("more").addEventListener("click", () => showMore(1));
   byId("earlier").addEventListener("click", () => showMore(-1));
   byId("strip").addEventListener("click", goToPassage);

@@ -13,15 +13,29 @@ function showTip(event) {
   box.style.top = `${at.top > height + 8 ? at.top - height - 6 : at.bottom + 6}px`;
 }
 
-// The plot as a file of its own, in the colours of the page.
+// The plot as a file of its own, in the colors of the page, with what was measured in lines below it.
 function svgSource(svg) {
   const copy = svg.cloneNode(true);
-  const [, , width, height] = svg.getAttribute("viewBox").split(" ").map(Number);
-  const attributes = { xmlns: "http://www.w3.org/2000/svg", width, height, "font-family": "sans-serif" };
+  const [, , width, plotHeight] = svg.getAttribute("viewBox").split(" ").map(Number);
+  const lines = byId("measured").textContent.match(/\S.{0,89}(?=\s|$)/g);
+  const height = plotHeight + 10 * (lines.length + 1);
+  const attributes = { width, height, viewBox: `0 0 ${width} ${height}`, "font-family": "sans-serif" };
   for (const [name, value] of Object.entries(attributes)) copy.setAttribute(name, value);
+  copy.prepend(svgElement("rect", { width, height, fill: "var(--plot-paper)" }));
+  lines.forEach((line, index) => {
+    const place = { x: 8, y: plotHeight + 10 * (index + 1), "font-size": 7, fill: "var(--plot-quiet)" };
+    copy.append(svgElement("text", place, line));
+  });
   const style = getComputedStyle(document.documentElement);
   const source = new XMLSerializer().serializeToString(copy);
   return source.replace(/var\((--plot-[a-z0-9-]+)\)/g, (_, name) => style.getPropertyValue(name).trim());
+}
+
+function svgElement(name, attributes, text = "") {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.textContent = text;
+  return made;
 }
 
 function save(blob, name) {
@@ -66,7 +80,7 @@ async function copyCard(event) {
 byId("copy").hidden = false;
 byId("copy").addEventListener("click", copyCard);
 // A browser shows titles late, and none where a screen is touched.
-for (const title of document.querySelectorAll("figure title")) {
+for (const title of document.querySelectorAll("figure title, .panel-of-layers title")) {
   title.parentElement.dataset.tip = title.textContent;
   title.remove();
 }

@@ -10,6 +10,7 @@ from fake_server import INFO
 from scoremode import NoiseFloor, Reference, ServerInfo, Window, perplexity
 from scoremode.comparison import RunFile, load_run
 from scoremode.runs import Corpus, Evaluation, Output, Plan, WindowNlls
+from scoremode.wire import TokenTexts
 
 TEXT = "a text of some length"
 OWN = {"fingerprint": "of the model"}
@@ -37,7 +38,7 @@ def made_up_tokens(window_sizes=WINDOW_SIZES) -> np.ndarray:
 
 def write_perplexity_run(path: Path, nlls, *, window_sizes=WINDOW_SIZES, text=TEXT, server=None, **fields) -> Path:
     """What `ppl-client --output` leaves, with other `fields` of `Plan`, and the text of some tokens."""
-    texts, ends = fields.pop("token_texts", {}), np.cumsum(window_sizes).tolist()
+    texts, ends = TokenTexts(fields.pop("token_texts", {})), np.cumsum(window_sizes).tolist()
     parts = np.split(nlls, ends[:-1])
     made_up = {
         "corpus": Corpus("text", text, "a made-up text", 1),

@@ -154,7 +154,7 @@ def test_no_terminal_obeys_the_names_of_tasks_metrics_and_filters(tmp_path, caps
     names = {"metrics": ["a\x1b[2Jc"], "a\x1b[2Jc": 1, "filter": "f\x1b[2J"}
     folders = [write(tmp_path / label, "t\x1b[2J", [line(0, 1, **names)]) for label in ("base", "q\x1b[2J")]
     named = [f"{folder.name}={folder}" for folder in folders]
-    for form in ((), ("--csv",), ("--markdown",)):
+    for form in ((), ("--csv",)):
         assert main(["compare", "--tasks", *named, *form]) == 0
         shown = capsys.readouterr().out
         assert "x1b" in shown

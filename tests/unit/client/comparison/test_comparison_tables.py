@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from run_files import kld_run, made_up_kld, made_up_nlls, made_up_reference, perplexity_run
 
-from scoremode.comparison import as_csv, as_markdown, as_text, card, compare, summary, verdict_line
+from scoremode.comparison import as_csv, as_text, card, compare, summary, verdict_line
 from scoremode.wire import ComputedBy, NoiseFloor
 from scoremode.wire.protocol import SATURATION
 
@@ -114,7 +114,7 @@ def test_logits_that_are_not_the_models_are_named_wherever_its_figures_are(tmp_p
     assert text.count(f"backend: {fault}.") == 1
     assert "implementation: vllm (native), transformers (backend)." in text
     run = kld_run(tmp_path, "other", nlls, made_up_kld(2, 0.1), reference=reference)
-    assert f"reference base: {fault}." in summary(compare([run], num_resamples=100))
+    assert f"reference bytes: {fault}." in summary(compare([run], num_resamples=100))
 
 
 def test_lanes_are_told_apart_compared_and_each_has_its_floor(tmp_path):
@@ -151,7 +151,7 @@ def test_a_kernel_that_computes_wrongly_is_named_wherever_its_figures_are(tmp_pa
     ]
     comparison = compare(runs, num_resamples=100)
     assert verdict_line(comparison, comparison.runs[1]).endswith(f" ({SATURATION})")
-    for text in (as_text(comparison), as_markdown(comparison), card(comparison)):
+    for text in (as_text(comparison), card(comparison)):
         assert (text.count(f"int8: {SATURATION}."), f"base: {SATURATION}" in text) == (1, False)
 
 

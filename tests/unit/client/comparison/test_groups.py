@@ -8,7 +8,7 @@ import pytest
 from run_files import kld_run, made_up_kld, made_up_nlls, perplexity_run
 from scipy import stats
 
-from scoremode.comparison import as_csv, as_markdown, as_text, compare
+from scoremode.comparison import as_csv, as_text, compare
 from scoremode.comparison.report import write_report
 
 WINDOWS = np.arange(30, dtype=np.int32)
@@ -80,11 +80,11 @@ def test_every_form_has_the_groups(runs, comparison, tmp_path):
     each = next(each for group, each in comparison.groups if (group.name, each.run.label) == ("reasoning", "int8"))
     ratio = f"{each.ppl_ratio.value:.4f} ± {each.ppl_ratio.stderr:.4f} [{each.ppl_ratio.low:.4f}"
     kld = f"{each.kld.value:.6f} ± {each.kld.stderr:.6f} [{each.kld.low:.6f}"
-    text, markdown = as_text(comparison), as_markdown(comparison)
+    text = as_text(comparison)
     note = "Without an interval: groups with tokens in fewer than 20 of the documents or windows drawn."
-    assert all(part in form for part in (ratio, kld, note) for form in (text, markdown.replace("\\[", "[")))
+    assert all(part in text for part in (ratio, kld, note))
     assert "Seed 0: 30 documents drawn one by one, 500 resamples." in text
-    assert r"| a\|b | 2,000 | int4 |" in markdown
+    assert any(line.split()[:3] == ["a|b", "2,000", "int4"] for line in text.splitlines())
     assert "reasoning" in as_csv(comparison)
     write_report(comparison, tmp_path / "report.html")
     html = (tmp_path / "report.html").read_text()

@@ -9,9 +9,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from fake_server import INFO, StoredReference
+from run_files import made_up_nlls, perplexity_run
 
 from scoremode.cli.main import main
-from scoremode.comparison.layers import load_layers, write_layers_report
+from scoremode.comparison.layers import load_layers
+from scoremode.comparison.report import write_report
 from scoremode.errors import RunError
 
 NAMES = ["model.layers.0.self_attn", "model.layers.0.mlp"]
@@ -42,6 +44,12 @@ def write_run(path: Path, costs: list[float], **changes: Any) -> Path:
     return path
 
 
+def axis_numbers(figure: ElementTree.Element) -> list[str]:
+    """The numbers below a picture."""
+    ticks = [each for each in figure.iter("g") if "-xtick_" in each.get("id", "")]
+    return ["".join(each.itertext()).strip() for each in ticks]
+
+
 @pytest.fixture
 def paths(tmp_path: Path) -> list[Path]:
     return [
@@ -69,7 +77,9 @@ def test_bars_are_side_by_side_to_one_scale(paths, tmp_path):
     assert main(["compare", *map(str, paths), "--labels", "A,B", "--html", str(tmp_path / "report.html")]) == 0
     html = (tmp_path / "report.html").read_text()
     body = html[html.index("<body>") : html.index("</body>") + len("</body>")]
-    first, second = ElementTree.fromstring(body).iter("figure")
+    first, second = (
+        each for each in ElementTree.fromstring(body).iter("div") if each.get("class") == "panel-of-layers"
+    )
     costs = {first: [0.01, 0.02, 0.04, 0.005], second: [0.001, -0.002, 0.008, 0.0]}
     bars = {figure: [bar for bar in figure.iter("g") if bar.find("title") is not None] for figure in costs}
     # Places in the picture, from its top: those of zero, and of 0.04 nats.
@@ -81,6 +91,7 @@ def test_bars_are_side_by_side_to_one_scale(paths, tmp_path):
         assert colors == [f"var(--plot-{name})" for name in ("quiet", "run-0", "run-1", "quiet")]
     tip = bars[second][1].find("title").text
     assert tip == "model.layers.0.self_attn (attention): -0.002000 ± 0.001000 nats, not above the floor"
+    assert [axis_numbers(figure) for figure in costs] == [["0"], ["0"]]
     # Of both color schemes, in one file that loads nothing.
     assert "prefers-color-scheme: dark" in html
     assert "http" not in html.replace("http-equiv", "")
@@ -113,7 +124,7 @@ def test_a_file_that_is_cut_short_and_options_of_other_runs_are_refused(paths, t
     assert "--max-kld does not work with runs of ppl-client layers" in capsys.readouterr().err
     paths[1].write_text(paths[1].read_text()[:100])
     assert main(["compare", *map(str, paths)]) == 1
-    assert "Invalid JSON: EOF" in capsys.readouterr().err
+    assert "fp8.json is not JSON: Unterminated string" in capsys.readouterr().err
     paths[0].write_text("[" * 200_000)
     assert main(["compare", *map(str, paths)]) == 1
     assert "is not" in capsys.readouterr().err
@@ -121,5 +132,34 @@ def test_a_file_that_is_cut_short_and_options_of_other_runs_are_refused(paths, t
 
 def test_a_run_without_any_cost_is_drawn(tmp_path):
     runs = load_layers([write_run(tmp_path / "same.json", [0.0] * 4)])
-    write_layers_report(runs, tmp_path / "report.html")
+    write_report(None, tmp_path / "report.html", layers=runs)
     assert (tmp_path / "report.html").read_text().count(" nats, not above the floor") == 4
+
+
+def test_the_axis_has_layers_numbers(tmp_path):
+    """Thirty layers of two blocks, and every third number."""
+    path = write_run(tmp_path / "deep.json", [0.0] * 4)
+    blocks = [part(f"model.layers.{at // 2}.{'mlp' if at % 2 else 'attn'}", "mlp", 0.01) for at in range(60)]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"blocks": blocks}))
+    write_report(None, tmp_path / "report.html", layers=load_layers([path]))
+    html = (tmp_path / "report.html").read_text()
+    numbers = axis_numbers(ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6]))
+    assert numbers == [str(number) for number in range(0, 30, 3)]
+
+
+def test_layers_are_a_section_of_a_report_on_other_runs(paths, tmp_path, capsys):
+    runs = [perplexity_run(tmp_path, name, made_up_nlls(seed)).path for seed, name in enumerate(("one", "two"))]
+    command = ["compare", str(runs[0]), *map(str, paths), str(runs[1]), "--resamples", "100"]
+    assert main([*command, "--labels", "A,B,C,D", "--html", str(tmp_path / "report.html")]) == 0
+    printed, html = capsys.readouterr().out, (tmp_path / "report.html").read_text()
+    assert [html.count(f"<h3>{label}</h3>") for label in "ABCD"] == [1, 1, 1, 1], "settings of runs, panels of layers"
+    assert ('<a href="#layers">' in html, html.count('class="panel-of-layers"')) == (True, 2)
+    assert re.search("^D +A +", printed, re.MULTILINE), "a pair"
+    assert "part                      B " in printed
+    # Of a reference with one window.
+    for text in (printed, html):
+        assert "1 window decides nothing: record 4,096 tokens in windows of 1,024" in text
+    assert main([*command, "--csv"]) == 1
+    assert "--csv does not work with runs of ppl-client layers" in capsys.readouterr().err
+    assert main([*command, "--tasks", *["folder"] * 4]) == 1
+    assert "--tasks: folder needs a name (NAME=DIR)" in capsys.readouterr().err

@@ -13,15 +13,16 @@ from scoremode.comparison import Figure, as_text, compare, load_runs, size_plots
 from scoremode.comparison.plot_style import DARK, LIGHT, as_svg, new_axes
 from scoremode.comparison.plots import plots, write_plots
 from scoremode.comparison.run_file import with_bits
-from scoremode.comparison.sizes import Point
+from scoremode.comparison.sizes import Point, is_simulated
 from scoremode.comparison.tables import best_at_each_size, short_labels
 from scoremode.comparison.token_plots import confidence_means, running_difference, survival
 from scoremode.errors import RunError
+from scoremode.wire import NoiseFloor
 
 NUM_TOKENS = 5000
 KLD, DISTRIBUTION, BY_CONFIDENCE = (f"kl-divergence{end}" for end in ("", "-distribution", "-by-confidence"))
 PERPLEXITY, DIFFERENCE = "perplexity-ratio", "running-difference"
-ALL = [PERPLEXITY, KLD, DISTRIBUTION, BY_CONFIDENCE, DIFFERENCE]
+ALL = [KLD, PERPLEXITY, DISTRIBUTION, BY_CONFIDENCE, DIFFERENCE]
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,42 @@ def test_divergence_has_its_intervals_and_the_noise_floor(comparison):
         bottom, top = container[2][0].get_segments()[0][:, 1]
         assert (bottom, top) == (pytest.approx(figures.kld.low), pytest.approx(figures.kld.high))
     assert any(line.get_label() == "noise floor" and set(line.get_ydata()) == {NOISE_FLOOR} for line in axes.lines)
+
+
+@pytest.mark.parametrize(("floor", "label"), [(0.0, "0"), (1e-8, "0.00000001")])
+def test_a_floor_below_all_runs_is_a_line_too(comparison, floor, label):
+    """A log axis with both would show neither, and has no place for 0."""
+    known = NoiseFloor(mean=floor, p99=1.0, max=1.0, num_scored=NUM_TOKENS, created=1)
+    low = changed(
+        comparison,
+        lambda run: replace(run, reference=run.reference.model_copy(update={"noise_floor": known})),
+    )
+    low = replace(low, runs=low.runs[1:])
+    for name, at in ((KLD, 1), (DISTRIBUTION, 0)):
+        _, axes = drawn(low, name)
+        [line] = [line for line in axes.lines if str(line.get_label()).startswith("noise floor")]
+        assert line.get_label().endswith(f": {label}, below the axis")
+        assert line.get_data()[at][0] == (axes.get_ylim() if at else axes.get_xlim())[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "values"),
+    [((0.105, 0.152, 0.25), (0.43, 0.03, 0.02)), ((3, 15), (1e-5, 2e-4)), ((0.7, 140), (1e-6, 0.9))],
+)
+def test_axes_have_several_ticks_of_few_digits(sizes, values):
+    points = [Point(0, "run", size, value, value, value) for size, value in zip(sizes, values, strict=True)]
+    drawing, axes = new_axes(LIGHT)
+    size_plots.draw(points, "size", "value", None, drawing, axes, LIGHT)
+    drawing.draw_without_rendering()
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+        boxes = [tick.label1 for tick in ticks if low <= tick.get_loc() <= high and tick.label1.get_text()]
+        assert 3 <= len(boxes) <= 9
+        texts = [label.get_text() for label in boxes]
+        assert [text for text in texts if "e" in text or len(text.strip("0.").replace(".", "")) > 2] == []
+        extents = [label.get_window_extent() for label in boxes]
+        assert not any(one.overlaps(other) for one, other in combinations(extents, 2))
 
 
 def test_the_pareto_front_has_what_no_run_beats_in_both():
@@ -233,6 +270,11 @@ def test_a_simulated_quantization_is_drawn_where_it_says_its_bits(comparison):
     assert len(markers(drawn(unknown, KLD)[1])) == 5
     [plot] = [plot for plot in plots(unknown) if plot.name == KLD]
     assert "because its files do not say what it would take (--bits does): RTN-3bit." in plot.caption
+    # Of a wider dtype it is even larger. Where all are simulated, runs have a row each.
+    wider = {**of_rounded, "dtype": "float32", "weight_bytes": 2 * original.weight_bytes}
+    assert is_simulated(replace(runs[5], server=original.model_copy(update=wider)), runs[0])
+    alone = drawn(compare([runs[0], runs[5]], num_resamples=50), KLD)[1]
+    assert [label.get_text() for label in alone.get_yticklabels()] == ["BF16", "RTN-3bit"]
     known = compare(with_bits(runs, {"RTN-3bit": 3.5}), num_resamples=50)
     assert markers(drawn(known, KLD)[1])[5][0] == pytest.approx(NUM_PARAMETERS * 3.5 / 8 / 2**30)
     assert "simulating 3.5 bits" in as_text(known)

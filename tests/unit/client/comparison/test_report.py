@@ -12,10 +12,10 @@ import pytest
 from made_up_runs import MODELS, write_runs
 from run_files import OWN, kld_run, made_up_nlls, perplexity_run
 
-from scoremode.comparison import Figure, compare, load_runs
+from scoremode.comparison import Figure, as_text, compare, load_runs, verdict_line
 from scoremode.comparison.figures import with_errors
 from scoremode.comparison.report import write_report
-from scoremode.comparison.report_tables import pair_matrices
+from scoremode.comparison.report_tables import pair_matrices, run_table
 
 NUM_TOKENS = 5000
 
@@ -80,7 +80,7 @@ def test_infinite_values_stay_infinite_and_equal_ones_equal(runs, report):
     """Though the largest of one run is not that of the other."""
     nlls, kld = runs[0].nlls.copy(), runs[1].kld.copy()
     nlls[10], nlls[11], kld[11] = 2 * nlls.max(), np.inf, np.inf
-    one, other, _ = data_of(report([runs[0], replace(runs[1], nlls=nlls, kld=kld)]))["series"]
+    one, other = data_of(report([runs[0], replace(runs[1], nlls=nlls, kld=kld)]))["series"]
     assert np.flatnonzero(unpacked(one["nll"]) != unpacked(other["nll"])).tolist() == [10, 11]
     assert [np.flatnonzero(np.isinf(unpacked(other[name]))).tolist() for name in ("nll", "kld")] == [[11], [11]]
 
@@ -93,6 +93,42 @@ def test_without_a_reference_there_is_no_divergence(tmp_path, report):
     assert [series["kld"] for series in data_of(text)["series"]] == [None] * 2
     published = re.compile("<textarea.*</textarea>", re.DOTALL)
     assert "KL" not in published.sub("", text).split("<main>")[1].split("<noscript>")[0]
+
+
+def test_what_was_measured_is_said_once_and_no_internal_name(runs, report):
+    name = "sweep-BF16-12881917dbd5"
+    named = [replace(run, reference=run.reference.model_copy(update={"name": name})) for run in runs]
+    text = report(named, has_plots=True)
+    assert (text.count("tokens scored in"), name in text) == (1, False)
+    first = text.split("</nav>")[1].split('<h2 id="plots">')[0]
+    comparison = compare(named, num_resamples=20)
+    sentence = verdict_line(comparison, comparison.runs[1]).removeprefix(runs[1].label)
+    # One sentence per copy, and one plot.
+    assert (first.count("<li>"), first.count("<svg")) == (1, 1)
+    assert f"<b>GPTQ-<wbr>4bit-<wbr>128g</b>{html.escape(sentence)}</li>" in first
+    assert 'figure id="kl-divergence"' in first
+
+
+@pytest.mark.parametrize("has_own_run", [True, False])
+def test_the_bases_row_has_no_figure_of_itself(runs, report, has_own_run):
+    """Wherever it is: of its own run, which does not diverge, or of the reference alone."""
+    own = replace(runs[0], kld=np.zeros(NUM_TOKENS), top_token_ids=runs[0].reference_top_token_ids)
+    comparison = compare([own, runs[1]] if has_own_run else [runs[1]], num_resamples=20)
+    columns, (base, copy) = run_table(comparison)
+    against = [at for at, name in enumerate(columns) if "KL" in name or name in ("PPL ratio", "RMS Δp", "same top p")]
+    assert len(against) == 8
+    assert {base[at].text for at in against} == {"-"}
+    assert "-" not in {copy[at].text for at in against}
+    [row] = [line for line in as_text(comparison).split("mean KLD, nats")[1].splitlines() if line.startswith("BF16")][
+        :1
+    ]
+    assert row.split()[1:] == ["-"] * 3
+    # The reference is there once.
+    series = data_of(report(comparison.files))["series"]
+    assert [(each["label"], each["is_reference"], each["kld"] is None) for each in series] == [
+        ("BF16", True, True),
+        (runs[1].label, False, False),
+    ]
 
 
 def test_a_bounded_report_keeps_the_most_divergent_tokens(runs, report):

@@ -5,6 +5,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from scoremode_server.errors import RequestError
 from scoremode_server.http import requests
 from scoremode_server.http.requests import STATUSES
+from scoremode_server.scoring.tokenizer import Tokenizer
 from tests.bad_inputs import BAD_INPUTS, COMPLETIONS, JSON, PERPLEXITY, SCORE
 from tests.models import random_llama
 from tests.unit.server.engine.fake_engine import VOCABULARY
@@ -143,11 +145,30 @@ async def test_an_unknown_model_is_answered_with_the_served_ones_and_adapters():
 
 async def test_each_token_has_the_text_that_it_decodes_to(tmp_path):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(random_llama(tmp_path, vocab_size=VOCABULARY))
-    part = tokenizer.encode("💡")[0]
+    part, text = tokenizer.encode("💡")[0], "Größe 中文字 ภาษา 💡"
     async with client_of(light_app(tokenizer=tokenizer)) as client:
         for token_ids in (list(range(VOCABULARY)), [7, 7, part], []):
             answer = (await client.post("/v1/tokens", json={"token_ids": token_ids})).json()
+            bytes_of = answer.pop("bytes")
             assert answer == {"object": "tokens", "tokens": [tokenizer.decode([each]) for each in token_ids]}
+            incomplete = ["\ufffd" in each for each in answer["tokens"]]
+            assert [each is not None for each in bytes_of] == incomplete
+        # Together they are the text.
+        answer = (await client.post("/v1/tokens", json={"token_ids": tokenizer.encode(text)})).json()
+        contents = zip(answer["bytes"], answer["tokens"], strict=True)
+        parts = [token.encode() if content is None else bytes.fromhex(content) for content, token in contents]
+        assert (b"".join(parts).decode(), any(answer["bytes"])) == (text, True)
+
+
+@pytest.mark.parametrize(
+    ("piece", "content"),
+    [("<0xE4>", "e4"), (b"\xe4\xb8", "e4b8"), ("\u00e4\u00b8", "e4b8"), ("Ġâ", "20e2"), ("中\ufffd", None)],
+)
+def test_a_tokens_bytes_are_those_of_its_vocabulary(piece, content):
+    """SentencePiece's fallback, bytes themselves, byte-level BPE's alphabet, and another vocabulary."""
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda token_ids: [piece])
+    found = Tokenizer(SimpleNamespace(tokenizer=tokenizer)).bytes_of([1], ["\ufffd"])
+    assert found == [content]
 
 
 async def test_without_a_tokenizer_tokens_have_no_text():

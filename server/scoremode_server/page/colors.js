@@ -1,28 +1,28 @@
-// What colour a token has, by its surprise, its rank, or the difference of two servers. The hues are in page.css.
+// What color a token has, by its surprise, its rank, or the difference of two servers. The hues are in page.css.
 
 import { differenceOf } from "./figures.js";
 
 export const SURPRISE_LIMIT = 10;
-/* Nats from which on a token has the full colour. */
+/* Nats from which on a token has the full color. */
 
 export const DIFFERENCE_LIMIT = 1;
-/* Nats of difference from which on a token has the full colour. */
+/* Nats of difference from which on a token has the full color. */
 
 export const RANKS = [1, 10, 100, 1000];
 /* The last rank of each class but the last one, as in GLTR. */
 
-/** A colour that grows with -ln p, in nats. */
-export function surpriseColour(logprob) {
+/** A color that grows with -ln p, in nats. */
+export function surpriseColor(logprob) {
   return hue("--surprise", -logprob / SURPRISE_LIMIT);
 }
 
-/** The colour of the class that a rank is in. */
-export function rankColour(rank) {
+/** The color of the class that a rank is in. */
+export function rankColor(rank) {
   return `var(--rank-${rankClass(rank)})`;
 }
 
-/** One colour where the second server finds the token likelier, another where the first one does. */
-export function differenceColour(logprob, second) {
+/** One color where the second server finds the token likelier, another where the first one does. */
+export function differenceColor(logprob, second) {
   const difference = differenceOf(logprob, second);
   return hue(difference > 0 ? "--likelier" : "--less-likely", Math.abs(difference) / DIFFERENCE_LIMIT);
 }
