@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     """Sweep the models and print the verdict on each; returns 1 if a model failed."""
     from scoremode.sweep import checked_plan
 
-    return sweep.measure(checked_plan(plan(options), "quick"), Path(), options, with_verdicts=True)
+    return sweep.measure(checked_plan(plan(options), "quick"), Path(), options)
 
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:
