@@ -217,9 +217,9 @@ COMMAND = Command(
                     "print the table that is published with a quantized model, where its figures are from, and the "
                     "YAML of a Hugging Face model card; --card full, after the runs: with all columns, also in "
                     "--write-card",
+                    type=value(str, "full".__eq__, "full or nothing, and runs come before it"),
                     nargs="?",
-                    const="short",
-                    choices=("short", "full"),
+                    const=True,
                 ),
                 Option("--csv", "print one line per figure, in full precision", action="store_true"),
             ],

@@ -109,8 +109,8 @@ def _body(comparison: RunComparison, is_full: bool, plot: str = "") -> str:
     text = base.text_in_words if corpus is None else corpus.name
     meanings = [meaning for heading, _, meaning in _COLUMNS.values() if meaning and heading in columns]
     sentence = (
-        f"Compared with {escaped(base.label)} over {base.num_scored:,} tokens of {escaped(printable(text))}. The columns are the "
-        f"{', the '.join(meanings[:-1])}, and the {meanings[-1]} ([definitions]({_DEFINITIONS}), [intervals]({_INTERVALS}))."
+        f"Compared with {escaped(base.label)} over {base.num_scored:,} tokens of {escaped(printable(text))}: the "
+        f"{', the '.join(meanings)} ([definitions]({_DEFINITIONS}), [intervals]({_INTERVALS}))."
     )
     warnings = [escaped(printable(each)) for each in computed_differently(comparison.files)]
     table = "\n".join(markdown_rows(columns.values()))
