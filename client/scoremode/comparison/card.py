@@ -77,14 +77,14 @@ def write_card(comparison: RunComparison, path: Path, *, is_full: bool = False) 
     if not text.strip():
         text = f"---\n{metadata.to_yaml()}\n---\n"
     else:
-        head, newline = front_matter(text), newline_of(text)
-        merged = None if head is None else with_model_index(text[head], metadata, newline)
-        if head is None or merged is None:
-            reason = "has no front matter" if head is None else "has front matter that is not clear"
-            index = ModelCardData(model_name=metadata.model_name, eval_results=metadata.eval_results).to_yaml()
-            _log.warning("%s %s. To show the figures on the hub, paste into it:\n\n%s\n", path, reason, index)
-        else:
+        head = front_matter(text)
+        merged = None if head is None else with_model_index(text[head], metadata, newline_of(text))
+        if head is not None and merged is not None:
             text = text[: head.start] + merged + text[head.stop :]
+        else:
+            index = ModelCardData(model_name=metadata.model_name, eval_results=metadata.eval_results).to_yaml()
+            reason = "no front matter" if head is None else "front matter that is not clear"
+            _log.warning("%s has %s. To show the figures on the hub, paste into it:\n\n%s\n", path, reason, index)
     body = _body(comparison, is_full, _write_plot(comparison, path))
     write_whole(path, with_block(path, text, body).encode())
 

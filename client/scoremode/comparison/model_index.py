@@ -4,7 +4,7 @@ exists nothing but this key changes."""
 import re
 
 import yaml
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import ModelCardData
 from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
 
 LANE = " lane"
@@ -25,7 +25,7 @@ def with_model_index(head: str, ours: ModelCardData, newline: str) -> str | None
             old_name, old_results = model_index_to_eval_results(old)
             if eval_results_to_model_index(old_name, old_results) != old:
                 return None
-            others = [result for result in old_results if not _is_ours(result)]
+            others = [result for result in old_results if not (result.dataset_split or "").endswith(LANE)]
             # Their figures are of the model that they name.
             name, results = old_name if others else name, [*others, *results]
         block = ModelCardData(model_name=name, eval_results=results).to_yaml(line_break=newline) + newline
@@ -35,10 +35,6 @@ def with_model_index(head: str, ours: ModelCardData, newline: str) -> str | None
         return merged if is_alone and not _COMMENT.search(head[start:stop]) else None
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError):
         return None
-
-
-def _is_ours(result: EvalResult) -> bool:
-    return (result.dataset_split or "").endswith(LANE) and result.task_type == "text-generation"
 
 
 def _place(head: str) -> tuple[int, int]:
