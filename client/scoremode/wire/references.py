@@ -247,7 +247,7 @@ class Reference(KeptWithReference, ServedModel, TextInWindows):
             return None
         # In 16 bits other batches round otherwise, by more than this in the mean.
         if floor.mean < _LEAST_NOISE_FLOOR and self.dtype != "float32" and not self.is_batch_invariant:
-            return f"the noise floor of {self.name} is 0 and not informative, because its batches did not differ"
+            return f"the noise floor of {self.name} is 0 and not informative: its batches made no difference"
         if floor.mean <= self.most_noise_floor:
             return None
         return (
