@@ -150,7 +150,8 @@ SERVER_FAULTS = {
     ],
     "http/requests.py < http/test_refused_requests.py": [('str(detail["loc"][0])', 'str(detail["loc"][-1])')],
     "references/routes.py < references/test_kld_route.py references": [
-        ("list(windows)[::-1] if request.as_noise_floor else list(windows)", "list(windows)")
+        ("list(windows)[::-1] if request.as_noise_floor else list(windows)", "list(windows)"),
+        ("min(2, len(indices) - 1) or 1 if", "None if"),
     ],
     "completions/logprobs_json.py < completions": [
         ("lengths.cumsum() - lengths", "lengths.cumsum()"),

@@ -71,16 +71,21 @@ def run(options: argparse.Namespace) -> int:
     from scoremode.comparison.summary import exceeded_limits
 
     comparison, tasks, lines = None, None, list[str]()
-    limits = (options.fail_if, options.max_kld, options.max_ppl_increase)
     runs = load_runs(paths, [labels[path] for path in paths] if labels else None)
     runs = with_bits(runs, dict(options.bits))
     if runs:
         comparison = compare(
-            runs, base=options.base, size=_SIZES[options.x], num_resamples=options.resamples, seed=options.seed
+            runs,
+            base=options.base,
+            size=_SIZES[options.x],
+            max_kld=options.max_kld,
+            max_ppl_increase=options.max_ppl_increase,
+            num_resamples=options.resamples,
+            seed=options.seed,
         )
         comparison = with_logs(comparison, options.llama_cpp, options.qbench)
-        if any(each is not None for each in limits):
-            lines = exceeded_limits(comparison, *limits)
+        if given(options, ("fail_if", "max_kld", "max_ppl_increase")):
+            lines = exceeded_limits(comparison, options.fail_if)
     if folders := _task_folders(options.tasks or (), [run.label for run in runs]):
         models = {label: load_tasks(path, options.task_metric, options.task_filter) for label, path in folders.items()}
         tasks = compare_tasks(models, options.smallest_difference / 100)
@@ -92,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
                 write_plots(comparison, options.plots)
             if options.write_card is not None:
-                write_card(comparison, options.write_card)
+                write_card(comparison, options.write_card, is_full=options.card == "full")
         if options.html is not None:
             from scoremode.comparison.report import write_report
 
@@ -102,7 +107,8 @@ def run(options: argparse.Namespace) -> int:
         if options.csv:
             parts.append(as_csv(comparison, () if tasks is None else tasks_as_csv(tasks)))
         elif comparison is not None:
-            parts.append((card if options.card else as_text)(comparison))
+            form = partial(card, is_full=options.card == "full") if options.card else as_text
+            parts.append(form(comparison))
         if tasks is not None and not options.csv:
             parts.append(tasks_as_text(tasks, is_markdown=options.card))
         if layers and not options.card:
@@ -224,8 +230,11 @@ COMMAND = Command(
                 Option(
                     "--card",
                     "print the table that is published with a quantized model, where its figures are from, and the "
-                    "YAML of a Hugging Face model card",
-                    action="store_true",
+                    "YAML of a Hugging Face model card; --card full, after the runs: with all columns, also in "
+                    "--write-card",
+                    type=value(str, "full".__eq__, "full or nothing, and runs come before it"),
+                    nargs="?",
+                    const=True,
                 ),
                 Option("--csv", "print one line per figure, in full precision", action="store_true"),
             ],
@@ -255,7 +264,8 @@ COMMAND = Command(
                 Option(
                     "--write-card FILE.md",
                     "write the card into a file between the marks <!-- scoremode --> and <!-- /scoremode -->, or at "
-                    "its end if it has none; nothing else in it changes",
+                    "its end if it has none, and its figures into model-index in the front matter; nothing else in it "
+                    "changes. The plot is written next to it",
                     type=Path,
                 ),
             ],
@@ -265,13 +275,18 @@ COMMAND = Command(
             [
                 Option(
                     "--fail-if VERDICT",
-                    "exit with status 3 if a run is worse than the base by perplexity, or differs from it",
+                    "exit with status 3 if a run is worse than the base by perplexity, however little, or differs from "
+                    "it",
                     choices=("worse", "differs"),
                 ),
-                Option("--max-kld NATS", "likewise if a run's mean KL divergence is larger", type=at_least(0, float)),
+                Option(
+                    "--max-kld NATS",
+                    "likewise if a run's mean KL divergence is larger; sentences say whether its interval is within",
+                    type=at_least(0, float),
+                ),
                 Option(
                     "--max-ppl-increase PERCENT",
-                    "likewise if a run's perplexity is larger than the base's by more",
+                    "likewise if a run's perplexity is larger than the base's by more; sentences as for --max-kld",
                     type=at_least(0, float),
                 ),
             ],

@@ -216,11 +216,11 @@ def _calibration_table(overlap: Overlap) -> list[str]:
 
 def _noise_floor(measurement: KldMeasurement) -> str:
     floor, multiple = measurement.reference.noise_floor_of(measurement.lane), measurement.kld_over_noise_floor
+    reason = measurement.reference.unused_floor(measurement.lane)
     if measurement.as_noise_floor:
-        return "this comparison, kept with the reference"
+        return reason or "this comparison, kept with the reference"
     if floor is None:
-        reason = measurement.reference.unused_floor(measurement.lane) or "not measured"
-        return f"{reason} (ppl-client kld --floor, on a server of the base model)"
+        return f"{reason or 'not measured'} (ppl-client kld --floor, on a server of the base model)"
     said = f"mean KLD {floor.mean:.3g} of the base from itself, 99.0% {floor.p99:.3g}"
     return said if multiple is None else f"{said}; this is {times_the_floor(multiple)} the floor"
 

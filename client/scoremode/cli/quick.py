@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     require_extras(*needed)
     from scoremode.sweep import checked_plan
 
-    return sweep.measure(checked_plan(plan(options), "quick"), Path(), options, with_verdicts=True)
+    return sweep.measure(checked_plan(plan(options), "quick"), Path(), options)
 
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:

@@ -26,9 +26,9 @@ def run(options: argparse.Namespace) -> int:
     return measure(read_plan(options.plan), options.plan.parent, options)
 
 
-def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, *, with_verdicts: bool = False) -> int:
+def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace) -> int:
     """Measure the models of a plan and compare them, with the table on stdout last; returns 1 if a model failed."""
-    from scoremode.comparison import as_text, verdict_line
+    from scoremode.comparison import as_text
     from scoremode.sweep import compare_runs, run_sweep
 
     measuring = run_sweep(plan, folder, api_key=options.api_key, open_bar=partial(progress_bar, quiet=options.quiet))
@@ -37,8 +37,6 @@ def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, *, wit
         comparison = compare_runs(plan, folder, result)
         if comparison is not None:
             lines = [f"not measured: {name}: {message}" for name, message in result.failures.items()]
-            if with_verdicts:
-                lines += [verdict_line(comparison, figures) for figures in comparison.runs[1:]]
             sys.stdout.write(as_text(comparison) + "".join(f"\n{printable(line)}" for line in lines) + "\n")
     finally:
         for name, message in result.failures.items():

@@ -1,20 +1,34 @@
-"""A comparison as a Hugging Face model card: its `model-index`, the table that people publish of quantized models, and
-where the figures are from."""
+"""A comparison as a Hugging Face model card: its `model-index`, the table that people publish of quantized models, one
+plot, and where the figures are from."""
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from scoremode._texts import printable
-from scoremode.comparison.figures import METRICS, NOT_KNOWN, Figure, RunComparison, RunFigures, plain, with_errors
+from scoremode.comparison.figures import (
+    METRICS,
+    NOT_KNOWN,
+    Figure,
+    RunComparison,
+    RunFigures,
+    cell_of,
+    decimals,
+    with_interval,
+)
+from scoremode.comparison.model_index import LANE, with_model_index
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import computed_differently
 from scoremode.comparison.tables import Column, escaped, markdown_rows, measured_by, short_labels
-from scoremode.runs import HUB_ALIASES, comparable_with, read_card, with_card, write_whole
+from scoremode.runs import HUB_ALIASES, comparable_with, front_matter, newline_of, read_card, with_block, write_whole
 from scoremode.windows import STRIDED_METHODS
+
+_log = logging.getLogger(__name__)
 
 _HUB_METRICS = {
     "perplexity": ("perplexity", "perplexity"),
@@ -25,85 +39,129 @@ _HUB_METRICS = {
     "same_top_p": ("same_top", "same top token, %"),
 }
 """The types and names that metrics have on the hub."""
-_QUANTILES = {"kld_median": "median KLD", "kld_p99": "99 % KLD", "kld_p999": "99.9 % KLD"}
-_SAME_FOR = "same for (median tokens)"
+_COLUMNS: dict[str, tuple[str, int | None, str]] = {
+    "gib": ("GiB", 2, "size of the weight files"),
+    "bits_per_weight": ("bits per weight", 2, ""),
+    "perplexity": ("PPL ±", None, "perplexity"),
+    "ppl_change": ("ΔPPL % [ ]", None, "change of perplexity with its 95 % interval"),
+    "kld": ("mean KLD ±", None, "mean KL divergence in nats ± one standard error"),
+    "kld_median": ("median KLD", None, ""),
+    "kld_p99": ("99 % KLD", None, ""),
+    "kld_p999": ("99.9 % KLD", None, "KL divergence that one token in 1,000 exceeds"),
+    "delta_p_rms": ("RMS Δp %", 2, "root mean square of the change of the text's probabilities"),
+    "same_top_p": ("same top %", 2, "share of tokens whose most likely token is the same"),
+    "agreement_median": ("same answer for (tokens)", 0, "median number of tokens for which answers are the same"),
+}
+"""The headings of columns, digits after the point (None: as many as an error leaves), and their meaning."""
+_SHORT = ("gib", "ppl_change", "kld", "kld_p999", "same_top_p", "agreement_median")
+_OF_A_MODEL = ("gib", "bits_per_weight", "perplexity")
+"""Columns without a difference from the base."""
+_DEFINITIONS = "https://github.com/ggml-org/llama.cpp/blob/master/tools/perplexity/README.md"
+_INTERVALS = "https://arch.readthedocs.io/en/stable/bootstrap/timeseries-bootstraps.html"
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
-def card(comparison: RunComparison) -> str:
-    """Markdown that can be saved as README.md: YAML, the table, and provenance. What is not known is empty."""
-    return f"---\n{_metadata(comparison).to_yaml()}\n---\n\n{_body(comparison)}\n"
+def card(comparison: RunComparison, *, is_full: bool = False) -> str:
+    """Markdown that can be saved as README.md: YAML, the table, and provenance; with six columns, or with all."""
+    return f"---\n{_metadata(comparison).to_yaml()}\n---\n\n{_body(comparison, is_full)}\n"
 
 
-def write_card(comparison: RunComparison, path: Path) -> None:
-    """Write the card into a file between marks, or after what it has if there are none; all else stays as it is.
+def write_card(comparison: RunComparison, path: Path, *, is_full: bool = False) -> None:
+    """Write the card into a file between marks, or after what it has if there are none, its figures into `model-index`
+    in the front matter, and the plot next to it; all else stays as it is. If the front matter is not there or not
+    clear, the log has the YAML to paste.
+
     RunError if the file cannot be used, OutputError if it cannot be written: then it stays as it is.
-
-    A new file has YAML too, between marks of its own. That of other people's files is left to them.
     """
-    text = with_card(path, read_card(path), _metadata(comparison).to_yaml(), _body(comparison))
-    write_whole(path, text.encode())
+    text, metadata = read_card(path), _metadata(comparison)
+    if not text.strip():
+        text = f"---\n{metadata.to_yaml()}\n---\n"
+    else:
+        head = front_matter(text)
+        merged = None if head is None else with_model_index(text[head], metadata, newline_of(text))
+        if head is not None and merged is not None:
+            text = text[: head.start] + merged + text[head.stop :]
+        else:
+            index = ModelCardData(model_name=metadata.model_name, eval_results=metadata.eval_results).to_yaml()
+            reason = "no front matter" if head is None else "front matter that is not clear"
+            _log.warning("%s has %s. To show the figures on the hub, paste into it:\n\n%s\n", path, reason, index)
+    body = _body(comparison, is_full, _write_plot(comparison, path))
+    write_whole(path, with_block(path, text, body).encode())
 
 
-def _body(comparison: RunComparison) -> str:
-    table = "\n".join(markdown_rows(_columns(comparison)))
+def _write_plot(comparison: RunComparison, card_path: Path) -> str:
+    """Write the plot next to the card; the Markdown that shows it, or nothing without KL divergences."""
+    # Takes a second to import, and is not needed for a card that is printed.
+    from scoremode.comparison.plot_style import as_adaptive_svg
+    from scoremode.comparison.plots import plots
+
+    for plot in plots(comparison):
+        if plot.name == "kl-divergence":
+            path = card_path.with_name(f"{card_path.stem}-{plot.name}.svg")
+            write_whole(path, as_adaptive_svg(plot.draw).encode())
+            return f"![{escaped(plot.subject)}]({quote(path.name)})"
+    return ""
+
+
+def _body(comparison: RunComparison, is_full: bool, plot: str = "") -> str:
+    columns = _columns(comparison, tuple(_COLUMNS) if is_full else _SHORT)
+    base, corpus = comparison.base, comparison.corpus
+    text = base.text_in_words if corpus is None else corpus.name
+    meanings = [meaning for heading, _, meaning in _COLUMNS.values() if meaning and heading in columns]
+    sentence = (
+        f"Compared with {escaped(base.label)} over {base.num_scored:,} tokens of {escaped(printable(text))}: the "
+        f"{', the '.join(meanings)} ([definitions]({_DEFINITIONS}), [intervals]({_INTERVALS}))."
+    )
     warnings = [escaped(printable(each)) for each in computed_differently(comparison.files)]
-    return "\n\n".join([table, _provenance(comparison), *warnings])
+    table = "\n".join(markdown_rows(columns.values()))
+    return "\n\n".join(filter(None, (sentence, table, plot, *warnings, _provenance(comparison))))
 
 
-def _columns(comparison: RunComparison) -> list[Column]:
-    """The columns of the table, without those of speed and of answers where no run knows its own."""
-    rows, pairs = comparison.runs, comparison.base_pairs
-    labels = short_labels([row.run.label for row in rows], 24)
-    columns = [
-        Column("quant", labels, right=False),
-        Column("GiB", _cells(rows, "gib", 2)),
-        Column("bits per weight", _cells(rows, "bits_per_weight", 2)),
-        Column("PPL ±", _cells(rows, "perplexity")),
-        Column("ΔPPL % ±", _cells(rows, "ppl_change", sign="+")),
-        Column("mean KLD ±", _cells(rows, "kld")),
-        *(Column(heading, _cells(rows, name)) for name, heading in _QUANTILES.items()),
-        Column("RMS Δp %", _cells(rows, "delta_p_rms", 2)),
-        Column("same top %", _cells(rows, "same_top_p", 2)),
-        Column(_SAME_FOR, _cells(rows, "agreement_median", 0)),
-        Column("tokens/s", _cells(rows, "tokens_per_second", 0)),
-        Column("verdict", ["", *(pairs[row.run.label].verdict for row in rows[1:])], right=False),
-    ]
-    return [column for column in columns if any(column.cells) or column.header not in (_SAME_FOR, "tokens/s")]
+def _columns(comparison: RunComparison, names: Sequence[str]) -> dict[str, Column]:
+    """The columns of the table by their headings, without those that no run has a figure for."""
+    rows = comparison.runs
+    columns = {"quant": Column("quant", short_labels([row.run.label for row in rows], 24), right=False)}
+    for name in names:
+        heading, digits, _ = _COLUMNS[name]
+        cells = [_cell(row, name, digits) for row in rows]
+        if comparison.base.is_of_original and name not in _OF_A_MODEL:
+            # It does not differ from itself, though its own run may have a noise floor.
+            cells[0] = NOT_KNOWN
+        if any(cell != NOT_KNOWN for cell in cells):
+            columns[heading] = Column(heading, cells)
+    return columns
 
 
-def _cells(rows: Sequence[RunFigures], name: str, digits: int | None = None, sign: str = "") -> list[str]:
-    """A figure of each run: to so many digits after the point, or with its error and the digits that this leaves. It is
-    empty where it is not known."""
-    metric = METRICS[name]
-    texts = []
-    for row in rows:
-        value = row.value(name)
-        is_figure = isinstance(value, Figure)
-        cell = with_errors(value, digits, scale=metric.scale, sign=sign) if is_figure else plain(value, digits)
-        error = cell.errors[:1] if is_figure and digits is None and value.stderr is not None else ()
-        texts.append("" if cell.text == NOT_KNOWN else " ".join((cell.text, *error)))
-    return texts
+def _cell(row: RunFigures, name: str, digits: int | None) -> str:
+    """A figure to so many digits after the point, or with its error and the digits that this leaves."""
+    value = row.value(name)
+    if name == "ppl_change" and value is not None:
+        return with_interval(value, scale=100, sign="+").in_text
+    has_error = digits is None and isinstance(value, Figure) and value.stderr is not None
+    cell = cell_of(METRICS[name], value, decimals(value.stderr, 1) if has_error else digits)
+    return " ".join((cell.text, *(cell.errors[:1] if has_error else ())))
 
 
 def _provenance(comparison: RunComparison) -> str:
-    """Where the figures are from, in one line."""
-    base, runs, revision = comparison.base, comparison.files, comparison.base.server.revision
+    """Where the figures are from, as a list that opens on demand."""
+    base, corpus, revision = comparison.base, comparison.corpus, comparison.base.server.revision
     model = base.model + (f"@{revision[:8]}" if revision else "")
-    parts = [
-        f"Base {base.label}" if base.label == model else f"Base {base.label} ({model})",
-        *(f"{run.label}: {run.weights}" for run in runs),
-        base.text_in_words if comparison.corpus is None else comparison.corpus.in_words,
-        f"{base.method}, context length {base.context_length:,}",
-        f"stride {base.stride:,}" if base.method in STRIDED_METHODS else "",
-        f"{base.num_scored:,} tokens",
-        comparable_with(comparison.corpus, base.context_length),
-        measured_by(comparison),
-        "± one standard error, tokens taken as independent",
+    stride = f", stride {base.stride:,}" if base.method in STRIDED_METHODS else ""
+    items = [
+        f"Base: {base.label}" if base.label == model else f"Base: {base.label} ({model})",
+        *(f"{run.label}: {run.weights}" for run in comparison.files),
+        f"Text: {base.text_in_words if corpus is None else corpus.in_words}",
+        f"Windows: {base.method}, context length {base.context_length:,}{stride}; {base.num_scored:,} tokens",
+        f"Figures: {comparable_with(corpus, base.context_length)}",
+        f"Measured by: {measured_by(comparison)}",
+        "±: one standard error, tokens taken as independent",
+        comparison.intervals_in_words("[ ]"),
     ]
     command = comparison.command("--card")
     code = escaped(command) if "`" in command else f"`{command}`"
-    return f"{escaped(printable('; '.join(filter(None, parts))))}; {code}"
+    lines = [*(escaped(printable(item)) for item in items), code]
+    listed = "\n".join(f"- {line}" for line in lines)
+    return f"<details>\n<summary>How this was measured</summary>\n\n{listed}\n\n</details>"
 
 
 def _metadata(comparison: RunComparison) -> ModelCardData:
@@ -144,7 +202,7 @@ def _results(comparison: RunComparison, figures: RunFigures) -> Iterator[EvalRes
                 dataset_type="text" if corpus is None else HUB_ALIASES.get(name, (name,))[0],
                 dataset_name=name,
                 dataset_config=", ".join(filter(None, windows)),
-                dataset_split=", ".join(filter(None, (split, f"{run.num_windows} windows", f"{run.lane} lane"))),
+                dataset_split=", ".join(filter(None, (split, f"{run.num_windows} windows", f"{run.lane}{LANE}"))),
                 metric_type=type_,
                 metric_name=hub_name,
                 metric_value=float(f"{METRICS[metric].scale * value:.6g}"),

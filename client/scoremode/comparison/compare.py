@@ -31,6 +31,8 @@ def compare(
     *,
     base: str | None = None,
     size: Size = "gib",
+    max_kld: float | None = None,
+    max_ppl_increase: float | None = None,
     num_resamples: int = 4000,
     seed: int = 0,
 ) -> RunComparison:
@@ -41,6 +43,8 @@ def compare(
         base: Label of the run that the others are compared with. By default a run of the reference's own model; else
             the reference, if all runs have the same one; else the first run.
         size: What plots are drawn against, where it is known.
+        max_kld: The tolerance for the mean KL divergence, nats: sentences say whether a run is within it.
+        max_ppl_increase: The tolerance for the increase of perplexity over the base's, percent.
         num_resamples: Of the text, for the intervals.
         seed: Of the resamples; the same seed gives the same intervals.
 
@@ -89,6 +93,8 @@ def compare(
             warnings=warnings,
             chosen_base=base,
             size=size,
+            max_kld=max_kld,
+            max_ppl_increase=max_ppl_increase,
         )
 
 
@@ -152,7 +158,6 @@ def _run_of_reference(runs: Sequence[RunFile]) -> RunFile:
         kld=np.zeros(run.num_scored),
         top_token_ids=run.reference_top_token_ids,
         top_tokens=None,
-        tokens_per_second=None,
         is_reference=True,
     )
 

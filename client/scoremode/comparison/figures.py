@@ -101,7 +101,6 @@ METRICS = {
         Metric("agreement_floor_share", "floor, to the end, %", "floor, to the end", 1, "%", has_fixed_digits=True),
         Metric("expected_agreement", "sampled: same for, mean tokens", "sampled: same for", 1, has_fixed_digits=True),
         Metric("ppl_change", "change of perplexity, %", "", 2, "%"),
-        Metric("tokens_per_second", "tokens/s", "tokens/s", 0, of_run=True, has_fixed_digits=True),
     )
 }
 """In the order of the report's columns: those first that a phone shows. docs/compare.md describes them."""
@@ -123,7 +122,6 @@ class EngineLog:
     bits_per_weight: float | None
     gib: float | None = None
     """Of the weights."""
-    tokens_per_second: float | None = None
     num_windows: int | None = None
     context_length: int | None = None
 
@@ -213,6 +211,21 @@ class PairFigures:
     kld_verdict: Verdict | None
     """On second, by `kld_difference`; no difference is shown either where both means are below the noise floor."""
 
+    @property
+    def has_original(self) -> bool:
+        """Whether one of them is the original, from which every copy differs on enough text: how much is the question,
+        and a verdict has no answer. Without a reference, a model that is not quantized is the original of one that
+        is."""
+        runs = (self.first, self.second)
+        references = [run.reference for run in runs if run.reference is not None]
+        if references:
+            return any(reference.is_of(run.server) for reference in references for run in runs)
+        return (self.first.server.quantization is None) != (self.second.server.quantization is None)
+
+    def in_words(self, verdict: Verdict | None) -> str:
+        """One of its verdicts as tables show it: against the original there is none."""
+        return NOT_KNOWN if verdict is None or (self.has_original and verdict != "no interval") else verdict
+
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
@@ -235,6 +248,10 @@ class RunComparison:
     """What plots and the table of the best at each size are drawn against, where it is known."""
     chosen_base: str | None = None
     """Label of the base, if it was chosen by name."""
+    max_kld: float | None = None
+    """The tolerance that was named for the mean KL divergence, nats."""
+    max_ppl_increase: float | None = None
+    """The tolerance for the increase of perplexity over the base's, percent."""
 
     @property
     def rows(self) -> list[RunFigures[RunFile | EngineLog]]:
@@ -342,6 +359,15 @@ def with_errors(
     if figure.low is not None and figure.high is not None:
         errors.append(f"[{number(scale * figure.low, digits)}, {number(scale * figure.high, digits)}]")
     return Cell(number(scale * figure.value, digits, sign=sign) + unit, figure.value, tuple(errors))
+
+
+def with_interval(figure: Figure, *, scale: float = 1, sign: str = "") -> Cell:
+    """A figure with its interval and the digits that this leaves; with its error if there is no interval."""
+    digits = None
+    if figure.low is not None and figure.high is not None:
+        digits = max(1, decimals(scale * (figure.high - figure.low) / 2, 1))
+    cell = with_errors(figure, digits, scale=scale, sign=sign)
+    return replace(cell, errors=cell.errors[-1:])
 
 
 def digits_of(figure: Figure, scale: float) -> int:

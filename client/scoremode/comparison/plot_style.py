@@ -6,7 +6,7 @@ Figures are made without pyplot, so that nothing of matplotlib's global state is
 import io
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from textwrap import fill
 from typing import Any
@@ -59,10 +59,14 @@ DARK = Theme(
 )
 _SVG = "{http://www.w3.org/2000/svg}"
 _HREF = "{http://www.w3.org/1999/xlink}href"
-_VARIABLES = {
-    **{getattr(LIGHT, name): f"var(--plot-{name})" for name in ("paper", "ink", "quiet", "grid")},
-    **{color: f"var(--plot-run-{index})" for index, color in enumerate(LIGHT.runs)},
-}
+
+
+def _colors(theme: Theme) -> tuple[str, ...]:
+    return (theme.paper, theme.ink, theme.quiet, theme.grid, *theme.runs)
+
+
+_NAMES = ("paper", "ink", "quiet", "grid", *(f"run-{index}" for index in range(len(LIGHT.runs))))
+_VARIABLES = {color: f"var(--plot-{name})" for color, name in zip(_colors(LIGHT), _NAMES, strict=True)}
 
 
 def marker(index: int) -> str:
@@ -163,6 +167,19 @@ def as_svg(figure: Figure, *, text_as_paths: bool) -> str:
     with matplotlib.rc_context({"svg.fonttype": "path" if text_as_paths else "none", "svg.hashsalt": "scoremode"}):
         figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None})
     return re.sub(f'<g id="{_TIP}([^"]*)">', r"<g><title>\1</title>", content.getvalue())
+
+
+def as_adaptive_svg(draw: Callable[[Theme], Figure]) -> str:
+    """A picture as one SVG file that is dark where pages are: `<picture>` breaks on hubs that rewrite no `srcset`."""
+    svg = as_svg(draw(LIGHT), text_as_paths=True)
+    for color, variable in _VARIABLES.items():
+        svg = svg.replace(color, variable)
+    light, dark = (
+        "".join(f"--plot-{name}:{color};" for name, color in zip(_NAMES, _colors(theme), strict=True))
+        for theme in (LIGHT, DARK)
+    )
+    style = f"<style>svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
+    return re.sub(r"<svg [^>]*>", lambda match: match[0] + style, svg, count=1)
 
 
 def as_element(figure: Figure, name: str, label: str) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
@@ -66,8 +66,6 @@ class _Record:
     """Tokens of the text used."""
     num_bytes: NonNegativeInt | None = None
     """UTF-8 bytes of the text used; None where a reference was recorded from token ids."""
-    tokens_per_second: NonNegativeFloat | None = None
-    """Scored on all servers together."""
     mean_batch: float | None = None
     """Sequences in a step, on average, of a lane other than prefill."""
 
@@ -277,7 +275,7 @@ def _read_record(path: Path, text: bytes) -> _Record:
     # The windows and the text of a comparison are its reference's.
     parts = [part for part in (record.get("reference"), record.get("settings")) if isinstance(part, dict)]
     as_is = {name: content.get(name) for name in ("token_texts", "prompts")}
-    layers = ChainMap(as_is, record, *parts, {"tokens_per_second": record.get("positions_per_second")})
+    layers = ChainMap(as_is, record, *parts)
     if record.get(needed := "reference" if kind == "kld" else "corpus") is None:
         raise RunError(f"{path}: {needed}: is required")
     try:

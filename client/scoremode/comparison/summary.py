@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from scoremode.comparison.agreement import agreement_of
-from scoremode.comparison.figures import OPPOSITE, EngineLog, RunComparison, RunFigures, Verdict, plain, with_errors
+from scoremode.comparison.figures import (
+    OPPOSITE,
+    EngineLog,
+    RunComparison,
+    RunFigures,
+    Verdict,
+    plain,
+    with_interval,
+)
 from scoremode.comparison.groups import tokens_before
 from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
@@ -17,25 +25,18 @@ from scoremode.wire import ComputedBy, ServedModel
 
 
 def summary(comparison: RunComparison) -> list[str]:
-    """Sentences on the runs: which are better or worse, where no difference is shown, how they compare with the noise
-    floor, and which GPUs and kernels differ."""
-    # Any model diverges more than the reference's own.
-    compared = [each.run.label for each in comparison.runs if each.kld is not None and not each.has_no_divergence]
-    sentences = [*comparison.warnings]
-    by_nll: dict[tuple[str, str], Verdict] = {}
-    by_kld: dict[tuple[str, str], Verdict] = {}
-    for pair in comparison.pairs:
-        first, second, ratio = pair.first.label, pair.second.label, pair.ppl_ratio
-        if pair.first is comparison.base and pair.verdict in ("better", "worse"):
-            times = " ".join((f"{ratio.value:.4f} times its perplexity", *with_errors(ratio, 4).errors[1:]))
-            sentences.append(f"{second} is {pair.verdict} than {first}: {times}.")
-        else:
-            by_nll[second, first] = pair.verdict
-        if pair.kld_verdict is not None and first in compared and second in compared:
-            by_kld[second, first] = pair.kld_verdict
-    sentences += _order("perplexity", [run.label for run in comparison.files], by_nll)
-    if by_kld:
-        sentences += _order("mean KL divergence", compared, by_kld)
+    """Sentences on the runs: what each costs against the base, which copies are better or worse than others, how they
+    compare with the noise floor, and which GPUs and kernels differ."""
+    copies = [pair for pair in comparison.pairs if not pair.has_original]
+    sentences = [*comparison.warnings, *(f"{verdict_line(comparison, each)}." for each in comparison.rows[1:])]
+    sentences += _order(
+        "perplexity",
+        {(pair.second.label, pair.first.label): pair.verdict for pair in copies if pair.first is not comparison.base},
+    )
+    sentences += _order(
+        "mean KL divergence",
+        {(pair.second.label, pair.first.label): pair.kld_verdict for pair in copies if pair.kld_verdict is not None},
+    )
     sentences += [*_lanes(comparison), *_noise_floor(comparison.runs), *agreements(comparison.runs)]
     sentences += computed_differently(comparison.files)
     if any("no interval" in (pair.verdict, pair.kld_verdict) for pair in comparison.pairs):
@@ -46,38 +47,52 @@ def summary(comparison: RunComparison) -> list[str]:
 
 
 def verdict_line(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog]) -> str:
-    """One line on the cost of a run against the base, with the verdict, or why there is none. The base and logs have
-    their figures alone."""
-    line = f"{figures.run.label}: {', '.join(effects(comparison, figures))}"
+    """One line on the cost of a run against the base: with the verdict if the base is a copy too, with the tolerances
+    that were named, and with the reason if there is no interval. The base and logs have their figures alone."""
+    line, ends = f"{figures.run.label}: {', '.join(effects(comparison, figures))}", list[str]()
     pair = comparison.base_pairs.get(figures.run.label)
-    if pair is None:
-        return line
-    verdict: str = pair.verdict
-    if verdict == "no interval":
+    if pair is not None and pair.verdict == "no interval":
         infinite = [run.label for run in (pair.first, pair.second) if math.isinf(run.nlls.max())]
         reason = f"no interval, as the NLL of a token is infinite in {' and in '.join(infinite)}"
-        verdict = reason if comparison.has_intervals else comparison.blocks
-    computed_by = pair.second.server.computed_by
-    return f"{line}: {verdict} ({computed_by.fault})" if computed_by and computed_by.fault else f"{line}: {verdict}"
+        ends.append(reason if comparison.has_intervals else comparison.blocks)
+    elif pair is not None and not pair.has_original:
+        ends.append(pair.verdict)
+    ends += _tolerances(comparison, figures)
+    line = ": ".join(filter(None, (line, ", ".join(ends))))
+    computed_by = None if pair is None else pair.second.server.computed_by
+    fault = computed_by and computed_by.fault
+    return f"{line} ({fault})" if fault else line
 
 
-def exceeded_limits(
-    comparison: RunComparison,
-    fail_if: Literal["worse", "differs"] | None = None,
-    max_kld: float | None = None,
-    max_ppl_increase: float | None = None,
-) -> list[str]:
+def _tolerances(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog]) -> Iterator[str]:
+    """Whether a run is within each tolerance that was named: its whole interval is, or its value if it has none."""
+    named = (
+        (comparison.max_ppl_increase, figures.ppl_change, 100, "% PPL"),
+        (comparison.max_kld, figures.kld, 1, "KLD"),
+    )
+    for most, figure, scale, unit in named:
+        if most is not None and figure is not None:
+            ends = (figure.value, figure.value) if figure.low is None else (figure.low, figure.high)
+            low, high = (scale * end for end in ends if end is not None)
+            words = "within" if high <= most else "the interval does not decide on" if low <= most else "beyond"
+            alone = " by the value alone" if figure.low is None else ""
+            yield f"{words} {most:g} {unit}{alone}"
+
+
+def exceeded_limits(comparison: RunComparison, fail_if: Literal["worse", "differs"] | None = None) -> list[str]:
     """One line per row that exceeds a limit, or whose figure is not finite: which, and its verdict.
 
+    The values decide on the comparison's tolerances. The base has to keep to `max_kld` too, if it has a divergence. A
+    log's increase of perplexity is over that of the base which it names.
+
     Args:
+        comparison: The runs, with their tolerances.
         fail_if: By perplexity, a run is worse than the base, or is shown to differ from it.
-        max_kld: Nats, in the mean; the base has to keep to it too, if it has a divergence.
-        max_ppl_increase: Of the base's perplexity, as a percentage; in a log, of that of the base which it names.
 
     Raises:
         RunError: a limit cannot be checked: there is no base, interval or divergence.
     """
-    base = comparison.base
+    base, max_kld, max_ppl_increase = comparison.base, comparison.max_kld, comparison.max_ppl_increase
     if len(comparison.rows) == 1 and not base.is_of_original:
         raise RunError(f"{base.label} has no base, so no limit can be checked: give one, or a run of kld")
     if fail_if is not None and comparison.logs:
@@ -115,32 +130,35 @@ def _increase(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog
 
 
 def effects(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog]) -> list[str]:
-    """The cost of a run: its change of perplexity, its divergence, and its size; of the base and of a log, which have
-    no change that is paired, the perplexity."""
-    parts = [f"perplexity {plain(figures.perplexity.value).text}"]
-    if figures.ppl_change is not None:
-        change = with_errors(figures.ppl_change, scale=100, sign="+")
-        stderr, interval = (*change.errors, "", "")[:2]
-        parts = [" ".join(filter(None, (change.text, stderr, "% PPL", interval)))]
+    """The cost of a run: its change of perplexity with the interval, its divergence, for how many tokens its answers
+    are the same or else how often its top token is, and its size; of the base and of a log, which have no change that
+    is paired, the perplexity."""
+    parts, change = [f"perplexity {plain(figures.perplexity.value).text}"], figures.ppl_change
+    if change is not None:
+        cell = with_interval(change, scale=100, sign="+")
+        parts = [" ".join((cell.text, "% PPL", *cell.errors))]
     if figures.kld is not None:
-        kld = with_errors(figures.kld)
-        parts.append(" ".join(("KLD", kld.text, *kld.errors[:1])))
-    if figures.same_top_p is not None:
+        parts.append(f"KLD {plain(figures.kld.value).text}")
+    if figures.agreement_median is not None:
+        same = figures.agreement_median.value
+        parts.append("same answer " + ("to the end" if math.isinf(same) else f"for {same:,.0f} tokens"))
+    elif figures.same_top_p is not None:
         parts.append(f"same top {100 * figures.same_top_p.value:.1f} %")
     if figures.run.gib and comparison.base.gib:
         parts.append(f"{100 * figures.run.gib / comparison.base.gib:.0f} % of the size")
     return parts
 
 
-def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Verdict]) -> Iterator[str]:
+def _order(what: str, verdicts: dict[tuple[str, str], Verdict]) -> Iterator[str]:
     """Say which runs are shown to be worse than others, and for which pairs nothing is shown. A verdict is on the first
     of two."""
+    labels = [*dict.fromkeys(label for second, first in verdicts for label in (first, second))]
     both_ways = {**verdicts, **{(second, first): OPPOSITE[verdict] for (first, second), verdict in verdicts.items()}}
     undecided = [
         f"{first} and {second}" for (second, first), verdict in verdicts.items() if verdict == "no difference shown"
     ]
     if len(undecided) == len(labels) * (len(labels) - 1) / 2 > 0:
-        yield f"No difference by {what} is shown between any two runs."
+        yield f"No difference by {what} is shown between any two copies."
         return
     betters = {label: [other for other in labels if both_ways.get((label, other)) == "worse"] for label in labels}
     for better in {tuple(each): each for each in betters.values() if each}.values():
@@ -173,9 +191,12 @@ def _lanes(comparison: RunComparison) -> Iterator[str]:
 
 def _noise_floor(runs: Sequence[RunFigures]) -> Iterator[str]:
     """Nothing of the reference's own run, which the floor is made of."""
-    unused = (run.reference.unused_floor(run.lane) for run in (each.run for each in runs) if run.reference is not None)
+    files = [figures.run for figures in runs]
+    unused = (run.reference.unused_floor(run.lane) for run in files if run.reference is not None)
     for reason in dict.fromkeys(filter(None, unused)):
         yield f"{reason[0].upper()}{reason[1:]}."
+    if any(run.noise_floor == 0 and run.reference.is_batch_invariant for run in files if run.reference is not None):
+        yield "The noise floor is exactly 0, because the server computes batch-invariantly."
     multiples = [
         (figures.run.label, figures.kld_over_noise_floor)
         for figures in runs

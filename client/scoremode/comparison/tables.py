@@ -42,7 +42,7 @@ _CSV_HEADER = (
 )
 _CSV_FIGURES = [name for name in RunFigures.__annotations__ if name not in ("run", "ppl_ratio")]
 _RUN_SECTIONS = (
-    ("gib", "bits_per_weight", "bits_per_byte", "tokens_per_second"),
+    ("gib", "bits_per_weight", "bits_per_byte"),
     ("perplexity", "ppl_ratio"),
     ("kld", "same_top_p", "kld_over_noise_floor"),
     ("kld_median", "kld_p95", "kld_p99", "kld_p999", "kld_max", "delta_p_rms"),
@@ -94,8 +94,13 @@ def as_csv(comparison: RunComparison | None, accuracies: Iterable[CsvRow] = ()) 
     file = io.StringIO()
     writer = csv.DictWriter(file, _CSV_HEADER, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(row for row in rows if row["value"] is not None)
+    writer.writerows({name: _as_text(cell) for name, cell in row.items()} for row in rows if row["value"] is not None)
     return file.getvalue()
+
+
+def _as_text(cell: object) -> object:
+    """A cell, after an apostrophe if it is text that a spreadsheet would take for a formula and compute."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
 
 
 def _csv_rows(comparison: RunComparison) -> Iterator[CsvRow]:
@@ -219,10 +224,11 @@ def _pair_sections(comparison: RunComparison) -> list[list[Column]]:
         Column("compared with", [pair.first.label for pair in pairs], right=False),
     ]
     ratios = Column("perplexity ratio", _cells("ppl_ratio", [pair.ppl_ratio for pair in pairs]))
-    sections = [[*labels, ratios, Column("by perplexity", [pair.verdict for pair in pairs], right=False)]]
+    verdicts = Column("by perplexity", [pair.in_words(pair.verdict) for pair in pairs], right=False)
+    sections = [[*labels, ratios, verdicts]]
     if any(pair.kld_difference is not None for pair in pairs):
         differences = Column("mean KLD difference, nats", _cells("kld", [pair.kld_difference for pair in pairs]))
-        verdicts = Column("by KLD", [pair.kld_verdict or "-" for pair in pairs], right=False)
+        verdicts = Column("by KLD", [pair.in_words(pair.kld_verdict) for pair in pairs], right=False)
         sections.append([*labels, differences, verdicts])
     return sections
 

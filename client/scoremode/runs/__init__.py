@@ -3,7 +3,7 @@ results, and the servers that share a run."""
 
 from scoremode.runs.answers import record_answers
 from scoremode.runs.calibration import DEFAULT_THRESHOLD, Calibration, FinishedRun, Overlap, measure_overlap
-from scoremode.runs.card_file import read_card, with_card
+from scoremode.runs.card_file import front_matter, newline_of, read_card, with_block
 from scoremode.runs.corpora import (
     DEFAULT_COLUMN,
     DEFAULT_SPLIT,
@@ -86,6 +86,7 @@ __all__ = [
     "evaluate",
     "export_llama_cpp",
     "few_windows",
+    "front_matter",
     "identity",
     "in_lane",
     "json_row",
@@ -98,6 +99,7 @@ __all__ = [
     "measure_layers",
     "measure_noise_floor",
     "measure_overlap",
+    "newline_of",
     "open_locked",
     "patient_client",
     "read_card",
@@ -114,7 +116,7 @@ __all__ = [
     "tokenize_texts",
     "weights_in_words",
     "window_settings",
-    "with_card",
+    "with_block",
     "write_together",
     "write_whole",
 ]

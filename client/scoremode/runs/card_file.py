@@ -1,4 +1,4 @@
-"""The file of a model card, in which only the text between marks is replaced."""
+"""The file of a model card, in which only the text between marks is replaced, and a part of its front matter."""
 
 import re
 from pathlib import Path
@@ -7,8 +7,10 @@ from tempfile import TemporaryFile
 from scoremode.errors import RunError, file_errors
 
 START, END = "<!-- scoremode -->", "<!-- /scoremode -->"
-"""Marks on lines of their own; in YAML they are comments, after a `#`."""
-_YAML, _MARKDOWN = "# ", ""
+"""Marks on lines of their own."""
+_FRONT_MATTER = re.compile(r"\ufeff?\s*---[ \t]*\r?\n((?:.*\n)*?)---[ \t]*\r?(?:\n|\Z)")
+"""As the hub reads it, also after a byte order mark and with blanks after the line."""
+_MARK = re.compile(r"^\ufeff?<!-- (/?)scoremode -->[ \t]*(?=\r?$)", re.MULTILINE)
 
 
 def read_card(path: Path) -> str:
@@ -28,32 +30,36 @@ def read_card(path: Path) -> str:
         text = content.replace(b"\0", b"\xff").decode()
     except UnicodeDecodeError as error:
         raise RunError(f"{path} is not UTF-8 at byte {error.start}: convert it, or name another file") from None
-    for prefix in (_YAML, _MARKDOWN):
-        _between(path, text, prefix)
+    _between(path, text)
     return text
 
 
-def with_card(path: Path, text: str, yaml: str, markdown: str) -> str:
-    """The text of a card's file with new contents between its marks, or with the Markdown at its end if it has none.
+def newline_of(text: str) -> str:
+    """The line end that most of a text's lines have."""
+    return "\r\n" if 2 * text.count("\r\n") > text.count("\n") else "\n"
 
-    An empty file gets the YAML too: that of other people's files is left to them.
-    """
-    newline = "\r\n" if 2 * text.count("\r\n") > text.count("\n") else "\n"
-    if not text.strip():
-        text = f"---\n# {START}\n# {END}\n---\n\n{START}\n{END}\n"
-    elif _between(path, text, _MARKDOWN) is None:
+
+def front_matter(text: str) -> slice | None:
+    """The place of the YAML at the head of a card, between its lines of dashes; None if it has none."""
+    match = _FRONT_MATTER.match(text)
+    return None if match is None else slice(*match.span(1))
+
+
+def with_block(path: Path, text: str, markdown: str) -> str:
+    """The text of a card's file with new Markdown between its marks, or at its end with marks if it has none."""
+    newline = newline_of(text)
+    if (place := _between(path, text)) is None:
         gap = next(gap for gap in ("", newline, 2 * newline) if (text + gap).endswith(2 * newline))
         text = f"{text}{gap}{START}{newline}{END}{newline}"
-    for prefix, content in ((_YAML, yaml), (_MARKDOWN, markdown)):
-        if (place := _between(path, text, prefix)) is not None:
-            lines = ["", *content.split("\n"), ""]
-            text = text[: place.start] + newline.join(lines) + text[place.stop :]
-    return text
+        place = _between(path, text)
+    assert place is not None
+    return text[: place.start] + newline.join(["", *markdown.split("\n"), ""]) + text[place.stop :]
 
 
-def _between(path: Path, text: str, prefix: str) -> slice | None:
-    """The place between the marks that have this prefix; None without marks. RunError if they are not one pair."""
-    marks = [*re.finditer(rf"^\ufeff?{prefix}<!-- (/?)scoremode -->[ \t]*(?=\r?$)", text, re.MULTILINE)]
+def _between(path: Path, text: str) -> slice | None:
+    """The place between the marks below the front matter; None without marks. RunError if they are not one pair."""
+    head = front_matter(text)
+    marks = [*_MARK.finditer(text, 0 if head is None else head.stop)]
     match [mark[1] for mark in marks]:
         case []:
             return None

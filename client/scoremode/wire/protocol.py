@@ -385,6 +385,11 @@ class ServedModel(BaseModel):
         floor that was seen is 0.02, and activations that are quantized round in larger steps."""
         return 0.05 if self.dtype == "float32" and self.quantization is None else 0.2
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether what it computes does not depend on the batch, as far as is known."""
+        return self.computed_by is not None and self.computed_by.batch_invariant is True
+
 
 class Bounds(BaseModel):
     """The most that a server takes and answers. A client uses the defaults with a server that does not publish its own.

@@ -26,6 +26,8 @@ REFERENCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 """Names of references: they are folders below `--reference-dir`, so none is a path out of it."""
 
 ReferenceName = Annotated[str, StringConstraints(pattern=f"^{REFERENCE_NAME}$")]
+_LEAST_NOISE_FLOOR = 1e-9
+"""Nats, in the mean."""
 _Word = Annotated[str, StringConstraints(max_length=1024)]
 
 
@@ -235,13 +237,18 @@ class Reference(KeptWithReference, ServedModel, TextInWindows):
         return sorted(own - other), sorted(other - own)
 
     def noise_floor_of(self, lane: Lane) -> NoiseFloor | None:
-        """The noise floor in that lane; None where it was not measured, or is of another cause than rounding."""
-        return None if self.unused_floor(lane) else self._stored_floor(lane)
+        """The noise floor in that lane; None where it was not measured, or says nothing about rounding."""
+        return self._stored_floor(lane) if self.unused_floor(lane) is None else None
 
     def unused_floor(self, lane: Lane) -> str | None:
         """Say why the stored noise floor of that lane is not used, if it is not."""
         floor = self._stored_floor(lane)
-        if floor is None or floor.mean <= self.most_noise_floor:
+        if floor is None:
+            return None
+        # In 16 bits other batches round otherwise, by more than this in the mean.
+        if floor.mean < _LEAST_NOISE_FLOOR and self.dtype != "float32" and not self.is_batch_invariant:
+            return f"the noise floor of {self.name} is 0 and not informative: its batches made no difference"
+        if floor.mean <= self.most_noise_floor:
             return None
         return (
             f"the stored noise floor of {self.name}, {floor.mean:.3g} nats, is not used: rounding in {self.dtype} "

@@ -148,10 +148,14 @@ class Comparer:
         raise RequestError(f"reference {name!r} {reason}", "reference")
 
     def compare(
-        self, reference: StoredReference, windows: Iterable[MarkedWindow], settings: ScoreSettings
+        self,
+        reference: StoredReference,
+        windows: Iterable[MarkedWindow],
+        settings: ScoreSettings,
+        most: int | None = None,
     ) -> AsyncGenerator[tuple[int, ComparedRows], None]:
-        """Score windows of an opened reference, which begin when they are taken, with the served model. Yields the
-        index of each and its rows, in their order."""
+        """Score windows of an opened reference, which begin when they are taken, with the served model, `most` at once
+        if given. Yields the index of each and its rows, in their order."""
 
         async def compared(window: MarkedWindow) -> tuple[int, ComparedRows]:
             columns = await self._columns(reference, window)
@@ -163,6 +167,7 @@ class Comparer:
         window_bytes = 16 * (1 + settings.top_logprobs) * int(reference.text.num_tokens.max())
         num_ahead = min(self.core.admission.size.sequences + 1, max(1, BYTES_AHEAD // window_bytes))
         # Read further ahead than the engine computes: workers report a file only between two steps.
+        num_ahead = num_ahead if most is None else min(most, num_ahead)
         return self._in_order(reference, windows, settings, compared, loads=STEPS_READ_AHEAD, most=num_ahead)
 
     async def export(
@@ -201,7 +206,7 @@ class Comparer:
         windows: Iterable[MarkedWindow],
         settings: ScoreSettings,
         answer: Callable[[MarkedWindow], Coroutine[Any, Any, T]],
-        **how_many: int,
+        **how_many: Any,
     ) -> AsyncGenerator[T, None]:
         """The answers of some windows, in their order."""
         async with aclosing(settings.queue.in_order(map(answer, windows), **how_many)) as in_order:

@@ -257,8 +257,10 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
         """Each window; then all but `data`. A noise floor is stored in the reference."""
-        # A noise floor's windows are computed with other windows than when they were recorded.
+        # The windows of a noise floor are computed in other batches than when they were recorded: in reverse order, and
+        # in the lane of the recording with fewer in flight. One more than the engine computes keeps it busy.
         indices = list(windows)[::-1] if request.as_noise_floor else list(windows)
+        most = min(2, len(indices) - 1) or 1 if request.as_noise_floor and request.lane == "prefill" else None
         settings = ScoreSettings(
             request_id=engine_id(request_id),
             queue=queue,
@@ -270,7 +272,7 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         boundaries = () if request.from_boundary is None else (request.from_boundary,)
         marked = (MarkedWindow.begin("compare", reference, index, settings, boundaries) for index in indices)
         positions: dict[int, KldPositions] = {}
-        async with aclosing(references.comparer.compare(reference, marked, settings)) as in_order:
+        async with aclosing(references.comparer.compare(reference, marked, settings, most)) as in_order:
             async for index, rows in in_order:
                 # A copy: views would keep the arrays that have the top tokens too.
                 positions[index] = KldPositions.concatenate([rows.positions])

@@ -28,7 +28,7 @@ def test_the_example_writes_a_report_and_a_card_and_prints_verdicts(
     assert main(["example"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[1:3]] == ["SmolLM2-135M-INT8", "SmolLM2-135M-W4A16"]
-    assert all(line.endswith(": worse") for line in lines[1:3])
+    assert all(line.endswith(" % of the size") for line in lines[1:3])
     folder = tmp_path / "scoremode-example"
     assert "| SmolLM2-135M-W4A16 |" in (folder / "README.md").read_text()
     assert "SmolLM2-135M-W4A16" in (folder / "report.html").read_text()

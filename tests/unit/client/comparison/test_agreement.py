@@ -11,7 +11,7 @@ from run_files import OWN
 from scipy import stats
 from statsmodels.duration.survfunc import SurvfuncRight
 
-from scoremode.comparison import RunFile, as_csv, as_text, card, compare, load_run, summary
+from scoremode.comparison import RunFile, as_csv, as_text, card, compare, load_run, summary, verdict_line
 from scoremode.comparison.agreement import (
     Agreement,
     _share,
@@ -52,7 +52,7 @@ def run_of(
         **arrays,
     }
     answers = answers or ReferenceAnswers(max_new_tokens=4, num_answers=len(sizes) + 1)
-    of_floor = floor and NoiseFloor(mean=0, p99=0, max=0, num_scored=num_scored, created=1, agreement_lengths=floor)
+    of_floor = floor and NoiseFloor(mean=1e-6, p99=0, max=0, num_scored=num_scored, created=1, agreement_lengths=floor)
     origins = WindowOrigins(
         num_context=[3] * len(sizes),
         documents=[0, *range(2, len(sizes) + 1)],
@@ -232,7 +232,9 @@ def test_figures_have_intervals_and_are_shown_in_every_form(comparison, tmp_path
     assert "to the end" in as_text(comparison)
     assert "same for, median tokens" in as_text(comparison)
     assert "copy,,,float32,agreement_median,2.0" in as_csv(comparison)
-    assert "same for (median tokens)" in card(comparison)
+    assert ", same answer for 2 tokens" in verdict_line(comparison, copy)
+    header, *_, row = [line for line in card(comparison).splitlines() if line.startswith("| ")]
+    assert (header.split(" | ")[-1], row.split(" | ")[-1]) == ("same answer for (tokens) |", "2 |")
     write_report(comparison, path := tmp_path / "report.html")
     html = path.read_text()
     assert "Answers that part first" in html

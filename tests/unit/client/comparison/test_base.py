@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from run_files import OWN, kld_run, made_up_kld, made_up_nlls, made_up_reference, perplexity_run
 
-from scoremode.comparison import compare, summary, verdict_line
+from scoremode.comparison import as_markdown, compare, summary, verdict_line
 from scoremode.comparison.summary import exceeded_limits
 from scoremode.errors import RunError
 
@@ -74,16 +74,39 @@ def test_a_copy_of_the_original_is_a_run_like_any_other(tmp_path, quantized):
 def test_a_limit_that_cannot_be_checked_is_an_error(tmp_path, quantized):
     other = perplexity_run(tmp_path, "other", NLLS["int4"])
     with pytest.raises(RunError, match="--max-kld: other has no KL divergence"):
-        exceeded_limits(compare([*quantized, other], num_resamples=100), max_kld=1)
+        exceeded_limits(compare([*quantized, other], max_kld=1, num_resamples=100))
     short = [perplexity_run(tmp_path, name, NLLS["int4"][:100], window_sizes=[100]) for name in ("one", "two")]
     with pytest.raises(RunError, match="--fail-if cannot be checked: no intervals: a text of"):
         exceeded_limits(compare(short, num_resamples=100), fail_if="worse")
 
 
-def test_a_measured_run_has_its_verdict_in_a_line(quantized):
-    figures = compare(quantized[:1]).runs[1]
+def test_a_measured_run_has_its_effect_in_a_line_and_no_verdict(quantized):
+    comparison = compare(quantized)
     change = 100 * np.expm1((NLLS["int8"] - made_up_nlls(0)).mean())
-    line = verdict_line(compare(quantized[:1]), figures)
-    assert line.startswith(f"int8: {change:+.2f} ± ")
-    assert f", KLD {KLD['int8'].mean():.5f} ± " in line
-    assert line.endswith(f"same top {100 * (KLD['int8'] < 0.1).mean():.1f} %: worse")
+    ratio = comparison.runs[1].ppl_ratio
+    ends = ", ".join(f"{100 * (end - 1):.1f}" for end in (ratio.low, ratio.high))
+    same = 100 * (KLD["int8"] < 0.1).mean()
+    line = f"int8: {change:+.1f} % PPL [{ends}], KLD {KLD['int8'].mean():.4f}, same top {same:.1f} %"
+    assert verdict_line(comparison, comparison.runs[1]) == line
+    sentences = summary(comparison)
+    assert f"{line}." in sentences
+    # Verdicts are on copies, never on one and the original, though CI and CSV files have them.
+    assert [pair.verdict for pair in comparison.pairs] == ["worse"] * 3
+    assert [sentence for sentence in sentences if "original" in sentence and "worse" in sentence] == []
+    assert "int4 is worse than int8 by perplexity." in sentences
+    rows = [row.split(" | ") for row in as_markdown(comparison).splitlines()]
+    found = {(row[0].strip("| "), row[1]): (row[3], row[5].strip(" |")) for row in rows if len(row) == 6}
+    assert (found["int8", "original"], found["int4", "int8"]) == (("-", "-"), ("worse", "worse"))
+    assert verdict_line(compare(quantized, base="int8"), compare(quantized, base="int8").runs[2]).endswith(" %: worse")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "has_words"), [(("awq", None), False), ((None, "awq"), False), ((None, None), True)]
+)
+def test_without_a_reference_what_is_not_quantized_is_the_original(tmp_path, quantization, has_words):
+    runs = [
+        perplexity_run(tmp_path, name, NLLS[name], server={"quantization": each})
+        for name, each in zip(("int8", "int4"), quantization, strict=True)
+    ]
+    comparison = compare(runs, num_resamples=100)
+    assert verdict_line(comparison, comparison.runs[1]).endswith("]: worse" if has_words else "]")

@@ -3,9 +3,13 @@
 import json
 import math
 import os
+import re
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -30,20 +34,26 @@ from scoremode.comparison.plots import write_plots
 from scoremode.comparison.report import write_report
 from scoremode.errors import OutputError, RunError
 from scoremode.runs import Corpus, load_corpus
-from tests.full_disk import no_file_longer_than
 
-HEADER = [
-    *("quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "median KLD", "99 % KLD", "99.9 % KLD"),
-    *("RMS Δp %", "same top %", "tokens/s", "verdict"),
+HEADER = ["quant", "GiB", "ΔPPL % [ ]", "mean KLD ±", "99.9 % KLD", "same top %"]
+FULL = [
+    *("quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % [ ]", "mean KLD ±", "median KLD", "99 % KLD", "99.9 % KLD"),
+    *("RMS Δp %", "same top %"),
 ]
 SIZE = {"weight_bytes": 3 * 2**29, "num_parameters": 3 * 2**30, "computed_by": {"device": "H200", "num_devices": 2}}
 
 
 def read(markdown):
-    """The cells of the table by rows, and the paragraph after it, as they are shown."""
-    tokens = MarkdownIt("commonmark").enable("table").parse(markdown.split("\n---\n")[1])
-    *cells, line = ["".join(part.content for part in each.children) for each in tokens if each.type == "inline"]
-    return [cells[start : start + len(HEADER)] for start in range(0, len(cells), len(HEADER))], line
+    """The rows of the table, the paragraphs before it and after it, and the list, as they are shown."""
+    tokens = MarkdownIt("commonmark").enable("table").parse(markdown.partition("\n---\n")[2])
+    texts = {"paragraph_open": [], "list_item_open": [], "tr_open": []}
+    for token in tokens:
+        if token.type in texts and not (token.type == "paragraph_open" and token.hidden):
+            kind = token.type
+            texts[kind].append([])
+        if token.type == "inline":
+            texts[kind][-1].append("".join(part.content for part in token.children))
+    return texts["tr_open"], [text for [text] in texts["paragraph_open"]], [text for [text] in texts["list_item_open"]]
 
 
 @pytest.fixture
@@ -70,40 +80,74 @@ def made(tmp_path, monkeypatch):
     )
 
 
-def test_every_figure_has_one_error(made):
+def test_the_card_has_six_columns_and_the_full_one_all_but_the_speed(made):
     base, int4, _ = made
-    header, of_base, row, _ = read(card(compare(made, num_resamples=100)))[0]
-    assert (header, of_base[:3], of_base[4:-2], of_base[-1]) == (HEADER, ["base", "", ""], [""] * 7, "")
-    assert row[-2:] == ["3,000", "worse"]
+    comparison = compare(made, num_resamples=100)
+    (header, of_base, short, _), (sentence, *_), _ = read(card(comparison))
+    assert (header, of_base) == (HEADER, ["base", *"-----"])
+    full_header, _, row, _ = read(card(comparison, is_full=True))[0]
+    assert full_header == FULL
+    assert short == [row[FULL.index(heading)] for heading in HEADER]
     assert row[:3] == ["int4", "1.50", "4.00"]
+    assert sentence.startswith(
+        "Compared with base over 3,000 tokens of wikitext: the size of the weight files, the change"
+    )
     difference, root = int4.nlls - base.nlls, math.sqrt(3000)
     perplexity, ratio = math.exp(int4.nlls.mean()), math.exp(difference.mean())
     for cell, value, error in (
         (row[3], perplexity, perplexity * int4.nlls.std() / root),
-        (row[4], 100 * (ratio - 1), 100 * ratio * difference.std() / root),
         (row[5], int4.kld.mean(), int4.kld.std() / root),
     ):
         found = [float(part) for part in cell.split(" ± ")]
-        assert found == [pytest.approx(value, abs=error / 10), pytest.approx(error, rel=0.15)]
+        # One digit of the error, of which it leaves half.
+        assert found == [pytest.approx(value, abs=0.5 * error), pytest.approx(error, rel=0.5)]
+    interval = comparison.runs[1].ppl_ratio
+    found = [float(part) for part in row[4].replace("[", "").replace("]", "").replace(",", "").split()]
+    assert found == pytest.approx([100 * (end - 1) for end in (ratio, interval.low, interval.high)], abs=0.051)
     delta_p = np.exp(-int4.nlls) - np.exp(-int4.reference_nlls)
     rest = [
         *np.quantile(int4.kld, [0.5, 0.99, 0.999]),
         100 * math.sqrt((delta_p**2).mean()),
         100 * int4.same_top.mean(),
     ]
-    assert [float(cell) for cell in row[6:-2]] == pytest.approx(rest, rel=0.01)
+    assert [float(cell) for cell in row[6:]] == pytest.approx(rest, rel=0.01)
 
 
 def test_without_a_run_of_the_base_it_is_the_reference(made):
     _, int4, int3 = made
     comparison = compare([int4, int3], num_resamples=100)
-    (_, of_base, *rows), line = read(card(comparison))
-    perplexity = f"{math.exp(comparison.base.nlls.mean()):.1f} ± {comparison.runs[0].perplexity.stderr:.1f}"
-    assert of_base == ["base", "4.00", "16.00", perplexity, *[""] * 9]
+    (_, of_base, *rows), _, items = read(card(comparison, is_full=True))
+    perplexity = f"{math.exp(comparison.base.nlls.mean()):.0f} ± {comparison.runs[0].perplexity.stderr:.0f}"
+    assert of_base == ["base", "4.00", "16.00", perplexity, *"-------"]
     changes = [100 * math.expm1((run.nlls - run.reference_nlls).mean()) for run in (int4, int3)]
-    assert [float(row[4].split(" ± ")[0]) for row in rows] == pytest.approx(changes, rel=0.02)
-    assert line.startswith("Base base (base@01234567); base: not quantized, float32; int4: ")
-    assert line.endswith("; ppl-client compare int4.json int3.json --labels int4,int3 --card")
+    assert [float(row[4].split()[0]) for row in rows] == pytest.approx(changes, abs=0.051)
+    assert items[:2] == ["Base: base (base@01234567)", "base: not quantized, float32"]
+    assert items[-1] == "ppl-client compare int4.json int3.json --labels int4,int3 --card"
+    assert max(map(len, items)) < 120
+    details = card(comparison).partition("<details>")
+    assert "base@01234567" not in details[0]
+    assert details[2].rstrip().endswith("\n\n</details>")
+
+
+def test_a_picture_next_to_the_card_is_dark_where_pages_are(made, tmp_path):
+    comparison = compare(made[1:], num_resamples=100)
+    write_card(comparison, path := tmp_path / "my card.md")
+    [line] = [line for line in path.read_text().splitlines() if line.startswith("![")]
+    name = re.fullmatch(r"!\[Mean KL divergence against weight files \(GiB\)\]\((.*)\)", line)[1]
+    assert unquote(name) == "my card-kl-divergence.svg"
+    svg = ElementTree.parse(tmp_path / unquote(name))
+    style, *_ = [each.text for each in svg.iter("{http://www.w3.org/2000/svg}style")]
+    light, dark = (
+        dict(re.findall(r"(--[\w-]+):(#\w+)", part)) for part in style.split("@media(prefers-color-scheme:dark)")
+    )
+    used = re.findall(r"var\((--[\w-]+)\)", ElementTree.tostring(svg.getroot(), encoding="unicode"))
+    assert set(used) <= light.keys() == dark.keys()
+    assert (light["--plot-paper"], dark["--plot-paper"]) == ("#ffffff", "#14171c")
+    # No color is left that would be the same on both.
+    assert re.findall("#[0-9a-f]{6}", (tmp_path / unquote(name)).read_text().replace(style, "")) == []
+    assert "![" not in card(comparison), "a printed card has no file"
+    write_card(compare(made[:1], num_resamples=100), tmp_path / "plain.md")
+    assert [each.name for each in tmp_path.glob("plain*")] == ["plain.md"]
 
 
 def test_the_hub_reads_the_yaml_back_whole(made, tmp_path):
@@ -137,7 +181,7 @@ def test_a_card_is_written_between_its_marks_and_nothing_else_changes(made, tmp_
     assert ("| int3 |" in path.read_text(), "| int3 |" in one_row) == (True, False)
     write_card(first, path)
     assert path.read_text() == one_row
-    path.write_text(other := "---\nlicense: mit # mine\n---\n\n# A model\n")
+    path.write_text(other := "# A model\n")
     write_card(first, path)
     start, end = "<!-- scoremode -->\n", "\n<!-- /scoremode -->\n"
     before, _, rest = path.read_text().partition(start)
@@ -150,6 +194,85 @@ def test_a_card_is_written_between_its_marks_and_nothing_else_changes(made, tmp_
         write_card(first, path)
 
 
+OTHERS = """\
+model-index:
+- name: My-Model
+  results:
+  - task:
+      type: text-generation
+    dataset:
+      name: IFEval
+      type: HuggingFaceH4/ifeval
+    metrics:
+    - type: inst_level_strict_acc
+      value: 0.5
+"""
+"""As huggingface_hub writes it."""
+
+
+@pytest.mark.parametrize(
+    ("head", "index", "name"),
+    [
+        ("license: mit # mine\ntags: [a, 'b']\n\n# the end\n", "", "int4"),
+        ("base_model: org/other\n", "model-index:\n  - name: x\n    results: []\n# after it\n", "int4"),
+        ("license:   mit\n", f"{OTHERS}\n# after it\ntags:\n- gptq\n", "My-Model"),
+        ("", "", "int4"),
+    ],
+)
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_figures_go_into_front_matter_that_is_there_and_no_other_byte_changes(
+    made, tmp_path, head, index, name, newline
+):
+    comparison, path = compare(made[1:2], num_resamples=100), tmp_path / "README.md"
+    body = "\n# A model  \n\n---\nlicense: none\n---\n"
+    text = f"---\n{head}{index}---\n{body}".replace("\n", newline)
+    path.write_bytes(text.encode())
+    write_card(comparison, path)
+    written = path.read_bytes().decode()
+    data = ModelCard.load(path).data
+    results = [each for each in data.eval_results if each.metric_type == "kl_divergence"]
+    assert [each.metric_value for each in results] == [pytest.approx(made[1].kld.mean(), rel=1e-5)]
+    assert (data.model_name, len(data.eval_results)) == (name, 6 + (name == "My-Model"))
+    before = {**yaml.safe_load(head + index or "{}"), "model-index": None}
+    assert {**data.to_dict(), "model-index": None} == before
+    # All but the key and the block at the end is as it was.
+    ours = re.compile(r"model-index:\r?\n(?:(?: |- ).*\n)*")
+    kept, had = (ours.sub("", each, count=1) for each in (written, text))
+    assert kept.startswith(had)
+    assert kept[len(had) :].startswith(f"{newline}<!-- scoremode -->{newline}")
+    assert written.count("\n") == written.count(newline)
+    write_card(comparison, path)
+    assert path.read_bytes().decode() == written
+    write_card(compare(made[2:], num_resamples=100), path)
+    again = ModelCard.load(path).data
+    assert (again.model_name, len(again.eval_results)) == ("int3" if name == "int4" else name, len(data.eval_results))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("# A model\n", "has no front matter"),
+        ("---\n- a list\n---\n", "not clear"),
+        ("---\nlicense: [mit\n---\n", "not clear"),
+        ("---\n{license: mit}\n---\n", "not clear"),
+        ("---\nmodel-index: {name: x}\n---\n", "not clear"),
+        (f"---\n{OTHERS}  more: of mine\n---\n", "not clear"),
+        (f"---\n{OTHERS}- name: Another\n  results: []\n---\n", "not clear"),
+        (f"---\n{OTHERS}model-index: []\n---\n", "not clear"),
+        (f"---\n{OTHERS.replace('0.5', '0.5  # of mine')}---\n", "not clear"),
+    ],
+)
+def test_what_is_not_clear_is_left_and_its_yaml_is_logged(made, tmp_path, text, reason, caplog):
+    path = tmp_path / "README.md"
+    path.write_text(text)
+    write_card(compare(made[1:2], num_resamples=100), path)
+    assert path.read_text().startswith(f"{text}\n<!-- scoremode -->\n")
+    message = caplog.records[0].getMessage()
+    assert reason in message
+    pasted = yaml.safe_load(message.partition("\n\n")[2])["model-index"]
+    assert model_index_to_eval_results(pasted)[0] == "int4"
+
+
 def test_a_full_disk_leaves_every_file_as_it_was(made, tmp_path):
     comparison = compare(made[1:2], num_resamples=100)
     (folder := tmp_path / "of").mkdir()
@@ -157,16 +280,21 @@ def test_a_full_disk_leaves_every_file_as_it_was(made, tmp_path):
     card.write_text("mine\n")
     card.chmod(0o640)
     link.symlink_to(card)
-    report.write_text("an earlier report")
-    for write, path in ((write_card, link), (write_report, report)):
-        with no_file_longer_than(200), pytest.raises(OutputError, match=f"cannot write .*{path.name}: File too large"):
-            write(comparison, path)
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {
-        "card.md": "mine\n",
-        "report.html": "an earlier report",
-    }
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Python ignores the signal, so that writes fail as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+    try:
+        for write, path in ((write_card, link), (write_report, report)):
+            with pytest.raises(OutputError, match=f"cannot write .*{path.stem}.*: File too large"):
+                write(comparison, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (card.read_text(), report.read_text()) == ("mine\n", "an earlier report")
     write_card(comparison, link)
     assert (link.readlink(), card.stat().st_mode & 0o777) == (card, 0o640)
+    assert card.read_text().startswith("mine\n\n<!-- scoremode -->\n")
+    assert (tmp_path / "card-kl-divergence.svg").exists()
+    assert [path.name for path in tmp_path.rglob("*") if path.name.startswith(".")] == []
 
 
 def test_a_report_can_go_to_a_pipe(made, tmp_path):

@@ -74,13 +74,55 @@ def test_csv_has_every_figure_in_full(comparison):
     assert ("base", "", "kld") not in found
 
 
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@SUM(1)", "'=1", "a=1", "1-1"])
+def test_a_name_in_csv_is_no_formula(tmp_path, name):
+    nlls = made_up_nlls(1)
+    runs = [perplexity_run(tmp_path, label, each) for label, each in (("base", nlls + 0.1), ("run", nlls))]
+    comparison = compare([runs[0], replace(runs[1], label=name)], num_resamples=100)
+    rows = list(csv.DictReader(io.StringIO(as_csv(comparison))))
+    assert {row["run"] for row in rows} == {"base", f"'{name}" if name[0] in "=+-@" else name}
+    # Numbers stay numbers.
+    assert [float(row["value"]) for row in rows if row["figure"] == "ln_ppl_ratio"] == [pytest.approx(-0.1)]
+
+
+@pytest.mark.parametrize(
+    ("floor", "dtype", "is_invariant", "sentence"),
+    [
+        (
+            0.0,
+            "bfloat16",
+            None,
+            "The noise floor of base is 0 and not informative: its batches made no difference.",
+        ),
+        (
+            1e-11,
+            "float16",
+            False,
+            "The noise floor of base is 0 and not informative: its batches made no difference.",
+        ),
+        (0.0, "bfloat16", True, "The noise floor is exactly 0, because the server computes batch-invariantly."),
+        (1e-11, "float32", None, "near is more than 1,000 times the noise floor by mean KL divergence."),
+        (1e-8, "bfloat16", None, "near is more than 1,000 times the noise floor by mean KL divergence."),
+    ],
+)
+def test_a_floor_of_nothing_says_what_it_is(tmp_path, floor, dtype, is_invariant, sentence):
+    of_floor = NoiseFloor(mean=floor, p99=0, max=0, num_scored=3000, created=1)
+    reference = made_up_reference(
+        noise_floor=None, dtype=dtype, computed_by=ComputedBy(batch_invariant=is_invariant)
+    ).model_copy(update={"noise_floor": of_floor})
+    run = kld_run(tmp_path, "near", made_up_nlls(1), made_up_kld(1, 0.03), reference=reference)
+    text = as_text(compare([run], num_resamples=100))
+    assert [line for line in text.splitlines() if "noise floor" in line] == [sentence]
+    assert ("1,000" in text.partition("near")[2]) == ("1,000" in sentence)
+
+
 def test_the_summary_ranks_runs_in_sentences(comparison):
-    ratio = next(pair.ppl_ratio for pair in comparison.pairs if pair.second.label == "int4")
     multiple = comparison.runs[2].kld_over_noise_floor
+    int8, int4 = (f"{verdict_line(comparison, figures)}." for figures in comparison.runs[1:])
+    assert (int8[-23:], int4[-8:]) == ("%: no difference shown.", ": worse.")
     assert summary(comparison) == [
-        f"int4 is worse than base: {ratio.value:.4f} times its perplexity [{ratio.low:.4f}, {ratio.high:.4f}].",
+        *(int8, int4),
         "int4 is worse than int8 by perplexity.",
-        "No difference by perplexity is shown between base and int8.",
         "int4 is worse than int8 by mean KL divergence.",
         "int8 is at or below the noise floor: the reference's own model diverges as much from itself in other batches.",
         f"int4 is {multiple:,.1f} times the noise floor by mean KL divergence.",

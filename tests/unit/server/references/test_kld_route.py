@@ -197,10 +197,10 @@ async def test_infinite_divergences_are_null(root):
 async def test_a_noise_floor_is_stored_with_its_own_models_reference(root, monkeypatch):
     orders, compare = [], Comparer.compare
 
-    def note_order(comparer, reference, windows, settings):
+    def note_order(comparer, reference, windows, settings, most):
         windows = list(windows)
         orders.append([window.mark.index for window in windows])
-        return compare(comparer, reference, windows, settings)
+        return compare(comparer, reference, windows, settings, most)
 
     monkeypatch.setattr(Comparer, "compare", note_order)
     async with client_of_model(root) as client:
@@ -218,6 +218,33 @@ async def test_a_noise_floor_is_stored_with_its_own_models_reference(root, monke
     stored = [after["noise_floor"][name] for name in ("mean", "p99", "max", "num_scored")]
     assert stored == [figures["mean"], figures["p99"], figures["max"], len(TOKENS) - 1]
     assert {**after, "noise_floor": None, "disk_bytes": before["disk_bytes"]} == before
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "lane", "recorded", "compared"),
+    [(60, "prefill", 7, 2), (24, "prefill", 2, 1), (16, "prefill", 1, 1), (60, "decode", 7, 7)],
+)
+async def test_a_noise_floor_has_fewer_windows_in_flight_than_its_recording(
+    tmp_path, monkeypatch, num_tokens, lane, recorded, compared
+):
+    """In another lane the kernels are others anyway, and need many sequences."""
+    now, most, compute = 0, 0, ReferenceEngine._compute
+
+    async def counted(engine, *arguments):
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.02)
+        output = await compute(engine, *arguments)
+        now -= 1
+        return output
+
+    monkeypatch.setattr(ReferenceEngine, "_compute", counted)
+    async with client_of_model(tmp_path) as client:
+        await record(client, prompt=TOKENS[:num_tokens])
+        of_recording, most = most, 0
+        await client.post(KLD, json={**BODY, "as_noise_floor": True, "lane": lane})
+    assert (of_recording, most) == (recorded, compared)
 
 
 @pytest.mark.parametrize(
