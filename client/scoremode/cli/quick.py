@@ -30,7 +30,8 @@ def run(options: argparse.Namespace) -> int:
     needed = ["report"]
     if shutil.which("scoremode", path=Path(sys.executable).parent):
         needed.append("cuda")
-    if options.dataset != corpora.PYDOC and local_path(options.dataset) is None:
+    dataset = plan(options)["text"]["dataset"]
+    if dataset not in (None, corpora.PYDOC) and local_path(dataset) is None:
         needed.append("datasets")
     require_extras(*needed)
     from scoremode.sweep import checked_plan

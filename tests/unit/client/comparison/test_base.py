@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from run_files import OWN, kld_run, made_up_kld, made_up_nlls, made_up_reference, perplexity_run
 
-from scoremode.comparison import as_markdown, compare, summary, verdict_line
+from scoremode.comparison import compare, summary, verdict_line
 from scoremode.comparison.summary import exceeded_limits
 from scoremode.errors import RunError
 
@@ -94,9 +94,8 @@ def test_a_measured_run_has_its_effect_in_a_line_and_no_verdict(quantized):
     assert [pair.verdict for pair in comparison.pairs] == ["worse"] * 3
     assert [sentence for sentence in sentences if "original" in sentence and "worse" in sentence] == []
     assert "int4 is worse than int8 by perplexity." in sentences
-    rows = [row.split(" | ") for row in as_markdown(comparison).splitlines()]
-    found = {(row[0].strip("| "), row[1]): (row[3], row[5].strip(" |")) for row in rows if len(row) == 6}
-    assert (found["int8", "original"], found["int4", "int8"]) == (("-", "-"), ("worse", "worse"))
+    words = {(pair.second.label, pair.first.label): pair.in_words(pair.verdict) for pair in comparison.pairs}
+    assert (words["int8", "original"], words["int4", "int8"]) == ("-", "worse")
     assert verdict_line(compare(quantized, base="int8"), compare(quantized, base="int8").runs[2]).endswith(" %: worse")
 
 

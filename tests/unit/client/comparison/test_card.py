@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import resource
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from scoremode.comparison.plots import write_plots
 from scoremode.comparison.report import write_report
 from scoremode.errors import OutputError, RunError
 from scoremode.runs import Corpus, load_corpus
+from tests.full_disk import no_file_longer_than
 
 HEADER = ["quant", "GiB", "ΔPPL % [ ]", "mean KLD ±", "99.9 % KLD", "same top %"]
 FULL = [
@@ -280,15 +280,10 @@ def test_a_full_disk_leaves_every_file_as_it_was(made, tmp_path):
     card.write_text("mine\n")
     card.chmod(0o640)
     link.symlink_to(card)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Python ignores the signal, so that writes fail as on a full disk.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
-    try:
-        for write, path in ((write_card, link), (write_report, report)):
-            with pytest.raises(OutputError, match=f"cannot write .*{path.stem}.*: File too large"):
-                write(comparison, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    report.write_text("an earlier report")
+    for write, path in ((write_card, link), (write_report, report)):
+        with no_file_longer_than(200), pytest.raises(OutputError, match=f"write .*{path.stem}.*: File too large"):
+            write(comparison, path)
     assert (card.read_text(), report.read_text()) == ("mine\n", "an earlier report")
     write_card(comparison, link)
     assert (link.readlink(), card.stat().st_mode & 0o777) == (card, 0o640)

@@ -52,7 +52,7 @@ def test_tables_have_a_row_for_it_and_leave_empty_what_it_lacks(comparison):
     both = with_logs(comparison, [("q4_k_m", str(KLD))])
     rows = [line.split() for line in as_text(both).splitlines() if line.startswith("q4_k_m ")]
     cells = [cell for row in rows[:3] for cell in row[1:]]
-    assert " ".join(cells) == "llama.cpp - - - - 26.0633 ± 1.7849 - 0.053622 ± 0.001553 85.735 ± 0.774 -"
+    assert " ".join(cells) == "llama.cpp - - - 26.0633 ± 1.7849 - 0.053622 ± 0.001553 85.735 ± 0.774 -"
     found = {row["figure"]: row for row in csv.DictReader(io.StringIO(as_csv(both))) if row["run"] == "q4_k_m"}
     assert (found["kld"]["value"], found["kld"]["low"]) == ("0.053622", "")
 

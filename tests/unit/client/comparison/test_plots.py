@@ -108,7 +108,7 @@ def test_a_floor_below_all_runs_is_a_line_too(comparison, floor, label):
     known = NoiseFloor(mean=floor, p99=1.0, max=1.0, num_scored=NUM_TOKENS, created=1)
     low = changed(
         comparison,
-        lambda run: replace(run, reference=run.reference.model_copy(update={"noise_floor": known})),
+        lambda run: replace(run, reference=run.reference.model_copy(update={"noise_floor": known, "dtype": "float32"})),
     )
     low = replace(low, runs=low.runs[1:])
     for name, at in ((KLD, 1), (DISTRIBUTION, 0)):
