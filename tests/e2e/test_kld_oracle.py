@@ -154,6 +154,7 @@ def test_no_way_is_shown_to_be_better_than_another(smollm2_server, smollm2_clien
             assert main([*arguments, "--output", str(tmp_path / f"{text.stem}-{way}.json")]) == 0
         smollm2_client.delete_reference("itself")
         pairs = compare([load_run(tmp_path / f"{text.stem}-{way}.json", way) for way in ways]).pairs
-        assert [pair.verdict for pair in pairs] == ["no difference shown"] * 3
+        # So short a text has no interval, in which an earlier build saw a difference.
+        assert {pair.verdict for pair in pairs} == {"no interval"}
         # A step of float32 at 20 nats is 2e-6, and batches differ.
         assert max(abs(pair.ln_ppl_ratio.value) for pair in pairs) < 1e-6
