@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
             seed=options.seed,
         )
         comparison = with_logs(comparison, options.llama_cpp, options.qbench)
-        if given(options, ("fail_if", "max_kld", "max_ppl_increase")):
+        if any(given(options, ("fail_if", "max_kld", "max_ppl_increase"))):
             lines = exceeded_limits(comparison, options.fail_if)
     if folders := _task_folders(options.tasks or (), [run.label for run in runs]):
         models = {label: load_tasks(path, options.task_metric, options.task_filter) for label, path in folders.items()}
