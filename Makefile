@@ -99,7 +99,8 @@ docs: .venv-docs/installed ## Build the documentation into site/, and check ever
 	rm -rf site $(SITE) && mkdir -p $(SITE)/pages
 	cp zensical.toml $(SITE)
 	cp --parents -t $(SITE)/pages *.md LICENSE pyproject.toml docs/*.md docs/images/* bench/*.md bench/results/*.json \
-		bench/results/llama_cpp/* docker/* openapi/*.json tests/data/*.md
+		bench/results/llama_cpp/* client/scoremode/runs/categories/*.md docker/* openapi/*.json \
+		tests/data/*.md
 	.venv-docs/bin/zensical build --strict --config-file $(SITE)/zensical.toml
 	mv $(SITE)/site site
 	$(PYTHON) scripts/check_site.py site
