@@ -117,7 +117,7 @@ SERVER_FAULTS = {
     ],
     "engine/cached_request.py < engine": [
         ("num_left_out = -(-run.first // size)", "num_left_out = run.first // size"),
-        ("if other is not None and other.num_columns >= self.num_columns:", "if other is not None:"),
+        ("if other is not None and other.request.spec.num_top >= self.request.spec.num_top:", "if other is not None:"),
     ],
     "engine/admission.py < engine/test_admission.py engine": [
         ("queue.add(-queue.num_sequences, -queue.num_tokens)", "queue.add(-queue.num_sequences, 0)"),

@@ -8,7 +8,16 @@ from vllm import LLM, TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from scoremode_server.rows import NO_RANK, NO_TOKEN, Rows, check_finished, missing_row, read_columns, read_rows
+from scoremode_server.rows import (
+    NO_RANK,
+    NO_TOKEN,
+    Rows,
+    check_finished,
+    complete_rows,
+    missing_row,
+    own_rows,
+    score_columns,
+)
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.scorer import check_engine
 from scoremode_server.scoring.tokenizer import as_prompts
@@ -76,9 +85,9 @@ def read_score(token_ids: Sequence[int], top_logprobs: int, output: RequestOutpu
         EngineOutputError: the output is not of these tokens, is incomplete, or has a NaN.
     """
     check_finished(output)
-    parts = [read_columns(each, top_logprobs + 1) for each in (output.prompt_logprobs, output.outputs[0].logprobs)]
-    tokens, logprobs, ranks = (np.concatenate(each) for each in zip(*parts, strict=True))
-    rows, num_missing = read_rows(token_ids, top_logprobs + 1, (tokens, logprobs, ranks))
+    parts = [own_rows(each, top_logprobs + 1) for each in (output.prompt_logprobs, output.outputs[0].logprobs)]
+    computed = Rows(np.concatenate([part.table for part in parts]), score_columns(top_logprobs + 1))
+    rows, num_missing = complete_rows(token_ids, computed)
     if num_missing:
         raise missing_row(num_missing)
     return SequenceScore.from_rows(token_ids, rows, output.num_cached_tokens or 0)
@@ -116,6 +125,6 @@ def score(
     return [
         read_score(token_ids, top_logprobs, next(outputs))
         if len(token_ids) > 1
-        else SequenceScore.from_rows(token_ids, Rows.empty(0, top_logprobs + 1))
+        else SequenceScore.from_rows(token_ids, Rows.empty(0, score_columns(top_logprobs + 1)))
         for token_ids in sequences
     ]

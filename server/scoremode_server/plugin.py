@@ -52,14 +52,15 @@ def general_plugin() -> None:
     require_supported()
     from scoremode_server.vllm_compat.install import install
 
-    install(_row_sinks)
+    install(_sink_makers)
 
 
-def _row_sinks() -> dict[str, Any]:
-    """Make the extensions' `SinkMaker`s, by name. Called in an engine worker."""
+def _sink_makers() -> dict[str, Any]:
+    """Make a `SinkMaker` for each name of sinks. Called in an engine worker."""
     from scoremode_server.references.worker.sinks import reference_sinks
+    from scoremode_server.worker.sinks import SinkMaker, sink_classes
 
-    return reference_sinks()
+    return {name: SinkMaker(sink_class) for name, sink_class in sink_classes().items()} | reference_sinks()
 
 
 def enable() -> None:

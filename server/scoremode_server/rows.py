@@ -1,8 +1,10 @@
-"""Rows: the scores of consecutive tokens, in the form that all parts of the server use."""
+"""Rows: the scores of consecutive tokens and what else was computed for each, in the form that all parts of the server
+use. Engine workers and API servers both import this."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 from vllm.logprobs import FlatLogprobs
@@ -17,110 +19,173 @@ NO_RANK = 0
 NO_TOKEN = -1
 """The id of a top token where there is none."""
 
-Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Token ids and logprobs (nats) [rows, columns], ranks [rows]."""
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A named column of rows, of numbers with four bytes."""
+
+    name: str
+    dtype: Literal["float32", "int32"] = "float32"
+    width: int | None = None
+    """Numbers per row; None for one number, whose array then has no second axis."""
+
+    @property
+    def num_words(self) -> int:
+        return 1 if self.width is None else self.width
+
+
+Columns = tuple[Column, ...]
+"""The columns of rows, from left to right."""
+
+
+@lru_cache
+def score_columns(num_tokens: int) -> Columns:
+    """The columns of scores, of 1 + m + k tokens in each row: the actual token, m candidates, the top k."""
+    return (
+        Column("token_ids", "int32", num_tokens),
+        # Nats.
+        Column("logprobs", "float32", num_tokens),
+        # How many tokens of the vocabulary are at least as likely as the actual one.
+        Column("ranks", "int32"),
+    )
+
+
+def with_more_top(columns: Columns, num_more: int) -> Columns:
+    """The same columns with more top tokens in those of scores."""
+    scores, others = columns[: len(score_columns(1))], columns[len(score_columns(1)) :]
+    return score_columns(scores[0].num_words + num_more) + others
+
+
+def num_words(columns: Columns) -> int:
+    """Numbers in a row."""
+    return sum(column.num_words for column in columns)
 
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """Rows of n tokens, each with 1 + m + k columns: the actual token, m candidates, the top k."""
+    """Rows of n tokens with named columns."""
 
     table: np.ndarray
-    """[n, 2 * columns + 1] int32: token ids, the bits of their float32 logprobs, the actual token's rank."""
+    """[n, words] int32: the columns next to each other; of those of float32, the bits."""
+    columns: Columns
 
     @classmethod
-    def empty(cls, num_rows: int, num_columns: int) -> "Rows":
+    def empty(cls, num_rows: int, columns: Columns) -> "Rows":
         """Rows with unset content."""
-        return cls(np.empty((num_rows, 2 * num_columns + 1), np.int32))
+        return cls(np.empty((num_rows, num_words(columns)), np.int32), columns)
 
     @classmethod
     def from_arrays(cls, token_ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> "Rows":
-        """Rows of token ids and logprobs [n, columns] and ranks [n]."""
-        rows = cls.empty(*token_ids.shape)
-        rows.write(0, (token_ids, logprobs, ranks))
-        return rows
+        """Scores: token ids and logprobs [n, tokens], ranks [n]."""
+        arrays = token_ids.astype(np.int32), logprobs.astype(np.float32).view(np.int32), ranks.astype(np.int32)[:, None]
+        return cls(np.concatenate(arrays, 1), score_columns(token_ids.shape[1]))
 
     @classmethod
-    def from_bytes(cls, data: bytes, num_columns: int) -> "Rows":
+    def from_bytes(cls, data: bytes, columns: Columns) -> "Rows":
         """The reverse of `table.tobytes()`; read-only."""
-        return cls(np.frombuffer(data, np.int32).reshape(-1, 2 * num_columns + 1))
-
-    def write(self, start: int, columns: Columns) -> None:
-        """Replace rows from `start` on."""
-        token_ids, logprobs, ranks = columns
-        part = self[start : start + len(ranks)]
-        part.token_ids[:] = token_ids
-        part.logprobs[:] = logprobs
-        part.table[:, -1] = ranks
+        return cls(np.frombuffer(data, np.int32).reshape(-1, num_words(columns)), columns)
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, rows: slice) -> "Rows":
-        return Rows(self.table[rows])
+        return Rows(self.table[rows], self.columns)
+
+    def column(self, name: str) -> np.ndarray:
+        """A view of a column, [n] or [n, width]. KeyError if there is none of that name."""
+        start = 0
+        for column in self.columns:
+            if column.name == name:
+                values: np.ndarray = self.table[:, start : start + column.num_words].view(column.dtype)
+                return values[:, 0] if column.width is None else values
+            start += column.num_words
+        raise KeyError(name)
 
     @property
-    def num_columns(self) -> int:
-        """1 + m + k."""
-        return int(self.table.shape[1]) // 2
+    def width(self) -> int:
+        """Tokens in each row."""
+        return self.columns[0].num_words
 
     @property
     def token_ids(self) -> np.ndarray:
-        """[n, columns] int32: the actual token, the candidates, the top k."""
-        return self.table[:, : self.num_columns]
+        """[n, tokens] int32: the actual token, the candidates, the top k."""
+        return self.column("token_ids")
 
     @property
     def logprobs(self) -> np.ndarray:
-        """[n, columns] float32, nats."""
-        return self.table[:, self.num_columns : -1].view(np.float32)
+        """[n, tokens] float32, nats."""
+        return self.column("logprobs")
 
     @property
     def ranks(self) -> np.ndarray:
         """[n] int32: how many tokens of the vocabulary are at least as likely as the actual one."""
-        return self.table[:, -1]
+        return self.column("ranks")
+
+    @property
+    def has_nan(self) -> np.ndarray:
+        """[n] bool: whether one of its numbers is NaN."""
+        floats = (self.column(column.name) for column in self.columns if column.dtype == "float32")
+        # A row's sum is NaN if one of its numbers is, and takes less time than to look at each.
+        has_nan = np.zeros(len(self), bool)
+        for values in floats:
+            has_nan |= np.isnan(values if values.ndim == 1 else values.sum(1))
+        return has_nan
+
+    def narrowed(self, columns: Columns) -> "Rows":
+        """The first numbers of each column, as many as `columns` of the same names have."""
+        parts = [np.atleast_2d(self.column(column.name).T).T[:, : column.num_words] for column in columns]
+        return Rows(np.concatenate([part.view(np.int32) for part in parts], 1), columns)
 
 
 class PromptLogprobs:
-    """`RequestOutput.prompt_logprobs` of scoring requests: token ids, logprobs and ranks in arrays, made of vLLM's
-    tensors on the CPU when the prompt is complete."""
+    """`RequestOutput.prompt_logprobs` of scoring requests, made of vLLM's tensors when the prompt is complete. The
+    first has a table of rows; of vLLM's own prompt logprobs, the three are token ids, logprobs and ranks."""
 
     def __init__(self, tensors: Sequence[Any] = ()) -> None:
-        self.columns = [tensor.numpy() for tensor in tensors[:3]]
+        self.arrays = [tensor.numpy() for tensor in tensors[:3]]
+
+    def rows(self, columns: Columns) -> Rows:
+        """The rows that a worker packed; none if no row was computed. EngineOutputError if they have other columns."""
+        if not self.arrays:
+            return Rows.empty(0, columns)
+        if self.arrays[0].shape[1] != num_words(columns):
+            raise EngineOutputError(f"the engine computed rows of {self.arrays[0].shape[1]} numbers")
+        return Rows(self.arrays[0], columns)
 
 
-def read_columns(logprobs: Any, num_columns: int) -> Columns:
-    """The columns of arrays, or of vLLM's flat logprobs; EngineOutputError if there are none."""
-    if isinstance(logprobs, PromptLogprobs) and logprobs.columns:
-        token_ids, values, ranks = logprobs.columns
-        return token_ids, values, ranks
+def received_rows(output: RequestOutput, columns: Columns) -> Rows:
+    """The rows of a finished request that workers packed. EngineOutputError if there are none."""
+    if not isinstance(output.prompt_logprobs, PromptLogprobs):
+        raise EngineOutputError("the engine ended a request without logprobs")
+    return output.prompt_logprobs.rows(columns)
+
+
+def own_rows(logprobs: Any, num_tokens: int) -> Rows:
+    """The rows of vLLM's own logprobs, in arrays or flat. EngineOutputError if there are none."""
     if isinstance(logprobs, PromptLogprobs):
-        # No row was computed.
-        logprobs = FlatLogprobs()
+        return Rows.from_arrays(*logprobs.arrays) if logprobs.arrays else Rows.empty(0, score_columns(num_tokens))
     if not isinstance(logprobs, FlatLogprobs):
         raise EngineOutputError("the engine ended a request without logprobs")
-    return (
-        np.asarray(logprobs.token_ids, np.int32).reshape(-1, num_columns),
-        np.asarray(logprobs.logprobs, np.float32).reshape(-1, num_columns),
-        np.asarray(logprobs.ranks[::num_columns], np.int32),
+    return Rows.from_arrays(
+        np.asarray(logprobs.token_ids, np.int32).reshape(-1, num_tokens),
+        np.asarray(logprobs.logprobs, np.float32).reshape(-1, num_tokens),
+        np.asarray(logprobs.ranks[::num_tokens], np.int32),
     )
 
 
-def read_rows(
-    token_ids: Sequence[int] | np.ndarray, num_columns: int, columns: Columns, first: int = 0
-) -> tuple[Rows, int]:
-    """Check the `columns` of the rows from `first` on, which the engine computed for tokens [n]. Valid are those after
-    the last one that is NaN or of another token; none if there are more or fewer than expected.
+def complete_rows(token_ids: Sequence[int] | np.ndarray, computed: Rows, first: int = 0) -> tuple[Rows, int]:
+    """Check the rows from `first` on, which the engine computed for tokens [n]. Valid are those after the last one that
+    has a NaN or is of another token; none if there are more or fewer than expected.
 
     Returns:
         Rows of the tokens after the first, [n - 1], and how many of the first rows are not valid.
     """
     actual = np.asarray(token_ids, np.int32)[1:]
-    rows = Rows.empty(len(actual), num_columns)
-    if columns[0].shape != (len(actual) - first, num_columns):
+    rows = Rows.empty(len(actual), computed.columns)
+    if len(computed) != len(actual) - first:
         return rows, len(actual)
-    rows.write(first, columns)
-    computed = rows[first:]
-    trusted = (computed.token_ids[:, 0] == actual[first:]) & ~np.isnan(computed.logprobs.sum(axis=1))
+    rows.table[first:] = computed.table
+    trusted = (computed.token_ids[:, 0] == actual[first:]) & ~computed.has_nan
     return rows, first + (0 if trusted.all() else int(np.flatnonzero(~trusted)[-1]) + 1)
 
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from itertools import chain, tee
 from typing import Any
 
-import numpy as np
 import orjson
 from fastapi import Request
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -30,7 +29,7 @@ from scoremode_server.engine.engine import EngineResult
 from scoremode_server.engine.passes import RowsRequest, engine_id
 from scoremode_server.errors import EngineOutputError, RequestError, UnfinishedError
 from scoremode_server.http.requests import accept
-from scoremode_server.rows import read_columns
+from scoremode_server.rows import own_rows
 from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, Turns
 from scoremode_server.scoring.tokenizer import PromptTexts, as_prompts
@@ -165,10 +164,10 @@ class ScoringCompletions(ScoringHandler):
 
     def _of_sampled(self, result: EngineResult, style: Style) -> OpenAI:
         assert style.num_top is not None
-        columns = read_columns(result.output.outputs[0].logprobs, style.num_top + 1)
-        if len(columns[0]) != 1 or np.isnan(columns[1]).any():
+        rows = own_rows(result.output.outputs[0].logprobs, style.num_top + 1)
+        if len(rows) != 1 or rows.has_nan.any():
             raise EngineOutputError("the engine computed no logprob, or NaN, for the token that it sampled")
-        return self._writer.sampled(columns, style)
+        return self._writer.sampled(rows, style)
 
 
 class _EngineThatScores:
@@ -240,7 +239,7 @@ class _EngineThatScores:
         handler, core = self._handler, self._handler.core
         request_id = self._raw_request.state.request_metadata.request_id
         num_tokens = sum(len(each.token_ids) for each in self._asked)
-        num_values = [len(each.token_ids) * each.spec.num_columns for each in self._asked]
+        num_values = [len(each.token_ids) * each.spec.width for each in self._asked]
         try:
             core.limits.check_num_values(num_values)
             async with accept(core.admission, handler.route, request_id, len(num_values), num_tokens) as queue:

@@ -14,7 +14,7 @@ from cachetools import LRUCache
 from vllm.entrypoints.generate.base.serving import format_token_id_placeholder
 
 from scoremode_server.engine.engine import EngineResult
-from scoremode_server.rows import Columns, Rows, json_logprobs
+from scoremode_server.rows import Rows, json_logprobs
 from scoremode_server.scoring.tokenizer import TokenStrings
 from scoremode_server.vllm_compat.output_processor import INCOMPLETE
 
@@ -147,7 +147,7 @@ class LogprobsWriter:
 
         If the engine had the first blocks cached, stored pieces are used, and new ones are stored.
         """
-        token_ids, rows, num_columns = result.output.prompt_token_ids, result.rows, result.rows.num_columns
+        token_ids, rows, num_columns = result.output.prompt_token_ids, result.rows, result.rows.width
         most_rows = max(1, PIECE_ENTRIES // num_columns)
         most_blocks = most_rows // self._block_size
         stores = result.num_cached_blocks and most_blocks and num_columns <= MAX_STORED_COLUMNS
@@ -167,9 +167,8 @@ class LogprobsWriter:
         for first in range(start * self._block_size, len(rows), most_rows):
             yield self._write(token_ids, rows, first, min(first + most_rows, len(rows)), style)
 
-    def sampled(self, columns: Columns, style: Style) -> OpenAI:
+    def sampled(self, rows: Rows, style: Style) -> OpenAI:
         """OpenAI's logprobs of one sampled token. Its text does not depend on the prompt, as in vLLM."""
-        rows = Rows.from_arrays(*columns)
         return self._openai(rows, self._entries((), rows, 0), style)
 
     def _first(self, token_id: int, style: Style) -> Written:
@@ -214,7 +213,7 @@ class LogprobsWriter:
     def _full(self, rows: Rows, entries: Entries) -> bytes:
         """vLLM's `prompt_logprobs`. Each entry has five pieces: what divides it from the one before it, the token's id,
         logprob, rank and text."""
-        ids, num_columns = rows.token_ids, rows.num_columns
+        ids, num_columns = rows.token_ids, rows.width
         after = self._pieces.after[ids.ravel()].tolist()
         for place, text in entries.completed:
             after[place] = _after_rank(text)
@@ -235,7 +234,7 @@ class LogprobsWriter:
 
     def _openai(self, rows: Rows, entries: Entries, style: Style) -> OpenAI:
         assert style.num_top is not None
-        ids, num_columns = rows.token_ids.ravel(), rows.num_columns
+        ids, num_columns = rows.token_ids.ravel(), rows.width
         if style.as_token_ids:
             names = [b'"%b"' % format_token_id_placeholder(token_id).encode() for token_id in ids.tolist()]
             lengths = np.array(list(map(len, names[::num_columns])), np.int64) - 2

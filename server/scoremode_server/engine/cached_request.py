@@ -40,7 +40,7 @@ class CachedRequest:
 
     def __post_init__(self) -> None:
         self._generation = self.store.generation
-        self.num_columns = self.request.spec.num_columns
+        self.columns = self.request.spec.columns
 
     @property
     def num_hits(self) -> int:
@@ -57,15 +57,14 @@ class CachedRequest:
         size = self.store.block_size
         # The engine may leave out blocks whose rows are not needed, so no request may wait for them.
         registered = self.block_hashes[self.request.first_row // size :]
-        self._blocks_found = self.store.get(self.block_hashes, self.num_columns)
+        self._blocks_found = self.store.get(self.block_hashes, self.columns)
         computing = self._register(registered)
         try:
             run = await self._complete_run(computing)
             if needed := self._needed(run):
                 start = needed.start * size
-                found = self.store.join(
-                    [self._blocks_found[self.block_hashes[block]] for block in needed], self.num_columns
-                )
+                blocks = [self._blocks_found[self.block_hashes[block]] for block in needed]
+                found = self.store.join(blocks, self.columns)
                 run.rows.table[start : run.first] = found.table[: run.first - start]
             num_left_out = -(-run.first // size)
             self._store(self.block_hashes[num_left_out:], run, num_left_out * size)
@@ -78,14 +77,14 @@ class CachedRequest:
             self.has_ended.set()
 
     def _register(self, block_hashes: Sequence[bytes]) -> dict[bytes, "CachedRequest"]:
-        """Register for the blocks that were not found and that no other request computes with as many columns. Returns
-        the requests that compute the others."""
+        """Register for the blocks that are not in the store and that no other request computes with as many top tokens.
+        Returns the requests that compute the others."""
         computing = {}
         for block_hash in block_hashes:
             if block_hash in self._blocks_found:
                 continue
             other = self.in_flight.get(block_hash)
-            if other is not None and other.num_columns >= self.num_columns:
+            if other is not None and other.request.spec.num_top >= self.request.spec.num_top:
                 computing[block_hash] = other
             else:
                 self.in_flight[block_hash] = self
@@ -127,7 +126,7 @@ class CachedRequest:
         for other in {computing[each] for each in self.block_hashes[needed.start : needed.stop] if each in computing}:
             self.has_waited = True
             await other.has_ended.wait()
-        self._blocks_found |= self.store.get(self.block_hashes, self.num_columns)
+        self._blocks_found |= self.store.get(self.block_hashes, self.columns)
         last = needed[-1]
         if self._missing(run) == [last] and last < len(self.block_hashes) and self.request.spec.identity is None:
             await self._run_last_block(last)

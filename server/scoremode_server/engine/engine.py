@@ -24,8 +24,9 @@ from scoremode_server.engine.admission import Admission, EngineSize
 from scoremode_server.engine.cached_request import CachedRequest
 from scoremode_server.engine.passes import RowsRequest, in_engine, run_engine
 from scoremode_server.engine.store import HASH_BYTES, RowStore
+from scoremode_server.errors import EngineOutputError
 from scoremode_server.metrics import Metrics
-from scoremode_server.rows import Columns, Rows, read_columns
+from scoremode_server.rows import Rows, missing_row, received_rows
 from scoremode_server.vllm_compat.engine_client import may_go_unnoticed, within_changes
 
 MAX_COMPUTED = 2**16
@@ -79,13 +80,21 @@ class ScoringEngine:
             request.queue.done(len(request.token_ids), result.num_cached_tokens)
         return result
 
-    async def prompt_columns(self, request: RowsRequest) -> Columns:
-        """The engine's columns for a window of a reference, not checked or cached. The caller calls `done`."""
+    async def window_rows(self, request: RowsRequest) -> Rows:
+        """The rows of a window from its first target on, never cached. EngineOutputError if a row is missing or has a
+        NaN. The caller calls `done`."""
         arrival = time.monotonic()
         output = await in_engine(self._engine, request)
-        columns = read_columns(output.prompt_logprobs, 1)
+        rows = received_rows(output, request.spec.columns)
+        first = request.spec.first
+        if len(rows) != len(request.token_ids) - first:
+            raise EngineOutputError(
+                f"the engine computed {len(rows)} rows of a window of {len(request.token_ids)} tokens"
+            )
+        if (is_nan := rows.has_nan).any():
+            raise missing_row(first + int(is_nan.argmax()))
         self._metrics.count(output, len(request.token_ids) - 1, arrival)
-        return columns
+        return rows
 
     def _tokens_to_cache(self, request: RowsRequest) -> np.ndarray | None:
         """The tokens [n] int32 of a request that can use the cache."""

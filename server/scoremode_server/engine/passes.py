@@ -20,7 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.engine.admission import RequestQueue
 from scoremode_server.errors import EngineOutputError, engine_dead_error
-from scoremode_server.rows import Rows, check_finished, missing_row, read_columns, read_rows
+from scoremode_server.rows import Rows, check_finished, complete_rows, missing_row, received_rows
 from scoremode_server.vllm_compat.engine_client import exempt_from_queue_bounds
 from scoremode_server.worker.row_spec import RowSpec, ScoringParams
 
@@ -97,11 +97,12 @@ class EnginePass:
 async def run_engine(engine: EngineClient, request: RowsRequest, **how: Any) -> EnginePass:
     """Compute the rows of a request, as `in_engine` says."""
     output = await in_engine(engine, request, **how)
-    num_columns, num_cached = request.spec.num_columns, output.num_cached_tokens or 0
-    # The rows are a copy, and an answer keeps the output.
-    columns, output.prompt_logprobs = read_columns(output.prompt_logprobs, num_columns), None
+    num_cached = output.num_cached_tokens or 0
+    computed = received_rows(output, request.spec.columns)
+    # The rows are copied, and an answer keeps the output.
+    output.prompt_logprobs = None
     first = max(num_cached, request.spec.first - 1)
-    return EnginePass(output, num_cached, *read_rows(request.token_ids, num_columns, columns, first))
+    return EnginePass(output, num_cached, *complete_rows(request.token_ids, computed, first))
 
 
 async def in_engine(

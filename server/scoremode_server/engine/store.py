@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from scoremode_server.rows import Rows
+from scoremode_server.rows import Columns, Rows, num_words, with_more_top
 
 HASH_BYTES = 16
 
@@ -28,8 +28,8 @@ _CELL_BYTES = 4
 class RowStore:
     """Blocks of rows by block hash. The least recently used are evicted first.
 
-    All blocks with their overhead take at most `max_bytes`; 0 turns the store off. A block serves requests for up to
-    its own number of columns, and a block with more columns replaces it.
+    All blocks with their overhead take at most `max_bytes`; 0 turns the store off. A block serves requests for as many
+    top tokens as it has or fewer, and a block with more replaces it. All else that a row has is part of its hash.
     """
 
     block_size: int
@@ -47,13 +47,13 @@ class RowStore:
         """Whether there is a budget, and no weights are being changed."""
         return self.max_bytes > 0 and not self._num_open_changes
 
-    def get(self, block_hashes: Sequence[bytes], num_columns: int) -> dict[bytes, bytes]:
-        """The stored blocks of a sequence that have at least `num_columns` columns, by hash.
+    def get(self, block_hashes: Sequence[bytes], columns: Columns) -> dict[bytes, bytes]:
+        """The stored blocks of a sequence with at least as many top tokens as `columns` have, by hash.
 
         They become the most recently used, the sequence's first block most of all: without it the others are useless.
         """
         hits: dict[bytes, bytes] = {}
-        min_bytes = self._block_bytes(num_columns)
+        min_bytes = self._block_bytes(columns)
         for block_hash in reversed(block_hashes):
             block = self._blocks.get(block_hash)
             if block is not None and len(block) >= min_bytes:
@@ -98,25 +98,23 @@ class RowStore:
 
     def split(self, block_hashes: Sequence[bytes], rows: Rows) -> dict[bytes, bytes]:
         """The first rows as blocks."""
-        step = self._block_bytes(rows.num_columns)
+        step = self._block_bytes(rows.columns)
         data = rows.table[: len(block_hashes) * self.block_size].tobytes()
         return {block_hash: data[index * step : (index + 1) * step] for index, block_hash in enumerate(block_hashes)}
 
-    def join(self, blocks: Sequence[bytes], num_columns: int) -> Rows:
-        """The rows of blocks, which have at least this many columns."""
+    def join(self, blocks: Sequence[bytes], columns: Columns) -> Rows:
+        """The rows of blocks, which have these columns or wider ones."""
         joined = b"".join(blocks)
-        if len(joined) > len(blocks) * self._block_bytes(num_columns):
-            joined = b"".join(self._narrowed(block, num_columns) for block in blocks)
-        return Rows.from_bytes(joined, num_columns)
+        if len(joined) > len(blocks) * self._block_bytes(columns):
+            joined = b"".join(self._narrowed(block, columns) for block in blocks)
+        return Rows.from_bytes(joined, columns)
 
-    def _narrowed(self, block: bytes, num_columns: int) -> bytes:
-        stored = (len(block) // _CELL_BYTES // self.block_size) // 2
-        rows = Rows.from_bytes(block, stored)
-        narrowed = Rows.from_arrays(rows.token_ids[:, :num_columns], rows.logprobs[:, :num_columns], rows.ranks)
-        return narrowed.table.tobytes()
+    def _narrowed(self, block: bytes, columns: Columns) -> bytes:
+        num_more = len(block) // self.block_size // _CELL_BYTES - num_words(columns)
+        return Rows.from_bytes(block, with_more_top(columns, num_more // 2)).narrowed(columns).table.tobytes()
 
-    def _block_bytes(self, num_columns: int) -> int:
-        return self.block_size * (2 * num_columns + 1) * _CELL_BYTES
+    def _block_bytes(self, columns: Columns) -> int:
+        return self.block_size * num_words(columns) * _CELL_BYTES
 
     def hashes(self, token_ids: np.ndarray, identity: str) -> list[bytes]:
         """A hash per whole block of tokens [n] int32 after the first token: of all tokens up to the block's end, and of

@@ -15,6 +15,9 @@ from scoremode_server.kernels.working_memory import BLOCK_ENTRIES
 
 LARGEST = torch.finfo(torch.float64).max
 
+LOWEST_EXPONENT = -1e4
+"""The logarithm of a number that is 0 in float64. Its square is a number in float32."""
+
 
 def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, columns: int, out: ReducedRows) -> None:
     """As `triton_kernels.take_targets`."""
@@ -87,6 +90,24 @@ def sum_divergences(
         sums[block, 0] = _excess(p, q, log_ratios, terms)
         sums[block, 1] = _excess(q, p, log_ratios.neg_(), terms)
         sums[block, 2] = p.sub_(q).abs_().sum(1)
+    return sums
+
+
+def sum_moments(logits: torch.Tensor, columns: int, scores: ReducedRows, temperature: float = 1.0) -> torch.Tensor:
+    """Add up these columns' shares of the first two moments of x = (logit - m) / T under the distribution p, for
+    maxima m and sums over the whole vocabulary that were made at the same temperature T.
+
+    Returns:
+        [rows, 2] float32, the sums of p x and of p x squared, in which an entry of probability 0 counts as 0; they add
+        up over the parts of a vocabulary.
+    """
+    sums = logits.new_empty((len(logits), 2), dtype=torch.float32)
+    for block, (x, p) in _blocks(logits, columns, 2):
+        x.copy_(logits[block, :columns]).sub_(scores.maxima[block, None]).div_(temperature)
+        torch.exp(x, out=p).div_(scores.sums[block, None])
+        x.clamp_(min=LOWEST_EXPONENT)
+        sums[block, 0] = p.mul_(x).sum(1)
+        sums[block, 1] = p.mul_(x).sum(1)
     return sums
 
 

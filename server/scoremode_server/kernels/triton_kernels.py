@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 
 from scoremode_server.kernels.reduced_rows import ReducedRows, put_first
+from scoremode_server.kernels.torch_kernels import LOWEST_EXPONENT
 from scoremode_server.kernels.working_memory import PAIR_TILING, TILING, Tiling
 
+LOWEST_X = tl.constexpr(LOWEST_EXPONENT)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Stands for -inf where entries are picked, so that entries of probability 0 come before columns that do not exist."""
 
@@ -376,3 +378,46 @@ def _add_tile(
         forward = tl.where(log_ratio == float("inf"), float("inf"), forward)
         backward = tl.where(log_ratio == float("-inf"), float("inf"), backward)
     return forwards + tl.sum(forward, 1), backwards + tl.sum(backward, 1), distances + tl.sum(tl.abs(difference), 1)
+
+
+def sum_moments(logits: torch.Tensor, columns: int, scores: ReducedRows, temperature: float = 1.0) -> torch.Tensor:
+    """As `torch_kernels.sum_moments`, of rows whose columns are next to each other in memory. Each lane adds up its
+    entries in float32, and the lanes are added in float64."""
+    require_rows(logits)
+    sums = logits.new_empty((len(logits), 2), dtype=torch.float32)
+    arguments = logits, logits.stride(0), scores.maxima, (1 / scores.sums).float(), columns, 1 / temperature
+    _sum_moments[(len(logits),)](sums, *arguments, **_shape(TILING))
+    return sums
+
+
+@triton.jit
+def _sum_moments(
+    out, logits, stride, maxima, scales, columns, inverse_temperature, LANES: tl.constexpr, WIDTH: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * stride
+    maximum = tl.load(maxima + row)
+    scale = tl.load(scales + row)
+    tile: tl.constexpr = LANES * WIDTH
+    entries = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    firsts = tl.zeros([LANES], tl.float32)
+    seconds = tl.zeros([LANES], tl.float32)
+    whole = columns // tile * tile
+    for origin in tl.range(0, whole, tile, num_stages=1):
+        x = (tl.load(start + origin + entries).to(tl.float32) - maximum) * inverse_temperature
+        firsts, seconds = _add_moments(firsts, seconds, x, scale)
+    if whole < columns:
+        held = whole + entries < columns
+        # Entries of -inf add nothing.
+        rest = tl.load(start + whole + entries, mask=held, other=float("-inf")).to(tl.float32)
+        firsts, seconds = _add_moments(firsts, seconds, (rest - maximum) * inverse_temperature, scale)
+    tl.store(out + row * 2, tl.sum(firsts.to(tl.float64), 0).to(tl.float32))
+    tl.store(out + row * 2 + 1, tl.sum(seconds.to(tl.float64), 0).to(tl.float32))
+
+
+@triton.jit
+def _add_moments(firsts, seconds, x, scale):
+    """Add a tile's terms to the two sums of each lane."""
+    p = tl.exp(x) * scale
+    x = tl.maximum(x, LOWEST_X)
+    return firsts + tl.sum(p * x, 1), seconds + tl.sum(p * x * x, 1)

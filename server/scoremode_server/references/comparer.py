@@ -12,7 +12,7 @@ from vllm.utils import random_uuid
 
 from scoremode.wire.base_file import BaseFile
 from scoremode_server.engine.passes import RowsRequest
-from scoremode_server.errors import BusyError, EngineOutputError, RequestError
+from scoremode_server.errors import BusyError, RequestError
 from scoremode_server.references.exchange import (
     STEPS_READ_AHEAD,
     LeaseEndedError,
@@ -21,9 +21,9 @@ from scoremode_server.references.exchange import (
 )
 from scoremode_server.references.files.directory import StoredReference
 from scoremode_server.references.service import References
-from scoremode_server.references.worker.orders import SINK, WindowMark
-from scoremode_server.references.worker.packing import ComparedRows
-from scoremode_server.rows import Columns, missing_row
+from scoremode_server.references.worker import llama_cpp
+from scoremode_server.references.worker.orders import SINK, WindowMark, compared_columns
+from scoremode_server.rows import Columns, Rows
 from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.settings import BYTES_AHEAD, EXPORTED_BYTES
@@ -68,6 +68,7 @@ class MarkedWindow:
     mark: WindowMark
     settings: ScoreSettings
     """Top tokens are wanted of both sides."""
+    sink_columns: Columns
 
     @classmethod
     def begin(
@@ -93,13 +94,19 @@ class MarkedWindow:
             num_fed=len(token_ids) - 1,
             boundaries=tuple(boundaries),
         )
-        return cls(token_ids, first, mark, settings)
+        sink_columns: dict[str, Columns] = {
+            "record": (),
+            "compare": compared_columns(settings.top_logprobs),
+            "export": llama_cpp.columns(reference.manifest.head.vocab_size),
+        }
+        return cls(token_ids, first, mark, settings, sink_columns[action])
 
     def request(self, rank: int | None = None, **fields: Any) -> RowsRequest:
         """The engine's request with further fields, for the data-parallel rank that has read its files; for any if
         None."""
         options, num_top = self.settings.options, self.settings.top_logprobs
-        spec = RowSpec(self.first, num_top=num_top, sink=SINK, sink_data=msgspec.to_builtins(self.mark))
+        sinks = {SINK: msgspec.to_builtins(self.mark)}
+        spec = RowSpec(self.first, num_top=num_top, sinks=sinks, sink_columns=self.sink_columns)
         return RowsRequest.score(
             self.token_ids,
             self.settings.in_lane(spec),
@@ -112,13 +119,6 @@ class MarkedWindow:
             queue=self.settings.queue,
             **fields,
         )
-
-    def check_rows(self, is_nan: np.ndarray) -> None:
-        """Check that each target has a row [scored], and that none is NaN."""
-        if len(is_nan) != self.mark.num_scored:
-            raise EngineOutputError(f"the engine computed {len(is_nan)} rows of the {self.mark.num_scored} of a window")
-        if is_nan.any():
-            raise missing_row(self.first + int(is_nan.argmax()))
 
 
 @dataclass(slots=True)
@@ -153,16 +153,15 @@ class Comparer:
         windows: Iterable[MarkedWindow],
         settings: ScoreSettings,
         most: int | None = None,
-    ) -> AsyncGenerator[tuple[int, ComparedRows], None]:
+    ) -> AsyncGenerator[tuple[int, Rows], None]:
         """Score windows of an opened reference, which begin when they are taken, with the served model, `most` at once
-        if given. Yields the index of each and its rows, in their order."""
+        if given. Yields the index of each and its rows, in their order: scores, and what `kl_divergence.compare`
+        returns. A divergence may be infinite."""
 
-        async def compared(window: MarkedWindow) -> tuple[int, ComparedRows]:
-            columns = await self._columns(reference, window)
-            # NaN is an error; an infinite divergence is not.
-            window.check_rows(np.any(np.isnan(columns[1]), axis=1))
+        async def compared(window: MarkedWindow) -> tuple[int, Rows]:
+            rows = await self._rows(reference, window)
             await self.core.scorer.turns.wait()
-            return window.mark.index, ComparedRows.unpack(columns)
+            return window.mark.index, rows
 
         window_bytes = 16 * (1 + settings.top_logprobs) * int(reference.text.num_tokens.max())
         num_ahead = min(self.core.admission.size.sequences + 1, max(1, BYTES_AHEAD // window_bytes))
@@ -178,9 +177,8 @@ class Comparer:
         other exports use all of `EXPORTED_BYTES`."""
 
         async def exported(window: MarkedWindow) -> np.ndarray:
-            rows, logprobs, _ = await self._columns(reference, window)
-            window.check_rows(np.isnan(logprobs[:, 0]) | np.isnan(rows[:, 1].view(np.float32)))
-            return rows
+            rows = await self._rows(reference, window)
+            return rows.narrowed(window.sink_columns).table
 
         window_bytes = base_file_of(reference).window_size
         num_ahead = max(1, BYTES_AHEAD // window_bytes)
@@ -215,7 +213,7 @@ class Comparer:
         # Fail if the reference was deleted meanwhile.
         await self.references.current(reference)
 
-    async def _columns(self, reference: StoredReference, window: MarkedWindow) -> Columns:
+    async def _rows(self, reference: StoredReference, window: MarkedWindow) -> Rows:
         """Have the engine compute a window. BusyError if the engine compares with other references for too long, unless
         a window of the same request was computed already: then this waits until it does not."""
         head, queue, options = reference.manifest.head, window.settings.queue, window.settings.options
@@ -226,9 +224,9 @@ class Comparer:
             wait = SECONDS_TO_WAIT if queue.entered_at is None else None
             try:
                 async with self.files.loaded(window.mark, head, num_tokens, rank, wait) as (engine_rank, inside):
-                    columns = await self.core.scorer.engine.prompt_columns(window.request(engine_rank, inside=inside))
+                    rows = await self.core.scorer.engine.window_rows(window.request(engine_rank, inside=inside))
                 queue.done(len(window.token_ids), 0)
-                return columns
+                return rows
             except UnreadableFileError as error:
                 await self.references.current(reference)
                 raise self.references.broken(reference.name, str(error)) from None

@@ -180,13 +180,12 @@ class Recorder:
 
     async def _record_window(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
         window = MarkedWindow.begin("record", reference, index, settings, _boundaries(reference))
-        _, columns, ranks = await self.core.scorer.engine.prompt_columns(window.request())
-        window.check_rows(np.isnan(columns[:, 0]))
+        rows = await self.core.scorer.engine.window_rows(window.request())
         await self._wait_until_written(reference, window.mark.ticket, f"window {window.mark.index}")
         # Until now its hidden states were in memory.
         window.settings.queue.done(len(window.token_ids), 0)
         await self.core.scorer.turns.wait()
-        return -json_logprobs(columns[:, 0]), ranks
+        return -json_logprobs(rows.logprobs[:, 0]), rows.ranks
 
     async def _wait_until_written(self, reference: StoredReference, ticket: str, what: str) -> None:
         """Wait until a worker has written a window or the LM head."""
@@ -226,7 +225,7 @@ class Recorder:
 
         windows = map(resumed, [(), *((boundary,) for boundary in range(layers.num_boundaries))])
         async with aclosing(self.comparer.compare(reference, windows, settings)) as in_order:
-            means = [float(np.mean(rows.positions.kld, dtype=np.float64)) async for _, rows in in_order]
+            means = [float(np.mean(rows.column("kld"), dtype=np.float64)) async for _, rows in in_order]
         not_resumed, *floor = means
         largest = LARGEST_FLOOR if reference.manifest.model.dtype == "float32" else LARGEST_FLOOR_16_BITS
         limit = min(largest, LARGEST_SHARE * not_resumed)

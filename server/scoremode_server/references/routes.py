@@ -40,8 +40,7 @@ from scoremode_server.references.files.directory import ReferenceDirectory
 from scoremode_server.references.layers import LayerParts
 from scoremode_server.references.recorder import Recorder
 from scoremode_server.references.service import References
-from scoremode_server.references.worker.packing import ComparedRows
-from scoremode_server.rows import json_logprobs
+from scoremode_server.rows import Rows, json_logprobs
 from scoremode_server.scoring.core import Core, prepare
 from scoremode_server.scoring.model_files import with_adapter
 from scoremode_server.scoring.scorer import ScoreSettings, lane_settings
@@ -264,7 +263,8 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         settings = ScoreSettings(
             request_id=engine_id(request_id),
             queue=queue,
-            top_logprobs=request.top_logprobs,
+            # The top token of each side is always compared.
+            top_logprobs=max(1, request.top_logprobs),
             options=options,
             is_answer=reference.manifest.answers is not None,
             **lane,
@@ -274,9 +274,8 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         positions: dict[int, KldPositions] = {}
         async with aclosing(references.comparer.compare(reference, marked, settings, most)) as in_order:
             async for index, rows in in_order:
-                # A copy: views would keep the arrays that have the top tokens too.
-                positions[index] = KldPositions.concatenate([rows.positions])
-                yield await asyncio.to_thread(_window, request, index, rows)
+                positions[index] = _positions(rows)
+                yield await asyncio.to_thread(_window, request, index, rows, positions[index])
         parts = [positions[index] for index in windows]
         joined = KldPositions.concatenate(parts)
         figures = await asyncio.to_thread(statistics, joined, list(map(len, parts)), windows.start)
@@ -342,8 +341,27 @@ def _windows(request: KldRequest, num_windows: int) -> range:
     return range(first, last)
 
 
-def _window(request: KldRequest, index: int, rows: ComparedRows) -> dict[str, Any]:
-    encoded, positions = request.encoding_format == "base64", rows.positions
+def _positions(rows: Rows) -> KldPositions:
+    """The figures of a window's targets, copied: views would keep the table, which has the top tokens too."""
+    reference_ids, reference_logprobs = rows.column("reference_token_ids"), rows.column("reference_logprobs")
+    views = KldPositions(
+        token_ids=rows.token_ids[:, 0],
+        kld=rows.column("kld"),
+        reverse_kld=rows.column("reverse_kld"),
+        acceptance=rows.column("acceptance"),
+        logprobs=rows.logprobs[:, 0],
+        reference_logprobs=reference_logprobs[:, 0],
+        ranks=rows.ranks,
+        reference_ranks=rows.column("reference_ranks"),
+        top_token_ids=rows.token_ids[:, 1],
+        reference_top_token_ids=reference_ids[:, 1],
+        reference_confidence=np.exp(reference_logprobs[:, 1]),
+    )
+    return KldPositions.concatenate([views])
+
+
+def _window(request: KldRequest, index: int, rows: Rows, positions: KldPositions) -> dict[str, Any]:
+    encoded = request.encoding_format == "base64"
     content: dict[str, Any] = {"object": "kld.window", "index": index, "num_scored": len(positions)}
     for name, dtype in POSITION_DTYPES.items():
         values = getattr(positions, name)
@@ -356,5 +374,7 @@ def _window(request: KldRequest, index: int, rows: ComparedRows) -> dict[str, An
             content[name] = values.astype(np.float64 if dtype == "<f4" else np.int32)
     if request.top_logprobs:
         write: Callable[..., Any] = encode_top_logprobs if encoded else top_entries
-        content |= {name: write(*of_side) for name, of_side in rows.top.items()}
+        content["top_logprobs"] = write(rows.token_ids[:, 1:], rows.logprobs[:, 1:])
+        sides = rows.column("reference_token_ids"), rows.column("reference_logprobs")
+        content["reference_top_logprobs"] = write(*(side[:, 1:] for side in sides))
     return content

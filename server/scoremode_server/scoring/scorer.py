@@ -121,7 +121,7 @@ class Scorer:
         if len(sequence.token_ids) == 1:
             settings.queue.done(1, 0)
             await self.turns.wait()
-            return ScoredRows(Rows.empty(0, spec.num_columns), 0)
+            return ScoredRows(Rows.empty(0, spec.columns), 0)
         # Sequences in other lanes share no keys, values or rows, not even with each other.
         use_cache = settings.use_cache and not settings.chunk
         request = RowsRequest.score(

@@ -10,7 +10,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from scoremode_server.settings import logprob_bytes
 from scoremode_server.vllm_compat import cpu_kernels, output_processor, processes, scheduler
 from scoremode_server.vllm_compat.computed_by import describe_worker
-from scoremode_server.worker.row_scorer import SinkMaker
+from scoremode_server.worker.sinks import SinkMaker
 
 
 def install(on_worker_start: Callable[[], Mapping[str, SinkMaker]]) -> None:

@@ -1,9 +1,9 @@
 """The rows that a scoring request wants, as the engine's workers get them in `SamplingParams.extra_args`, which no
 client can send."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from hashlib import blake2b
 from typing import Any, Self, cast
@@ -11,6 +11,8 @@ from typing import Any, Self, cast
 import msgspec
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
+
+from scoremode_server.rows import Columns, score_columns
 
 ROWS = "scoremode_rows"
 """The key in `SamplingParams.extra_args`."""
@@ -30,10 +32,12 @@ class RowSpec:
     num_candidates: int = 0
     candidates: bytes = b""
     """int32: [m] for all rows, or [rows, m] from the first target's on."""
-    sink: str = ""
-    """The extension that takes the rows, such as to compare them; if none, they are only returned."""
-    sink_data: Any = None
-    """What its `SinkMaker` needs to know, as msgspec sends it."""
+    sinks: Mapping[str, Any] = field(default_factory=dict)
+    """What the sinks that take part need to know, as msgspec sends it, by their names: see `worker/sinks.py`."""
+    sink_columns: Columns = ()
+    """The columns that these add to the scores."""
+    is_packed: bool = True
+    """Whether rows are returned as `Rows.table`; vLLM's own prompt logprobs have three arrays."""
     chunk: int = 0
     """Tokens per step after the context, at most; 0 for as many as fit."""
     context: int = 1
@@ -48,15 +52,21 @@ class RowSpec:
             return msgspec.convert(marked, cls)
         if params is None or params.prompt_logprobs is None:
             return None
-        return cls(num_top=params.prompt_logprobs)
+        return cls(num_top=params.prompt_logprobs, is_packed=False)
 
     def as_extra_args(self) -> dict[str, Any]:
         """For `SamplingParams`."""
         return {ROWS: msgspec.to_builtins(self, builtin_types=(bytes,))}
 
     @property
-    def num_columns(self) -> int:
+    def width(self) -> int:
+        """Tokens in each row: 1 + m + k."""
         return 1 + self.num_candidates + self.num_top
+
+    @property
+    def columns(self) -> Columns:
+        """The columns of the rows that workers return."""
+        return score_columns(self.width) + self.sink_columns
 
     @property
     def has_own_candidates(self) -> bool:
@@ -67,11 +77,12 @@ class RowSpec:
     def identity(self) -> tuple[Any, ...] | None:
         """Identify all that determines the rows of a sequence, except the number of top tokens, which come last; None
         for those of prompt logprobs."""
-        if self.temperature == 1.0 and not self.candidates:
+        if self.temperature == 1.0 and not self.candidates and not self.sinks:
             return None
         digest = blake2b(self.candidates, digest_size=16).hexdigest()
         # The rows that candidates of their own belong to depend on where these begin.
-        return self.temperature, self.num_candidates, digest, self.first if self.has_own_candidates else None
+        first = self.first if self.has_own_candidates else None
+        return self.temperature, self.num_candidates, digest, first, repr(sorted(self.sinks.items()))
 
 
 class ScoringParams(SamplingParams):

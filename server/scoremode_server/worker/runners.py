@@ -22,8 +22,10 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from scoremode_server.kernels.fused_logprobs import LogitsFunction
 from scoremode_server.kernels.working_memory import LogitsShape, row_bytes_fused, rows_per_chunk
-from scoremode_server.worker.row_scorer import RowScorer, SinkMaker, StepPart
+from scoremode_server.worker.request_rows import StepPart
+from scoremode_server.worker.row_scorer import RowScorer
 from scoremode_server.worker.row_spec import RowSpec
+from scoremode_server.worker.sinks import SinkMaker
 
 WAITING_SHARE = 4
 """Logits of lanes that wait may use a quarter as much as the budget."""
@@ -100,7 +102,8 @@ def _has_hooks(runner: Any, sinks: Mapping[str, SinkMaker]) -> bool:
     """Whether sinks take part in forward passes: a compiled model, or a CUDA graph, calls no hooks, and a pipeline has
     ranks that know nothing of rows."""
     is_whole = runner.parallel_config.pipeline_parallel_size == 1
-    return bool(sinks) and is_whole and runner.model_config.enforce_eager
+    has_any = any(maker.has_hooks for maker in sinks.values())
+    return has_any and is_whole and runner.model_config.enforce_eager
 
 
 def step_parts(runner: Any, scorer: RowScorer, num_scheduled_tokens: Mapping[str, int]) -> list[StepPart]:
@@ -185,7 +188,7 @@ def patch_v2(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
         input_batch = prepare_inputs(self, *args, **options)
         if _has_hooks(self, sinks) and self.prompt_logprobs_worker is not None:
             scorer = self.prompt_logprobs_worker._scoremode_scorer
-            has_sinks = any(sink.spec.sink for sink in scorer.requests.values())
+            has_sinks = any(request.sinks for request in scorer.requests.values())
             parts = batch_parts(scorer, input_batch, self.req_states.prompt_len.np) if has_sinks else []
             # Until the step is executed, of which the model's forward pass comes next.
             self._scoremode_hooks.enter_context(scorer.around_forward(self.model, parts))
@@ -312,7 +315,7 @@ def _make_scorer(runner: Any, budget_bytes: int, sinks: Mapping[str, SinkMaker])
     if not (mode := runner.model_config.logprobs_mode).endswith("_logprobs"):
         raise ValueError(f"Scoremode needs --logprobs-mode raw_logprobs or processed_logprobs, got {mode}")
     scorer = RowScorer(budget_bytes, _logits_shape(runner), get_tp_group(), sinks)
-    scorer.max_waiting_bytes = _waiting_bytes(budget_bytes, scorer.group.device)
+    scorer.waiting.max_bytes = _waiting_bytes(budget_bytes, scorer.group.device)
     return scorer
 
 

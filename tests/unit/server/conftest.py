@@ -26,7 +26,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     found = fused_logprobs.kernels_for(torch.device("cuda" if request.param == "triton" else "cpu"))
     ours = [module for name, module in sys.modules.items() if name.startswith("scoremode_server.")]
     for module in (each for each in ours if hasattr(each, "kernels_for")):
-        monkeypatch.setattr(module, "kernels_for", lambda device: found)
+        monkeypatch.setattr(module, "kernels_for", lambda *arguments: found)
     with torch.device("cuda" if request.param == "triton" and COMPILED else "cpu"):
         yield found
 
@@ -41,4 +41,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         kernels = fused_logprobs.kernels_for(torch.device("cuda"))
-        monkeypatch.setattr(fused_logprobs, "kernels_for", lambda device: kernels)
+        monkeypatch.setattr(fused_logprobs, "kernels_for", lambda *arguments: kernels)

@@ -17,8 +17,8 @@ LINES = {
         "    references.start(core, state)\n": "",
     },
     "plugin.py": {
-        "    from scoremode_server.references.worker.sinks import reference_sinks\n\n": "",
-        "    return reference_sinks()\n": "    return {}\n",
+        "    from scoremode_server.references.worker.sinks import reference_sinks\n": "",
+        " | reference_sinks()\n": "\n",
     },
 }
 """What names references outside of their package, and what takes its place."""

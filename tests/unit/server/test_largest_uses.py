@@ -26,9 +26,9 @@ from scoremode_server.errors import BusyError
 from scoremode_server.http.json_fields import read_fields
 from scoremode_server.http.responses import dump
 from scoremode_server.references.answers import answer_windows
-from scoremode_server.references.routes import _window
-from scoremode_server.references.worker.packing import ComparedRows
-from scoremode_server.rows import Rows
+from scoremode_server.references.routes import _positions, _window
+from scoremode_server.references.worker.orders import compared_columns
+from scoremode_server.rows import Rows, score_columns
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.routes import _result
 from scoremode_server.scoring.sequences import RequestedSequence, ScoringPass
@@ -131,14 +131,11 @@ def allowed(make: Any, **reference: int) -> int:
 
 def compared(num_scored: int, num_top: int, encoding: str = "base64") -> bytes:
     """The event of a window."""
-    positions = {
-        name: np.full(num_scored, 2**31 - 1 if dtype == "<i4" else -12.3456789, dtype)
-        for name, dtype in POSITION_DTYPES.items()
-    }
-    top = (np.full((num_scored, num_top), 2**31 - 1, np.int32), np.full((num_scored, num_top), -12.3456789, np.float32))
-    rows = ComparedRows(KldPositions(**positions), dict.fromkeys(("top_logprobs", "reference_top_logprobs"), top))
+    rows = Rows.empty(num_scored, score_columns(1 + max(1, num_top)) + compared_columns(max(1, num_top)))
+    for column in rows.columns:
+        rows.column(column.name)[:] = 2**31 - 1 if column.dtype == "int32" else -12.3456789
     request = KldRequest(reference="a", top_logprobs=num_top, encoding_format=encoding)
-    return b"data: %b\n\n" % dump(_window(request, largest.SEQUENCES, rows))
+    return b"data: %b\n\n" % dump(_window(request, largest.SEQUENCES, rows, _positions(rows)))
 
 
 @pytest.mark.parametrize(("num_windows", "num_scored"), largest.COMPARED)

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from scoremode.wire.references import BlockKind, LayerBlock, ReferenceLayers
-from scoremode_server.worker.row_scorer import StepPart
+from scoremode_server.worker.request_rows import StepPart
 
 INNER_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "pre_mlp_layernorm", "ffn_norm")
 """Names of the norm before a layer's MLP. Some models have one of these names for another norm, of one tensor."""

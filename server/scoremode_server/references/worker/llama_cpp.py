@@ -8,16 +8,24 @@ tools/perplexity/perplexity.cpp.
 
 import torch
 
+from scoremode_server.rows import Column, Columns
+
 DEPTH = 16.0
 """Nats below the most likely token of a row."""
 STEPS = 65535
 
 LOGIT_BYTES = 16
-"""That `quantized` needs for each logit, in addition to it."""
+"""Memory that `quantized` needs for each logit, in addition to it."""
 
 
-def quantized(logits: torch.Tensor) -> torch.Tensor:
-    """Rows [rows, 2 + ceil(vocabulary / 2)] int32, of logits [rows, vocabulary]. `lowest` is NaN where a logit is."""
+def columns(vocab_size: int) -> Columns:
+    """The columns of `quantized`, in the order of the file."""
+    return Column("step"), Column("lowest"), Column("quantized", "int32", -(-vocab_size // 2))
+
+
+def quantized(logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Rows of logits [rows, vocabulary]: step and lowest [rows] float32, `lowest` NaN where a logit is; and quantized
+    [rows, ceil(vocabulary / 2)] int32, pairs of numbers of 16 bits."""
     logits = logits.float()
     top = logits.amax(-1, keepdim=True)
     low = torch.maximum(logits.amin(-1, keepdim=True), top - DEPTH)
@@ -28,5 +36,4 @@ def quantized(logits: torch.Tensor) -> torch.Tensor:
     steps = ((logits - low) * torch.where(step > 0, 1 / step, 0.0)).round_().clamp_(0, STEPS).to(torch.int32)
     if steps.shape[-1] % 2:
         steps = torch.nn.functional.pad(steps, (0, 1))
-    pairs = steps[:, ::2] | (steps[:, 1::2] << 16)
-    return torch.cat((step.view(torch.int32), lowest.view(torch.int32), pairs), 1)
+    return {"step": step[:, 0], "lowest": lowest[:, 0], "quantized": steps[:, ::2] | (steps[:, 1::2] << 16)}

@@ -5,12 +5,27 @@ from typing import Any, Literal, TypedDict
 
 import msgspec
 
+from scoremode_server.rows import Column, Columns
+
 SINK = "references"
 """The name of the sinks of windows."""
 
 MAX_UNWRITTEN_BYTES = 2 * 1024**3
 """Of windows of a reference that are computed and not on disk yet, unless one alone has more. API servers send no more
 where windows have layers; others come only where the disk does not answer, and fail."""
+
+
+def compared_columns(num_top: int) -> Columns:
+    """The columns that comparing adds to a window's scores: the figures of `kl_divergence.compare`."""
+    return (
+        Column("kld"),
+        Column("reverse_kld"),
+        Column("acceptance"),
+        Column("reference_token_ids", "int32", 1 + num_top),
+        Column("reference_logprobs", "float32", 1 + num_top),
+        Column("reference_ranks", "int32"),
+    )
+
 
 OVERDUE = "overdue"
 """The outcome of a file that is not read in time."""

@@ -13,9 +13,8 @@ import msgspec
 import torch
 from cachetools import FIFOCache
 from vllm.config import VllmConfig
-from vllm.v1.outputs import LogprobsTensors
 
-from scoremode_server.kernels import working_memory
+from scoremode_server.kernels import fused_logprobs, working_memory
 from scoremode_server.kernels.reduced_rows import JoinedRows
 from scoremode_server.references.files.directory import ReferenceDirectory
 from scoremode_server.references.files.manifest import HeadFormat
@@ -35,13 +34,14 @@ from scoremode_server.references.worker.orders import (
     ReadWindow,
     WindowMark,
 )
-from scoremode_server.references.worker.packing import ComparedRows
 from scoremode_server.references.worker.reads import FileReads, outcome_of
 from scoremode_server.settings import reference_directory
 from scoremode_server.threads import CallThreads
 from scoremode_server.worker.lm_head import LMHead
-from scoremode_server.worker.row_scorer import Columns, RowPiece, RowScorer, RowSink, SinkMaker, StepPart, zeros
+from scoremode_server.worker.request_rows import RowPiece, StepPart
+from scoremode_server.worker.row_scorer import RowScorer, zeros
 from scoremode_server.worker.row_spec import RowSpec
+from scoremode_server.worker.sinks import Chunk, Sink, SinkMaker
 
 COMPARISON_BUDGETS = 4
 """On a GPU a comparison may use so many times the budget: 2,048 rows take 6 % less time than 512 (1B, H200)."""
@@ -50,21 +50,44 @@ MAX_WRITTEN = 4096
 """Files whose state is kept until an API server asks for it. None asks for those of a request that has ended."""
 
 
-@dataclass(eq=False, kw_only=True)
-class ComparedWindow(RowSink):
-    """Compares a window's rows with those of a reference."""
+class WindowSink(Sink):
+    """Takes part in the rows of a reference's window, as its mark says."""
 
-    mark: WindowMark
-    recorded: torch.Tensor | None
-    """The reference's hidden states, on the host; None if they could not be read."""
-    leased: LeasedHead
-    streams: Mapping[int, torch.Tensor]
-    """The reference's residual stream at each boundary of `mark`, on the host; none if it could not be read."""
-    num_replaced: int = 0
-    """Tokens whose stream was replaced."""
+    may_be_cached = False
+
+    def __init__(self, mark: WindowMark) -> None:
+        super().__init__()
+        self.mark = mark
 
     def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
-        """Replace the residual stream by the reference's."""
+        """Copy or replace rows of the residual stream at one of the mark's boundaries, of the tokens from `position`
+        on."""
+        raise NotImplementedError
+
+
+class ComparedWindow(WindowSink):
+    """Compares a window's rows with those of a reference."""
+
+    def __init__(
+        self,
+        mark: WindowMark,
+        recorded: torch.Tensor | None,
+        streams: Mapping[int, torch.Tensor],
+        leased: LeasedHead,
+        num_top: int,
+    ) -> None:
+        """Take what was read for the window, on the host.
+
+        Args:
+            recorded: the reference's hidden states [scored, hidden]; None if they could not be read.
+            streams: the reference's residual stream at each boundary of `mark`; none if it could not be read.
+        """
+        super().__init__(mark)
+        self.recorded, self.streams, self.leased, self.num_top = recorded, streams, leased, num_top
+        self.num_replaced = 0
+        """Tokens whose stream was replaced."""
+
+    def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
         num_tokens = rows.stop - rows.start
         if boundary in self.streams and self.num_replaced == position:
             recorded = self.streams[boundary][position : position + num_tokens]
@@ -73,106 +96,84 @@ class ComparedWindow(RowSink):
 
     @cached_property
     def key(self) -> Hashable:
-        return self.mark.action, self.mark.head, self.spec.num_top
+        return self.mark.action, self.mark.head, self.num_top
 
     def head(self, *, local: bool) -> ReferenceHead | None:
-        """Find the reference's head, with `local` this rank's part of it unless whole rows are exported; None if this
-        rank cannot compare."""
-        is_part = local and self.mark.action != "export"
-        return None if self.recorded is None else self.leased.find(self.mark.head, local=is_part)
+        """Find the reference's head, with `local` this rank's part of it; None if this rank cannot compare."""
+        return None if self.recorded is None else self.leased.find(self.mark.head, local=local)
 
-    def is_ready(self, *, local: bool) -> bool:
-        has_resumed = not self.mark.boundaries or self.num_replaced == self.end
+    def is_ready(self, end: int, *, local: bool) -> bool:
+        has_resumed = not self.mark.boundaries or self.num_replaced == end
         return has_resumed and self.head(local=local) is not None
 
-    def missing(self, num_rows: int, device: torch.device) -> Columns:
-        return ComparedRows.pack_missing(num_rows, self.spec.num_top, device)
+    def chunk_rows(self, scorer: RowScorer, head: LMHead) -> int:
+        reference = self.head(local=head.shard is not None)
+        assert reference is not None
+        return _compared_rows(scorer, head, reference, self.num_top)
 
-    def compute(
-        self,
-        scorer: RowScorer,
-        pieces: Sequence[RowPiece],
-        targets: torch.Tensor,
-        hidden_states: JoinedRows,
-        head: LMHead,
-    ) -> Columns:
-        reference, recorded = self._reference(scorer, pieces, local=head.shard is not None)
-        return _compare_rows(scorer, targets, hidden_states, recorded, head, reference, self.spec.num_top)
+    def compute(self, chunk: Chunk, pieces: Sequence[RowPiece]) -> Mapping[str, torch.Tensor]:
+        reference, recorded = self._reference(chunk, pieces, local=chunk.shard is not None)
+        return kl_divergence.compare(chunk, reference.logits_fn(recorded))
 
-    def store(self, columns: Columns, hidden_states: torch.Tensor) -> None:
-        self.parts.append(LogprobsTensors(*columns))
-
-    def _reference(self, scorer: RowScorer, pieces: Sequence[Any], *, local: bool) -> tuple[ReferenceHead, JoinedRows]:
-        """Find the reference's head, and its hidden states of some rows."""
+    def _reference(
+        self, chunk: Chunk, pieces: Sequence[RowPiece], *, local: bool
+    ) -> tuple[ReferenceHead, torch.Tensor]:
+        """Find the reference's head, and its hidden states of the rows of a chunk."""
         reference = self.head(local=local)
         assert reference is not None
-        states = [piece.sink.recorded[piece.first : piece.first + piece.num_wanted] for piece in pieces]
-        return reference, JoinedRows(states, scorer.group.device)
+        states = [_window_of(piece).recorded[piece.first : piece.first + piece.num_rows] for piece in pieces]
+        return reference, JoinedRows(states, chunk.logits.device)[chunk.place]
 
 
 class ExportedWindow(ComparedWindow):
-    """Replaces a window's rows by the reference's, as llama.cpp keeps them: words instead of tokens, on the host,
-    and logprobs and ranks of 0. Every rank has whole rows."""
+    """Adds the reference's distributions to a window's rows, as llama.cpp keeps them, on the host. Every rank has whole
+    rows."""
 
-    def compute(
-        self,
-        scorer: RowScorer,
-        pieces: Sequence[RowPiece],
-        targets: torch.Tensor,
-        hidden_states: JoinedRows,
-        head: LMHead,
-    ) -> Columns:
-        reference, recorded = self._reference(scorer, pieces, local=False)
-        num_rows = len(targets)
-        limit = scorer.rows_within(scorer.shape.vocab_size * (reference.logit_bytes + llama_cpp.LOGIT_BYTES))
+    def head(self, *, local: bool) -> ReferenceHead | None:
+        return super().head(local=False)
+
+    def chunk_rows(self, scorer: RowScorer, head: LMHead) -> int:
+        reference = self.head(local=False)
+        assert reference is not None
+        row_bytes = scorer.shape.vocab_size * (reference.logit_bytes + llama_cpp.LOGIT_BYTES)
+        return min(scorer.rows_within(row_bytes), scorer.chunk_rows(head, 0, 0))
+
+    def compute(self, chunk: Chunk, pieces: Sequence[RowPiece]) -> Mapping[str, torch.Tensor]:
+        reference, recorded = self._reference(chunk, pieces, local=False)
         # To the host at once, because many rows do not fit the GPU.
-        chunks = [
-            llama_cpp.quantized(reference.logits_fn(recorded[start : min(start + limit, num_rows)])).cpu()
-            for start in range(0, num_rows, limit)
-        ]
-        return torch.cat(chunks), torch.zeros(num_rows, 1), torch.zeros(num_rows, dtype=torch.int32)
+        return {name: column.cpu() for name, column in llama_cpp.quantized(reference.logits_fn(recorded)).items()}
 
 
-def _compare_rows(
-    scorer: RowScorer,
-    targets: torch.Tensor,
-    hidden_states: JoinedRows | torch.Tensor,
-    recorded: JoinedRows | torch.Tensor,
-    head: LMHead,
-    reference: ReferenceHead,
-    num_top: int,
-) -> Columns:
-    """Compare rows with the reference's hidden states [rows, hidden]."""
+def _window_of(piece: RowPiece) -> Any:
+    return piece.request.sinks[SINK]
+
+
+def _compared_rows(scorer: RowScorer, head: LMHead, reference: ReferenceHead, num_top: int) -> int:
+    """Rows of which both sides' logits may be in memory."""
     row_bytes = working_memory.row_bytes_compared(
         scorer.shape, reference.logit_bytes, num_top, head.copies, head.shard is not None
     )
-    limit = scorer.rows_within(row_bytes, 1 if scorer.group.device.type == "cpu" else COMPARISON_BUDGETS)
-    comparison = kl_divergence.compare(
-        targets, head.project, hidden_states, reference.logits_fn, recorded, num_top, limit, head.shard
-    )
-    return ComparedRows.pack(comparison)
+    return scorer.rows_within(row_bytes, 1 if scorer.group.device.type == "cpu" else COMPARISON_BUDGETS)
 
 
-@dataclass(eq=False, kw_only=True)
-class RecordedWindow(RowSink):
+class RecordedWindow(WindowSink):
     """Writes a window's hidden states and logprobs to a file, by `write`, once both are on the host."""
 
-    mark: WindowMark
-    write: Callable[["RecordedWindow"], None]
-    hidden_states: list[torch.Tensor] = field(default_factory=list)
-    logprobs: list[torch.Tensor] = field(default_factory=list)
-    streams: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
-    """The residual stream at each boundary, if it is recorded."""
+    def __init__(self, mark: WindowMark, write: Callable[["RecordedWindow"], None]) -> None:
+        super().__init__(mark)
+        self.write = write
+        self.hidden_states: list[torch.Tensor] = []
+        self.logprobs: list[torch.Tensor] = []
+        self.streams: dict[int, list[torch.Tensor]] = defaultdict(list)
+        """The residual stream at each boundary, if it is recorded."""
 
     def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
-        """Copy the residual stream."""
         copied = stream.copy(rows)
         self.streams[boundary].append(_to_host(copied) if copied.is_cuda else copied)
 
-    def store(self, columns: Columns, hidden_states: torch.Tensor) -> None:
-        super().store(columns, hidden_states)
+    def store(self, columns: Mapping[str, torch.Tensor], hidden_states: torch.Tensor) -> None:
         self.hidden_states.append(_to_host(hidden_states))
-        self.logprobs.append(_to_host(columns[1][:, 0]))
+        self.logprobs.append(_to_host(columns["logprobs"][:, 0]))
 
     def finish(self) -> None:
         self.write(self)
@@ -194,8 +195,8 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory() if torch.cuda.is_initialized() else tensor
 
 
-@dataclass(slots=True)
-class WorkerWindows:
+@dataclass
+class WorkerWindows(SinkMaker):
     """The files that windows in this worker need, and the LM head of the reference to compare with. No step and no call
     waits for a file: threads read what API servers order before they send a window, and write what windows leave."""
 
@@ -207,31 +208,30 @@ class WorkerWindows:
     reads: FileReads = field(default_factory=lambda: FileReads(CallThreads()))
     layers: DecoderLayers | None = None
     """Of the model, once a dummy run has shown them; none where a compiled model calls no hooks."""
+    has_hooks: bool = True
     _writes: FIFOCache[str, Future[str]] = field(default_factory=lambda: FIFOCache(MAX_WRITTEN))
     """By ticket: why something was not written, or "" if it was."""
     _pending_writes: list[tuple[Future[str], str, int]] = field(default_factory=list)
     """Windows that are being written, with the name of the reference and bytes."""
 
-    def begin(self, spec: RowSpec, *, writes: bool) -> RowSink:
+    def begin(self, spec: RowSpec, data: Any, *, writes: bool) -> Sink:
         """The sink of a window's rows: see `SinkMaker`. Of the ranks, one writes what is recorded."""
-        mark = msgspec.convert(spec.sink_data, WindowMark)
+        mark = msgspec.convert(data, WindowMark)
         if mark.action == "record":
-            return RecordedWindow(spec, mark=mark, write=self._write_window_later) if writes else RowSink(spec)
+            return RecordedWindow(mark, self._write_window_later) if writes else Sink()
         recorded, streams = self.reads.find(mark.ticket) or (None, {})
         make_sink = ExportedWindow if mark.action == "export" else ComparedWindow
-        return make_sink(spec, mark=mark, recorded=recorded, leased=self.leased, streams=streams)
+        return make_sink(mark, recorded, streams, self.leased, spec.num_top)
 
     def around_forward(
-        self, model: torch.nn.Module, parts: Sequence[tuple[RowSink, StepPart]]
+        self, model: torch.nn.Module, parts: Sequence[tuple[Sink, StepPart]]
     ) -> AbstractContextManager[None]:
         """Let windows copy or replace their residual stream; watch the model's first pass. See `SinkMaker`."""
         if self.layers is None or self.layers.model is not model:
             self.layers = DecoderLayers(model)
             return self.layers.watching()
         return self.layers.hooking(
-            (sink.cross, sink.mark.boundaries, part)
-            for sink, part in parts
-            if isinstance(sink, ComparedWindow | RecordedWindow)
+            (sink.cross, sink.mark.boundaries, part) for sink, part in parts if isinstance(sink, WindowSink)
         )
 
     def reserve(self, scorer: RowScorer, runner: Any, hidden_states: torch.Tensor, head: LMHead) -> None:
@@ -241,7 +241,13 @@ class WorkerWindows:
             # What a hook holds: both parts of the stream, and a step's rows of it.
             Stream(zeros(len(states), states)[1], zeros(len(states), states)[1]).copy(slice(None))
         reference = ReferenceHead(head.project, scorer.shape.logit_bytes)
-        _compare_rows(scorer, targets, states, states, head, reference, working_memory.RESERVED_TOP)
+        num_top = working_memory.RESERVED_TOP
+
+        def compare(chunk: Chunk) -> Mapping[str, torch.Tensor]:
+            return kl_divergence.compare(chunk, reference.logits_fn(states[chunk.place]))
+
+        limit = _compared_rows(scorer, head, reference, num_top)
+        fused_logprobs.compute(targets, states, head.project, num_top, limit, head.shard, sinks=[compare])
 
     def allocate(self, config: VllmConfig, device: torch.device) -> None:
         """Make the memory for a reference's head, once: as much as for the served model's, of which most are."""

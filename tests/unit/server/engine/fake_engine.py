@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.v1.outputs import LogprobsTensors
 
-from scoremode_server.rows import PromptLogprobs
+from scoremode_server.rows import PromptLogprobs, Rows
 from scoremode_server.worker.row_spec import RowSpec
 
 VOCABULARY = 1000
@@ -56,8 +55,8 @@ def row_of(state: bytes, token_id: int) -> tuple[list[int], list[float], int]:
 
 
 def prompt_logprobs(*rows: np.ndarray) -> PromptLogprobs:
-    """Ids and logprobs [rows, columns] and ranks [rows], as they arrive from the engine."""
-    return PromptLogprobs(LogprobsTensors(*map(torch.from_numpy, rows)) if len(rows[0]) else ())
+    """Ids and logprobs [rows, tokens] and ranks [rows], as they arrive from the engine."""
+    return PromptLogprobs([torch.from_numpy(Rows.from_arrays(*rows).table)] if len(rows[0]) else ())
 
 
 def rows_after(states: Sequence[bytes], token_ids: Sequence[int], width: int) -> tuple[np.ndarray, ...]:
@@ -195,7 +194,7 @@ class FakeEngine:
         spec = RowSpec.read(params)
         targets = [*token_ids[1:], *([] if spec.last_token is None else [spec.last_token])]
         first = max(start, spec.first - 1)
-        rows = rows_after(states[first : len(targets)], targets[first:], spec.num_columns)
+        rows = rows_after(states[first : len(targets)], targets[first:], spec.width)
         completion = CompletionOutput(0, "", [7], None, None, finish_reason="length")
         if params.logprobs is not None:
             ids, logprobs, rank = row_of(states[-1], 7)

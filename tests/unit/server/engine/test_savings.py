@@ -12,6 +12,7 @@ from vllm.lora.request import LoRARequest
 from scoremode_server.engine.engine import make_store
 from scoremode_server.engine.store import RowStore
 from scoremode_server.errors import EngineOutputError
+from scoremode_server.rows import score_columns
 from scoremode_server.vllm_compat.engine_client import CHANGES
 from tests.unit.server.engine.cache_setup import LORAS, ROOM, SIZE, Ask, Setup, setup
 from tests.unit.server.engine.fake_engine import FakeEngine, HeldEngine, prompt_logprobs, until
@@ -153,8 +154,8 @@ class BrokenEngine(FakeEngine):
     async def generate(self, *given: Any, **options: Any) -> Any:
         async for output in super().generate(*given, **options):
             if self.num_requests <= self.num_spoilt:
-                rows = output.prompt_logprobs.columns
-                output.prompt_logprobs = prompt_logprobs(*self.spoil(*(array.copy() for array in rows)))
+                rows = output.prompt_logprobs.rows(score_columns(1))
+                output.prompt_logprobs = prompt_logprobs(*self.spoil(rows.token_ids, rows.logprobs, rows.ranks))
             yield output
 
 

@@ -6,10 +6,11 @@
 import numpy as np
 
 from scoremode_server.engine.store import BLOCK_OVERHEAD_BYTES, RowStore
-from scoremode_server.rows import Rows
+from scoremode_server.rows import Rows, score_columns
 
 SIZE = 2
 ROOM = 1 << 20
+ONE = score_columns(1)
 
 
 def block(value: int, num_columns: int = 1) -> bytes:
@@ -25,7 +26,7 @@ def test_only_a_block_with_more_columns_replaces_another():
     store = RowStore(SIZE, ROOM)
     for block_put, kept in [(block(1), block(1)), (block(2, 2), block(2, 2)), (block(3), block(2, 2))]:
         store.put(0, [b"a"], {b"a": block_put})
-        assert store.get([b"a"], 1) == {b"a": kept}
+        assert store.get([b"a"], ONE) == {b"a": kept}
         assert store.num_bytes == cost(kept)
 
 
@@ -34,17 +35,17 @@ def test_the_last_blocks_of_the_least_recently_used_sequence_go_first():
     store.put(0, [b"a", b"b", b"c"], {key: block(0) for key in (b"a", b"b", b"c")})
     store.put(0, [b"x"], {b"x": block(0)})
     assert store.put(0, [b"y"], {b"y": block(0)}) == 1
-    assert [key for key in (b"a", b"b", b"c") if store.get([key], 1)] == [b"a", b"b"]
-    store.get([b"a", b"b"], 1)
+    assert [key for key in (b"a", b"b", b"c") if store.get([key], ONE)] == [b"a", b"b"]
+    store.get([b"a", b"b"], ONE)
     store.put(0, [b"z", b"w"], {b"z": block(0), b"w": block(0)})
-    assert list(store.get([b"a", b"b", b"x", b"y", b"z", b"w"], 1)) == [b"w", b"z", b"b", b"a"]
+    assert list(store.get([b"a", b"b", b"x", b"y", b"z", b"w"], ONE)) == [b"w", b"z", b"b", b"a"]
 
 
 def test_the_first_blocks_of_a_sequence_stay_as_long_as_those_computed_later():
     store = RowStore(SIZE, 3 * cost(block(0)))
     for sequence, computed in ([b"a"], b"a"), ([b"x"], b"x"), ([b"a", b"b"], b"b"), ([b"y"], b"y"):
         store.put(0, sequence, {computed: block(0)})
-    assert store.get([b"a", b"b", b"x"], 1).keys() == {b"a", b"b"}
+    assert store.get([b"a", b"b", b"x"], ONE).keys() == {b"a", b"b"}
 
 
 def test_nothing_of_an_earlier_generation_stays():

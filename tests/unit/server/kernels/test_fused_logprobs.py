@@ -30,7 +30,7 @@ def scored(
 ) -> Scores:
     """`compute` with an identity for its projection, on the device of the logits only."""
     with torch.device("cpu"):
-        return fused_logprobs.compute(
+        columns = fused_logprobs.compute(
             targets,
             logits,
             lambda rows: rows,
@@ -40,6 +40,7 @@ def scored(
             candidates=candidates,
             temperature=temperature,
         )
+    return columns["token_ids"], columns["logprobs"], columns["ranks"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

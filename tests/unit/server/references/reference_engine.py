@@ -138,18 +138,18 @@ class ReferenceEngine(HeldEngine):
 
     async def _compute(self, prompt: Any, params: Any, request_id: str, lora: Any) -> RequestOutput:
         spec, token_ids = RowSpec.read(params), prompt["prompt_token_ids"]
-        if spec is None or not spec.sink:
+        if spec is None or SINK not in spec.sinks:
             return await super()._compute(prompt, params, request_id, lora)
         hidden_states = self.model.hidden_states(token_ids)
         if self.nan_at is not None:
             hidden_states[spec.first - 1 + self.nan_at] = torch.nan
         worker = LinearWorker(make_scorer(VOCABULARY, {SINK: self.windows}, chunk=100), self.model.project)
         worker.scorer.begin("whole", spec)
-        if (sink := worker.scorer.requests["whole"]).mark.boundaries:
+        if (sink := worker.scorer.requests["whole"].sinks[SINK]).mark.boundaries:
             hidden_states = self.model.through_layers(hidden_states, sink)
         rows = worker.step("whole", 0, hidden_states, torch.tensor(token_ids), len(token_ids))
-        logprobs = PromptLogprobs(rows)
-        self.computed.append(spec.sink_data["index"])
+        logprobs = PromptLogprobs([torch.from_numpy(rows.table)])
+        self.computed.append(spec.sinks[SINK]["index"])
         completion = CompletionOutput(0, "", [7], None, None, finish_reason="length")
         return RequestOutput(request_id, None, token_ids, logprobs, [completion], True, num_cached_tokens=0)
 

@@ -15,11 +15,12 @@ import torch
 
 from scoremode.kld import POSITION_DTYPES, statistics
 from scoremode.wire.protocol import LOWEST_LOGPROB, ComputedBy
+from scoremode_server.engine import engine as engine_module
 from scoremode_server.errors import RequestError
 from scoremode_server.references import routes
 from scoremode_server.references.comparer import Comparer
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
-from scoremode_server.references.worker.packing import ComparedRows
+from scoremode_server.rows import Rows
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.engine.fake_engine import MAX_TOP, until
 from tests.unit.server.light_app import check_error, client_of, error_of, events, light_app
@@ -99,21 +100,22 @@ async def test_streams_parts_and_single_windows_are_the_whole(root, monkeypatch)
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
 async def test_the_arrays_of_a_window_are_freed_when_it_is_written(root, monkeypatch, encoding_format):
     """Packed, they have the top tokens of every position; the last window's may still be there."""
-    arrays, alive, unpack = list[weakref.ref[np.ndarray]](), list[int](), ComparedRows.unpack
+    arrays, alive, received = list[weakref.ref[np.ndarray]](), list[int](), engine_module.received_rows
 
-    def unpacked(columns: Any) -> ComparedRows:
-        arrays.extend(map(weakref.ref, columns))
-        return unpack(columns)
+    def rows_received(*arguments: Any) -> Rows:
+        rows = received(*arguments)
+        arrays.append(weakref.ref(rows.table))
+        return rows
 
     def counted(*values: Any) -> Any:
         alive.append(sum(array() is not None for array in arrays))
         return statistics(*values)
 
-    monkeypatch.setattr(ComparedRows, "unpack", unpacked)
+    monkeypatch.setattr(engine_module, "received_rows", rows_received)
     monkeypatch.setattr(routes, "statistics", counted)
     whole = await compared(root, top_logprobs=3, encoding_format=encoding_format)
-    assert (len(whole["data"]), len(arrays)) == (NUM_WINDOWS, 3 * NUM_WINDOWS)
-    assert alive[0] <= 3
+    assert (len(whole["data"]), len(arrays)) == (NUM_WINDOWS, NUM_WINDOWS)
+    assert alive[0] <= 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -30,9 +29,10 @@ from scoremode_server.references.service import References
 from scoremode_server.references.worker import reads
 from scoremode_server.references.worker.heads import LeasedHead
 from scoremode_server.references.worker.lease import FIRST_SECONDS, LEASE_SECONDS
-from scoremode_server.references.worker.packing import ComparedRows
+from scoremode_server.references.worker.orders import SINK
 from scoremode_server.references.worker.reads import FileReads
 from scoremode_server.references.worker.sinks import WorkerWindows
+from scoremode_server.rows import Rows
 from scoremode_server.scoring.scorer import ScoreSettings
 from tests.unit.server.references.reference_engine import CPU, HEAD_FORMAT, HeadInMemory
 from tests.unit.server.references.reference_setup import HIDDEN, MODEL, TEXT, manifest
@@ -121,7 +121,7 @@ class Engine:
     def _server(self) -> Comparer:
         size = EngineSize(tokens=AT_ONCE * 8, sequences=2 * AT_ONCE, max_scoring_tokens=10**6)
         admission = Admission(size, nothing, lambda *counts: None)
-        engine = SimpleNamespace(prompt_columns=partial(self._compute, admission))
+        engine = SimpleNamespace(window_rows=partial(self._compute, admission))
         scorer = SimpleNamespace(engine=engine, turns=SimpleNamespace(wait=nothing))
         core: Any = SimpleNamespace(scorer=scorer, admission=admission)
         references = References(self.windows.root, MODEL, "reference", self.threads)  # type: ignore[arg-type]
@@ -131,21 +131,21 @@ class Engine:
         await asyncio.sleep(CALL_SECONDS)
         return [[self.windows.exchange(*arguments[0][0])]]
 
-    async def _compute(self, admission: Admission, request: RowsRequest) -> list[np.ndarray]:
+    async def _compute(self, admission: Admission, request: RowsRequest) -> Rows:
         assert request.queue is not None
         async with admission.slot(request.queue, request.request_id, len(request.token_ids)):
             with request.inside():
-                sink = self.windows.begin(request.spec, writes=False)
+                sink = self.windows.begin(request.spec, request.spec.sinks[SINK], writes=False)
                 name = sink.mark.reference  # type: ignore[attr-defined]
                 self.inside[name] += 1
                 async with self._step:
                     await asyncio.sleep(WINDOW_SECONDS)
                 # Its head and its states are there, and no other reference's windows.
-                assert sink.is_ready(local=False)
+                assert sink.is_ready(0, local=False)
                 assert self.inside.total() == self.inside[name]
                 self.inside[name] -= 1
         self.done.append((name, asyncio.get_running_loop().time()))
-        return [np.zeros(part.shape, str(part.dtype)[6:]) for part in ComparedRows.pack_missing(8, 0, CPU)]
+        return Rows.empty(8, request.spec.columns)
 
     async def compare(self, name: str, server: int, num_windows: int) -> None:
         """A request to one of the API servers."""

@@ -13,25 +13,25 @@ from vllm.v1.worker.gpu.sample import prompt_logprob
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from scoremode_server.worker import runners
-from scoremode_server.worker.row_scorer import RowSink
 from scoremode_server.worker.row_spec import RowSpec
+from scoremode_server.worker.sinks import Sink, SinkMaker
 from tests.unit.server.worker.kept_patches import set_back_at_end
 from tests.unit.server.worker.linear_scorer import ALONE, make_scorer
 from tests.unit.server.worker.test_runners import MEBIBYTE, VOCAB, Runner
 
-OWN = RowSpec(sink="own")
+OWN = RowSpec(sinks={"own": None})
 
 
-class Maker:
+class Maker(SinkMaker):
     """Notes the parts of each pass, and whether the model ran inside."""
 
+    has_hooks = True
+
     def __init__(self) -> None:
+        super().__init__(Sink)
         self.passes: list[list[tuple[str, int, int, int]]] = []
         self.is_open = False
         self.inside: list[bool] = []
-
-    def begin(self, spec: RowSpec, *, writes: bool) -> RowSink:
-        return RowSink(spec)
 
     @contextmanager
     def around_forward(self, model: Any, parts: Any) -> Iterator[None]:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from scoremode_server.kernels.working_memory import LogitsShape
-from scoremode_server.worker.row_scorer import RowScorer, StepPart
+from scoremode_server.worker.request_rows import StepPart
+from scoremode_server.worker.row_scorer import RowScorer
 from scoremode_server.worker.row_spec import RowSpec
-from tests.unit.server.worker.linear_scorer import ALONE, LinearWorker, check_rows, make_scorer
+from tests.unit.server.worker.linear_scorer import ALONE, LinearWorker, check_rows, make_scorer, rows_of
 
 VOCAB, HIDDEN = 50, 16
 TOKENS = [3, 14, 15, 9, 26, 5, 35, 8]
@@ -53,7 +54,7 @@ def test_rows_from_the_first_target_on_however_the_prompt_is_split(lengths: list
         rows = worker.step("one", start, states, torch.tensor(TOKENS[:-1]), NUM_FED)
         start += length
     check(rows, spec, first)
-    assert np.array_equal(rows.logprob_token_ids[:, 1:4], OWN[first - 1 :])
+    assert np.array_equal(rows.token_ids[:, 1:4], OWN[first - 1 :])
     assert not worker.scorer.requests
 
 
@@ -86,12 +87,13 @@ def test_more_top_tokens_than_the_kernels_find(num_top: int):
     vocab = 400
     weight = torch.randn(HIDDEN, vocab, generator=torch.Generator().manual_seed(2))
     worker = LinearWorker(make_scorer(vocab, chunk=30), lambda states: states @ weight)
-    rows = worker.whole(RowSpec(num_top=num_top), STATES, TOKENS[:-1])
+    rows = worker.whole(RowSpec(num_top=num_top, is_packed=False), STATES, TOKENS[:-1])
     expected = (STATES @ weight)[:-1].double().log_softmax(1)
     targets = torch.tensor(TOKENS[1:-1])[:, None]
-    assert rows.logprobs.shape == (NUM_FED - 1, 1 + (vocab if num_top < 0 else num_top))
-    assert torch.allclose(rows.logprobs[:, :1].double(), expected.gather(1, targets), atol=1e-4)
-    assert torch.allclose(rows.logprobs[:, 1:].double(), expected.topk(rows.logprobs.shape[1] - 1).values, atol=1e-4)
+    logprobs = torch.tensor(rows.logprobs).double()
+    assert logprobs.shape == (NUM_FED - 1, 1 + (vocab if num_top < 0 else num_top))
+    assert torch.allclose(logprobs[:, :1], expected.gather(1, targets), atol=1e-4)
+    assert torch.allclose(logprobs[:, 1:], expected.topk(logprobs.shape[1] - 1).values, atol=1e-4)
 
 
 def resident(field: str) -> int:
@@ -117,14 +119,14 @@ def test_a_large_vocabulary_stays_within_the_budget():
         growth.append(resident("VmHWM") - before)
     # Results, and what top k keeps for each thread, are not working memory.
     assert growth[0] < 64 * mebibyte < growth[1], growth
-    assert torch.allclose(*found, rtol=0, atol=1e-5)
+    assert np.allclose(*found, rtol=0, atol=1e-5)
 
 
 LANES = {
     "lane": RowSpec(2, TOKENS[-1], 2, chunk=1),
     "own": candidates_from(4, num_top=2, chunk=1),
     "drafts": RowSpec(2, chunk=3),
-    "every": RowSpec(2, TOKENS[-1], -1, chunk=1),
+    "every": RowSpec(2, TOKENS[-1], -1, chunk=1, is_packed=False),
 }
 """Those of all top tokens do not wait."""
 LANE_STEPS: tuple[dict[str, int], ...] = (
@@ -142,7 +144,7 @@ class LaneWorker(LinearWorker):
     def __init__(self, max_waiting_rows: int) -> None:
         super().__init__(make_scorer(VOCAB, chunk=100), project)
         shape = self.scorer.shape
-        self.scorer.max_waiting_bytes = max_waiting_rows * shape.padded * shape.logit_bytes
+        self.scorer.waiting.max_bytes = max_waiting_rows * shape.padded * shape.logit_bytes
         self.fed: dict[str, int] = {}
 
     def begin(self, name: str) -> None:
@@ -161,7 +163,8 @@ class LaneWorker(LinearWorker):
             self.fed[name] = start + num_tokens
         joined = torch.cat(states)
         logits = project(joined) if is_projected else None
-        return self.scorer.score(parts, joined, torch.tensor(targets), self.logits_fn, logits)
+        found = self.scorer.score(parts, joined, torch.tensor(targets), self.logits_fn, logits)
+        return {name: rows_of(rows, LANES[name]) for name, rows in found.items()}
 
 
 @pytest.mark.parametrize("max_waiting_rows", [0, 3, 8, 1000])
@@ -175,15 +178,15 @@ def test_rows_of_lanes_wait_for_those_of_later_steps(max_waiting_rows: int, *, i
         assert results.keys() == expected.keys()
         found |= results
         for name, rows in results.items():
-            assert is_projected or all(map(torch.equal, rows[:3], expected[name][:3]))
+            assert is_projected or np.array_equal(rows.table, expected[name].table)
         if max_waiting_rows == 1000 and number == 1:
             # Of the second step, only those of all top tokens are scored.
-            assert [len(sink.parts) for sink in worker.scorer.requests.values()] == [0, 0, 0, 1]
+            assert [len(request.parts) for request in worker.scorer.requests.values()] == [0, 0, 0, 1]
     assert found.keys() == LANES.keys()
     for name in LANES.keys() - {"every"}:
         check(found[name], LANES[name], LANES[name].first)
     if max_waiting_rows == 1000 and is_projected:
-        assert not worker.scorer._waiting_bytes
+        assert not worker.scorer.waiting.num_bytes
 
 
 @pytest.mark.parametrize("ends", ["aborted", "begun again"])
@@ -204,10 +207,10 @@ def test_what_waits_holds_no_more_memory_than_is_counted():
     worker.feed({"lane": 1, "own": 1, "drafts": 1}, is_projected=True)
     for _ in range(2):
         worker.feed({"own": 1, "lane": 1, "drafts": 1}, is_projected=True)
-    tensors = [each for rows in worker.scorer._waiting.values() for each in rows.logits]
+    tensors = [each for rows in worker.scorer.waiting._groups.values() for each in rows.logits]
     held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
-    assert 0 < sum(held.values()) <= worker.scorer._waiting_bytes
+    assert 0 < sum(held.values()) <= worker.scorer.waiting.num_bytes
     # Both are aborted.
     worker.scorer.requests.clear()
     worker.whole(RowSpec(), STATES, TOKENS[:-1])
-    assert worker.scorer._waiting_bytes == 0
+    assert worker.scorer.waiting.num_bytes == 0

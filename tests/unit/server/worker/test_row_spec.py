@@ -12,6 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from scoremode_server.engine.passes import RowsRequest
+from scoremode_server.rows import Column
 from scoremode_server.worker.row_spec import ROWS, RowSpec, ScoringParams, guard_rows
 
 
@@ -37,7 +38,7 @@ def guarded_engine() -> Any:
     "spec",
     [
         RowSpec(),
-        RowSpec(4, num_top=2, sink="references", sink_data={"action": "compare", "index": 3}),
+        RowSpec(4, num_top=2, sinks={"references": {"index": 3}}, sink_columns=(Column("kld"),)),
         RowSpec(2, num_top=3, temperature=0.5, num_candidates=2, candidates=b"12345678"),
     ],
 )
@@ -53,7 +54,7 @@ async def test_a_spec_reaches_the_worker_as_it_is(spec: RowSpec):
         assert sent.prompt_logprobs == 0
         got = RowSpec.read(sent)
         assert copy(got).as_extra_args()[ROWS] == {**spec.as_extra_args()[ROWS], "last_token": 7}
-        assert (got.sink, got.sink_data) == (spec.sink, spec.sink_data)
+        assert (got.sinks, got.columns) == (spec.sinks, spec.columns)
 
 
 def test_the_identity_has_all_that_decides_rows_but_not_num_top():
@@ -61,7 +62,13 @@ def test_the_identity_has_all_that_decides_rows_but_not_num_top():
     assert RowSpec(5, last_token=3, num_top=9).identity is None
     assert with_candidates(1, shared).identity == with_candidates(3, shared).identity
     assert with_candidates(1, own).identity != with_candidates(2, own[1:]).identity
-    several = [RowSpec(), RowSpec(temperature=0.5), *(with_candidates(1, each) for each in (shared, shared[::-1], own))]
+    sinks = [RowSpec(sinks={"one": data}) for data in (1, 2)]
+    several = [
+        RowSpec(),
+        RowSpec(temperature=0.5),
+        *sinks,
+        *(with_candidates(1, each) for each in (shared, shared[::-1], own)),
+    ]
     assert len({each.identity for each in several}) == len(several)
 
 

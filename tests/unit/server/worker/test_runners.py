@@ -17,10 +17,11 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from scoremode_server.worker import runners
-from scoremode_server.worker.row_scorer import RowScorer, SinkMaker
+from scoremode_server.worker.row_scorer import RowScorer
 from scoremode_server.worker.row_spec import RowSpec
+from scoremode_server.worker.sinks import SinkMaker
 from tests.unit.server.worker.kept_patches import set_back_at_end
-from tests.unit.server.worker.linear_scorer import ALONE, check_rows, make_scorer
+from tests.unit.server.worker.linear_scorer import ALONE, check_rows, make_scorer, rows_of
 
 MEBIBYTE = 1024**2
 STOCK = GPUModelRunner._get_prompt_logprobs_dict
@@ -137,7 +138,7 @@ def test_rows_from_the_prefix_cache_are_left_out(spec: RowSpec | None):
     runner.requests["one"].num_computed_tokens = 4
     runner.requests["one"].sampling_params.extra_args = spec and spec.as_extra_args()
     results = runner.step(computing(make_scorer(VOCAB)), {"one": 6}, torch.zeros(6, HIDDEN))
-    assert results["one"].logprobs.isnan().squeeze(1).tolist() == [False] * 5
+    assert np.isnan(rows_of(results["one"], spec or RowSpec(is_packed=False)).logprobs[:, 0]).tolist() == [False] * 5
 
 
 def test_rows_of_requests_that_have_ended_are_dropped():
@@ -271,10 +272,13 @@ class Engine:
     def check(self, results: dict[str, Any]) -> None:
         assert not self.worker._scoremode_scorer.requests.keys() & results.keys()
         for name, rows in results.items():
-            spec, length = SCORED if name == "scored" else RowSpec(num_top=TOPS[name]), LENGTHS_V2[name]
+            own = RowSpec(num_top=TOPS.get(name, 0), is_packed=False)
+            spec, length = SCORED if name == "scored" else own, LENGTHS_V2[name]
             targets = self.tokens[list(LENGTHS_V2).index(name), spec.first : length].tolist()
             targets += [] if spec.last_token is None else [spec.last_token]
-            check_rows(rows, spec, self.states[name][spec.first - 1 :][: len(targets)] @ self.weight, targets)
+            check_rows(
+                rows_of(rows, spec), spec, self.states[name][spec.first - 1 :][: len(targets)] @ self.weight, targets
+            )
 
 
 @pytest.fixture
@@ -298,7 +302,7 @@ def test_specifications_and_ordinary_requests_in_one_batch(engine: Engine):
 def test_a_lane_takes_the_logits_that_its_step_sampled_from(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     """Unless the step has other rows too, which vLLM may change before it samples."""
     monkeypatch.setitem(globals(), "SCORED", replace(SCORED, chunk=1))
-    engine.worker._scoremode_scorer.max_waiting_bytes = MEBIBYTE
+    engine.worker._scoremode_scorer.waiting.max_bytes = MEBIBYTE
     engine.add("scored")
     engine.step({"scored": 4})
     engine.step({"scored": 1, "short": 1})

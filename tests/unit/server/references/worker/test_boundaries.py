@@ -8,7 +8,7 @@ from torch import nn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from scoremode_server.references.worker.layers import DecoderLayers, Stream
-from scoremode_server.worker.row_scorer import StepPart
+from scoremode_server.worker.request_rows import StepPart
 
 HIDDEN = 4
 BLOCKS = [

@@ -2,16 +2,18 @@
 
 import math
 import os
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scoremode_server.kernels import fused_logprobs
+from scoremode_server.kernels.fused_logprobs import Chunk
 from scoremode_server.kernels.reduced_rows import Shard
 from scoremode_server.references.worker import kl_divergence
-from scoremode_server.references.worker.kl_divergence import Comparison, LogitsFunction
-from tests.unit.server.kernels.row_checks import DTYPES, check, in_parts, randn, random_logits
+from tests.unit.server.kernels.row_checks import DTYPES, Scores, check, in_parts, random_logits
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -24,16 +26,31 @@ ACCEPTANCE = 2e-7
 """Two roundings of float32 at 1."""
 
 
-def identity(logits: torch.Tensor) -> torch.Tensor:
-    return logits
+@dataclass
+class Comparison:
+    """Two distributions in each row, and the figures of `kl_divergence.compare`."""
+
+    kld: torch.Tensor
+    reverse_kld: torch.Tensor
+    acceptance: torch.Tensor
+    served: Scores
+    reference: Scores
 
 
 def compare(
     targets: torch.Tensor, served: torch.Tensor, reference: torch.Tensor, num_top: int, limit: int, shard: Shard | None
 ) -> Comparison:
-    """`kl_divergence.compare` with logits for hidden states, on their device only."""
+    """Compare logits chunk by chunk, as workers do, on their device only."""
+
+    def sink(chunk: Chunk) -> dict[str, torch.Tensor]:
+        return kl_divergence.compare(chunk, reference[chunk.place])
+
     with torch.device("cpu"):
-        return kl_divergence.compare(targets, identity, served, identity, reference, num_top, limit, shard)
+        found = fused_logprobs.compute(targets, served, lambda rows: rows, max(1, num_top), limit, shard, sinks=[sink])
+    sides = [
+        (found[f"{side}token_ids"], found[f"{side}logprobs"], found[f"{side}ranks"]) for side in ("", "reference_")
+    ]
+    return Comparison(found["kld"], found["reverse_kld"], found["acceptance"], *sides)
 
 
 def compared(served: torch.Tensor, reference: torch.Tensor, num_top: int = 1) -> Comparison:
@@ -73,7 +90,7 @@ def check_divergences(
 def check_all(served: torch.Tensor, reference: torch.Tensor, comparison: Comparison, targets: torch.Tensor) -> None:
     check_divergences(served, reference, comparison)
     for logits, scored in ((served, comparison.served), (reference, comparison.reference)):
-        check(logits, targets, (scored.tokens, scored.logprobs(), scored.ranks))
+        check(logits, targets, scored)
 
 
 def test_two_tokens_by_hand():
@@ -82,9 +99,9 @@ def test_two_tokens_by_hand():
     assert comparison.kld.item() == pytest.approx(math.log(4 / 3) / 2, rel=RELATIVE)
     assert comparison.reverse_kld.item() == pytest.approx(0.75 * math.log(1.5) - 0.25 * math.log(2), rel=RELATIVE)
     assert comparison.acceptance.item() == pytest.approx(0.75, abs=ACCEPTANCE)
-    assert comparison.served.tokens.tolist() == [[0, 0]]
-    assert comparison.served.logprobs().tolist() == [pytest.approx([math.log(0.75)] * 2)]
-    assert comparison.reference.ranks.tolist() == [2]
+    assert comparison.served[0].tolist() == [[0, 0]]
+    assert comparison.served[1].tolist() == [pytest.approx([math.log(0.75)] * 2)]
+    assert comparison.reference[2].tolist() == [2]
 
 
 @pytest.mark.parametrize(("dtype", "reference_dtype"), [(dtype, dtype) for dtype in DTYPES] + [(DTYPES[0], DTYPES[2])])
@@ -95,7 +112,7 @@ def test_random_rows(dtype: torch.dtype, reference_dtype: torch.dtype, vocab: in
     reference = random_logits(4, vocab, vocab + 5, reference_dtype, seed=2)
     targets = torch.tensor([0, vocab - 1, vocab // 2, vocab // 3])
     comparison = compare(targets, served, reference, min(num_top, vocab), 3, None)
-    assert comparison.served.tokens.shape == (4, 1 + max(1, min(num_top, vocab)))
+    assert comparison.served[0].shape == (4, 1 + max(1, min(num_top, vocab)))
     check_all(served, reference, comparison, targets)
 
 
@@ -131,7 +148,7 @@ def test_tokens_that_one_side_excludes_make_infinite_divergences():
     assert comparison.kld.tolist() == [math.inf, pytest.approx(math.log(1.5)), 0.0, math.inf]
     assert comparison.reverse_kld.tolist() == [pytest.approx(math.log(1.5)), math.inf, 0.0, math.inf]
     assert comparison.acceptance.tolist() == pytest.approx([2 / 3, 2 / 3, 1.0, 0.5], abs=ACCEPTANCE)
-    assert comparison.served.logprobs()[0].tolist() == pytest.approx([-math.inf] + [-math.log(2)] * 2 + [-math.inf])
+    assert comparison.served[1][0].tolist() == pytest.approx([-math.inf] + [-math.log(2)] * 2 + [-math.inf])
 
 
 def test_an_excluded_token_counts_however_unlikely_the_other_side_finds_it():
@@ -153,8 +170,8 @@ def test_nan_on_either_side_is_never_a_number(side: str, dtype: torch.dtype, bad
         logits[side][row, column] = bad
     comparison = compared(logits["served"], logits["reference"], 2)
     assert figures(comparison).isnan().tolist() == [[True] * 5 + [False]] * 3
-    assert getattr(comparison, side).logprobs()[:5].isnan().all()
-    assert not (comparison.reference if side == "served" else comparison.served).logprobs().isnan().any()
+    assert getattr(comparison, side)[1][:5].isnan().all()
+    assert not (comparison.reference if side == "served" else comparison.served)[1].isnan().any()
 
 
 def test_a_row_of_minus_infinity_alone_is_not_a_distribution():
@@ -177,25 +194,6 @@ def test_any_two_rows(pairs: list[tuple[float, float]]):
     check_divergences(served, reference, compared(served, reference), relative=1e-5, absolute=1e-6)
 
 
-@pytest.mark.parametrize("limit", [1, 7, 100])
-def test_chunks_of_sides_with_other_hidden_sizes_give_the_same_rows(limit: int):
-    sizes: list[int] = []
-
-    def projection(weight: torch.Tensor) -> LogitsFunction:
-        def project(rows: torch.Tensor) -> torch.Tensor:
-            sizes.append(len(rows))
-            return rows @ weight
-
-        return project
-
-    served, reference = randn(8, 8, seed=13), randn(8, 16, seed=14)
-    weights = randn(8, 300, seed=15), randn(16, 300, seed=16)
-    sides = projection(weights[0]), served, projection(weights[1]), reference
-    comparison = kl_divergence.compare(torch.arange(8), *sides, 4, limit)
-    assert (sum(sizes), max(sizes)) == (16, min(limit, 8))
-    check_all(served @ weights[0], reference @ weights[1], comparison, torch.arange(8))
-
-
 @pytest.mark.parametrize("ends", [[500, 1000], [334, 334, 1000], [125, 250, 375, 500, 625, 750, 1000, 1000]], ids=len)
 @pytest.mark.parametrize("num_top", [1, 20])
 def test_parts_of_a_vocabulary_give_what_the_whole_gives(ends: list[int], num_top: int):
@@ -212,8 +210,8 @@ def test_parts_of_a_vocabulary_give_what_the_whole_gives(ends: list[int], num_to
     )
     for comparison in ranks:
         check_all(served, reference, comparison, targets)
-    # For each of three chunks targets and reduced rows, and the sums at the end.
-    assert calls == [7] * len(ends)
+    # For each of three chunks targets and reduced rows of both sides and the sums, and at the end all rows.
+    assert calls == [16] * len(ends)
 
 
 def test_nan_in_any_part_is_never_a_number():
@@ -222,4 +220,4 @@ def test_nan_in_any_part_is_never_a_number():
     targets = torch.arange(4)
     for comparison in in_parts([100, 200, 300], sides, lambda shard, *parts: compare(targets, *parts, 1, 9, shard))[0]:
         assert figures(comparison).isnan().tolist() == [[True, True, True, False]] * 3
-        assert comparison.served.logprobs().isnan().all(1).tolist() == [True, False, True, False]
+        assert comparison.served[1].isnan().all(1).tolist() == [True, False, True, False]

@@ -11,22 +11,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from cachetools import FIFOCache
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
-from vllm.v1.outputs import LogprobsTensors
 
 from scoremode_server.references.files import tensors
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
-from scoremode_server.references.worker import kl_divergence, sinks
+from scoremode_server.references.worker import sinks
 from scoremode_server.references.worker.heads import ReferenceHead
-from scoremode_server.references.worker.orders import SINK, Forget, Order, ReadWindow, WindowMark
+from scoremode_server.references.worker.orders import (
+    SINK,
+    Forget,
+    Order,
+    ReadWindow,
+    WindowMark,
+    compared_columns,
+)
 from scoremode_server.references.worker.sinks import WorkerWindows
+from scoremode_server.rows import Rows
 from scoremode_server.vllm_compat import install
 from scoremode_server.worker.lm_head import LMHead
-from scoremode_server.worker.row_scorer import RowSink
 from scoremode_server.worker.row_spec import RowSpec
+from scoremode_server.worker.sinks import Sink
 from tests.unit.server.references.reference_setup import HIDDEN, create, full_disk, let_all_be_written, random_shard
 from tests.unit.server.worker.linear_scorer import ALONE, LinearWorker, make_scorer
 
@@ -56,7 +64,8 @@ def spec(action: Any, first: int, index: int = 0, num_top: int = 0, identity: st
 
 
 def with_mark(mark: WindowMark, first: int = 1, num_top: int = 0) -> RowSpec:
-    return RowSpec(first, TOKENS[-1], num_top, sink=SINK, sink_data=msgspec.to_builtins(mark))
+    columns = compared_columns(num_top) if mark.action == "compare" else ()
+    return RowSpec(first, TOKENS[-1], num_top, sinks={SINK: msgspec.to_builtins(mark)}, sink_columns=columns)
 
 
 def project(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -69,21 +78,21 @@ def order(windows: WorkerWindows, *orders: Order, tickets: tuple[str, ...] = ())
 
 def read(windows: WorkerWindows, *specs: RowSpec) -> None:
     """As the API server has it, which sends a window once it was read, or could not be."""
-    marks = [msgspec.convert(wanted.sink_data, WindowMark) for wanted in specs]
+    marks = [msgspec.convert(wanted.sinks[SINK], WindowMark) for wanted in specs]
     order(windows, *map(ReadWindow, marks))
     while any(windows._outcome(mark.ticket) is None for mark in marks):
         time.sleep(0.001)
 
 
 def add(windows: WorkerWindows, wanted: RowSpec, name: str = "request", group: Any = ALONE) -> LinearWorker:
-    if wanted.sink_data["action"] == "compare":
+    if wanted.sinks[SINK]["action"] == "compare":
         read(windows, wanted)
     worker = LinearWorker(make_scorer(VOCAB, {SINK: windows}, chunk=5, group=group), project)
     worker.scorer.begin(name, wanted)
     return worker
 
 
-def steps(worker: LinearWorker, *ends: int, states: torch.Tensor = STATES) -> LogprobsTensors | None:
+def steps(worker: LinearWorker, *ends: int, states: torch.Tensor = STATES) -> Rows | None:
     """Feed the prompt up to each of `ends`; the rows of the last step."""
     # The V2 runner's row of tokens is longer than the prompt.
     token_ids = torch.tensor([*TOKENS[:-1], 77, 78], dtype=torch.int32)
@@ -97,7 +106,7 @@ def steps(worker: LinearWorker, *ends: int, states: torch.Tensor = STATES) -> Lo
 
 def let_wait(worker: LinearWorker, num_rows: int) -> LinearWorker:
     shape = worker.scorer.shape
-    worker.scorer.max_waiting_bytes = num_rows * shape.padded * shape.logit_bytes
+    worker.scorer.waiting.max_bytes = num_rows * shape.padded * shape.logit_bytes
     return worker
 
 
@@ -109,9 +118,17 @@ def windows(tmp_path: Path) -> WorkerWindows:
     return windows
 
 
-def whole_rows(first: int) -> tuple[torch.Tensor, ...]:
-    logprobs, targets = (STATES[first - 1 :] @ WEIGHT).log_softmax(1), torch.tensor(TOKENS[first:])[:, None]
-    return targets.int(), logprobs.gather(1, targets), (logprobs >= logprobs.gather(1, targets)).sum(1).int()
+def scores(states: torch.Tensor, weight: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64, the logprobs [rows, vocabulary] of one side, and those of the targets [rows, 1]."""
+    logprobs, targets = (states[first - 1 :] @ weight).double().log_softmax(1), torch.tensor(TOKENS[first:])[:, None]
+    return logprobs, logprobs.gather(1, targets)
+
+
+def check_scores(rows: Rows, first: int) -> None:
+    logprobs, actual = scores(STATES, WEIGHT, first)
+    assert rows.token_ids[:, 0].tolist() == TOKENS[first:]
+    assert np.allclose(rows.logprobs[:, :1], actual, rtol=1e-5, atol=1e-6)
+    assert rows.ranks.tolist() == (logprobs >= actual).sum(1).tolist()
 
 
 @pytest.fixture
@@ -129,13 +146,13 @@ def test_a_recorded_window_is_the_same_however_its_prompt_is_split(windows: Work
     reference = create(windows.root.root)
     for index, split in enumerate(SPLITS):
         rows = steps(add(windows, spec("record", first, index)), *split, NUM_FED)
-        torch.testing.assert_close(rows[:3], whole_rows(first), rtol=1e-5, atol=1e-8)
+        check_scores(rows, first)
     let_all_be_written(windows)
     assert reference.recorded_windows() == set(range(len(SPLITS)))
     for index in range(len(SPLITS)):
         hidden_states, logprobs = reference.read_shard(index)
         assert torch.equal(hidden_states, STATES[first - 1 :])
-        assert torch.allclose(logprobs, whole_rows(first)[1][:, 0])
+        assert torch.allclose(logprobs.double(), scores(STATES, WEIGHT, first)[1][:, 0])
 
 
 @pytest.mark.parametrize("num_top", [0, 3])
@@ -144,28 +161,24 @@ def test_a_compared_window_is_the_same_however_its_prompt_is_split(
     windows: WorkerWindows, reference: StoredReference, first: int, num_top: int
 ):
     """And however many of its rows wait for those of later steps, in a lane."""
-    expected = kl_divergence.compare(
-        torch.tensor(TOKENS[first:]),
-        lambda states: states @ WEIGHT,
-        STATES[first - 1 :],
-        lambda states: states @ REFERENCE_WEIGHT,
-        REFERENCE_STATES[first - 1 :],
-        num_top,
-        100,
-    )
-    width = 1 + max(1, num_top)
+    served, target = scores(STATES, WEIGHT, first)
+    recorded, recorded_target = scores(REFERENCE_STATES, REFERENCE_WEIGHT, first)
     for split, max_waiting_rows in zip(SPLITS, cycle((0, 3, 100, 1)), strict=False):
         wanted = replace(spec("compare", first, FIRSTS.index(first), num_top), chunk=1)
         worker = let_wait(add(windows, wanted), max_waiting_rows)
-        tokens, logprobs, ranks, *_ = steps(worker, *split, NUM_FED)
-        assert torch.equal(tokens[:, :width], expected.served.tokens)
-        assert torch.equal(tokens[:, width:-1], expected.reference.tokens)
-        assert torch.equal(tokens[:, -1], expected.reference.ranks)
-        assert torch.equal(ranks, expected.served.ranks)
-        assert torch.allclose(logprobs[:, :width], expected.served.logprobs())
-        assert torch.allclose(logprobs[:, width:-3], expected.reference.logprobs())
-        divergences = (expected.kld, expected.reverse_kld, expected.acceptance)
-        assert torch.allclose(logprobs[:, -3:], torch.stack(divergences, 1), atol=1e-6)
+        rows = steps(worker, *split, NUM_FED)
+        check_scores(rows, first)
+        of_both = {
+            "logprobs": torch.cat((target, served.topk(num_top).values), 1),
+            "reference_logprobs": torch.cat((recorded_target, recorded.topk(num_top).values), 1),
+            "kld": (recorded.exp() * (recorded - served)).sum(1),
+            "reverse_kld": (served.exp() * (served - recorded)).sum(1),
+            "acceptance": torch.minimum(served.exp(), recorded.exp()).sum(1),
+        }
+        for name, expected in of_both.items():
+            assert np.allclose(rows.column(name), expected, rtol=1e-5, atol=2e-6), name
+        assert np.array_equal(rows.column("reference_token_ids")[:, 1:], recorded.topk(num_top).indices)
+        assert rows.column("reference_ranks").tolist() == (recorded >= recorded_target).sum(1).tolist()
 
 
 def test_the_references_rows_of_several_steps_are_projected_at_once(windows: WorkerWindows, reference: StoredReference):
@@ -184,13 +197,14 @@ def test_the_references_rows_of_several_steps_are_projected_at_once(windows: Wor
     worker = let_wait(add(windows, replace(spec("compare", 1), chunk=1)), 100)
     steps(worker, 1, 2)
     there, windows.leased = windows.leased, SimpleNamespace(**{**vars(ROOM), "find": lambda key, local: None})
-    worker.scorer.requests["request"].leased = windows.leased
+    window = worker.scorer.requests["request"].sinks[SINK]
+    window.leased = windows.leased
     token_ids = torch.tensor(TOKENS[:-1])
     worker.step("request", 2, STATES[2:3], token_ids, NUM_FED)
-    worker.scorer.requests["request"].leased = windows.leased = there
+    window.leased = windows.leased = there
     rest = worker.step("request", 3, STATES[3:], token_ids, NUM_FED)
     whole = steps(add(windows, spec("compare", 1)), NUM_FED)
-    assert torch.allclose(rest.logprobs[1:], whole.logprobs[3:], equal_nan=True)
+    assert np.allclose(rest.column("kld")[1:], whole.column("kld")[3:])
     # Another reference is held, while rows of a window that nobody wants any more wait with a score's.
     worker = let_wait(add(windows, replace(spec("compare", 1), chunk=1)), 100)
     steps(worker, 1, 2)
@@ -217,17 +231,17 @@ def test_nan_is_returned_and_not_written(windows: WorkerWindows):
     states = STATES.clone()
     states[4] = math.nan
     rows = steps(window, NUM_FED, states=states)
-    assert rows.logprobs.isnan()[:, 0].tolist() == [row == 4 for row in range(NUM_FED)]
+    assert np.isnan(rows.logprobs[:, 0]).tolist() == [row == 4 for row in range(NUM_FED)]
     let_all_be_written(windows)
     assert reference.recorded_windows() == set()
     assert windows._outcome("one 0") == "the model computed NaN"
     # Of several ranks one writes.
-    assert type(windows.begin(spec("record", 1), writes=False)) is RowSink
+    wanted = spec("record", 1)
+    assert type(windows.begin(wanted, wanted.sinks[SINK], writes=False)) is Sink
 
 
 def test_all_ranks_compare_or_none_does(windows: WorkerWindows, reference: StoredReference):
-    """A rank that has all its files, next to one that lacks those of one window. Rows that are not numbers are as wide
-    as others, so that nothing depends on which they are."""
+    """A rank that has all its files, next to one that lacks those of one window."""
 
     others = SimpleNamespace(
         world_size=2,
@@ -240,10 +254,8 @@ def test_all_ranks_compare_or_none_does(windows: WorkerWindows, reference: Store
     worker = LinearWorker(make_scorer(VOCAB, {SINK: windows}, group=others), project)
     worker.scorer._logits_fn, worker.scorer._lm_head = worker.logits_fn, LMHead(project, project, 1, None, None)
     found = worker.together(specs, STATES, TOKENS[:-1])
-    assert not found["first"].logprobs.isnan().any()
-    assert found["second"].logprobs.isnan().all()
-    for one, other in zip(found["first"][:3], found["second"][:3], strict=True):
-        assert (one.shape[1:], one.dtype) == (other.shape[1:], other.dtype)
+    assert not found["first"].has_nan.any()
+    assert found["second"].has_nan.all()
 
 
 def test_windows_of_one_reference_are_compared_together(windows: WorkerWindows, reference: StoredReference):
@@ -253,7 +265,8 @@ def test_windows_of_one_reference_are_compared_together(windows: WorkerWindows, 
     found = worker.together(specs, STATES, TOKENS[:-1])
     assert worker.num_projected == [7 + 6 + 4 + 2 + 1]
     for rows, expected in zip(found.values(), alone, strict=True):
-        torch.testing.assert_close(rows[:3], expected[:3], rtol=1e-5, atol=1e-6)
+        assert np.allclose(rows.column("kld"), expected.column("kld"), rtol=1e-5, atol=1e-6)
+        assert np.allclose(rows.logprobs, expected.logprobs, rtol=1e-5, atol=1e-6)
 
 
 # What is kept is bounded, and neither a step nor a call waits for a file
@@ -267,7 +280,8 @@ def mark(action: Any, index: int) -> WindowMark:
 
 def finish(windows: WorkerWindows, index: int) -> None:
     """What a step does with the last rows of a window that is recorded."""
-    window = windows.begin(with_mark(mark("record", index)), writes=True)
+    wanted = with_mark(mark("record", index))
+    window = windows.begin(wanted, wanted.sinks[SINK], writes=True)
     window.hidden_states, window.logprobs = [torch.zeros(5, HIDDEN)], [torch.zeros(5)]
     window.finish()
 
