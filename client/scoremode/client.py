@@ -29,6 +29,7 @@ from scoremode.wire import (
     ReferenceWindows,
     ServedLayers,
     ServerInfo,
+    Statistic,
     Text,
     TokenTexts,
     Tools,
@@ -161,6 +162,8 @@ class AsyncScoreClient:
         top_logprobs: int = 0,
         candidate_token_ids: Candidates | None = None,
         temperature: float | None = None,
+        statistics: list[Statistic] | None = None,
+        sinks: dict[str, Any] | None = None,
         logprobs_from: int | list[int] | None = None,
         return_ranks: bool = False,
         return_tokens: bool = False,
@@ -180,6 +183,10 @@ class AsyncScoreClient:
             candidate_token_ids: Score these tokens too: a list for all positions; for a single prompt also a list for
                 each position that is returned, for several such lists for each. All have as many tokens.
             temperature: T of the distribution that is scored, the softmax of logits / T; 1 when left out.
+            statistics: Return figures of the whole distribution at every position, in `columns`: "entropy", and
+                "std_logprob", the standard deviation of the logprobs under it.
+            sinks: Return figures of packages that are installed on the server, in `columns`: by name, what each needs
+                to know.
             logprobs_from: Return only positions from this one on; one for all prompts, or a list with one for each.
             return_ranks: Return the rank of every token in the vocabulary.
             return_tokens: Return every token as text.
@@ -192,7 +199,9 @@ class AsyncScoreClient:
             One score per prompt; with continuations one for each, those of the first prompt first.
         """
         sequences = scored_sequences(prompt, continuations)
-        num_values = top_logprobs if candidate_token_ids is None else top_logprobs + MAX_CANDIDATES
+        num_values = top_logprobs + len(statistics or ())
+        # A sink's column may be as wide as candidates.
+        num_values += MAX_CANDIDATES * ((candidate_token_ids is not None) + len(sinks or ()))
         return await self.send(
             call(
                 "POST",
@@ -207,6 +216,8 @@ class AsyncScoreClient:
                 top_logprobs=top_logprobs,
                 candidate_token_ids=candidate_token_ids,
                 temperature=temperature,
+                statistics=statistics,
+                sinks=sinks,
                 logprobs_from=logprobs_from,
                 return_ranks=return_ranks,
                 return_tokens=return_tokens,

@@ -34,6 +34,7 @@ from scoremode.wire import (
     check_logprobs,
     decode_array,
     decode_arrays,
+    decode_column,
     decode_top_logprobs,
     encode_array,
     encode_top_logprobs,
@@ -53,6 +54,12 @@ def _candidate_logprobs(sent: object) -> NDArray[np.float32]:
     [logprobs] = decode_arrays("candidate_logprobs", sent, logprobs="<f4")
     check_logprobs("candidate_logprobs", logprobs)
     return logprobs
+
+
+def _columns(sent: object) -> dict[str, NDArray[Any]]:
+    if not isinstance(sent, dict):
+        raise ResponseError("the server's columns are not an object")
+    return {name: decode_column(name, column) for name, column in sent.items()}
 
 
 _Top = Annotated[
@@ -88,13 +95,16 @@ class Score:
     candidate_logprobs: Annotated[NDArray[np.float32] | None, PlainValidator(_candidate_logprobs)] = None
     """[n, m], of the candidates at each position, in the order in which they were given; NaN without context;
     when asked for."""
+    columns: Annotated[dict[str, NDArray[Any]], PlainValidator(_columns)] = field(default_factory=dict)
+    """By name, the figures of `statistics` and `sinks` at each position: [n] or [n, any], float32 with NaN or int32
+    with -1 without context."""
     mean_batch: float | None = None
     """Sequences of these lanes in the engine on average while the request ran; None in the prefill lane."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
-        for name in ("logprob_array", "ranks", "tokens", "top_logprobs", "candidate_logprobs"):
-            values = getattr(self, name)
+        names = ("logprob_array", "ranks", "tokens", "top_logprobs", "candidate_logprobs")
+        for name, values in ({name: getattr(self, name) for name in names} | self.columns).items():
             if values is not None and len(values) != num_tokens:
                 what = name.removesuffix("_array")
                 raise ResponseError(f"{len(values)} {what} for {num_tokens} tokens in the server's answer")

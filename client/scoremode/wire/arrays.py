@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scoremode.errors import ResponseError
-from scoremode.wire.protocol import ROUNDING, TopLogprobArrays
+from scoremode.wire.protocol import ROUNDING, ColumnArray, TopLogprobArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +65,20 @@ def decode_arrays(name: str, sent: object, **dtypes: str) -> list[NDArray[Any]]:
     match sent:
         case {"shape": [_, _] as shape, **arrays}:
             return [decode_array(name, arrays.get(part), dtype, shape) for part, dtype in dtypes.items()]
+    raise ResponseError(f"the server's {name} are not in base64")
+
+
+def encode_column(column: NDArray[Any]) -> ColumnArray:
+    """A column of float32 or int32 as `decode_column` takes it."""
+    dtype: Any = column.dtype.name
+    return {"dtype": dtype, "shape": list(column.shape), "values": encode_array(column, column.dtype.str)}
+
+
+def decode_column(name: str, sent: object) -> NDArray[Any]:
+    """A column of an answer, which is a `ColumnArray`; `name` is its field."""
+    match sent:
+        case {"dtype": "float32" | "int32" as dtype, "shape": [_, *_] as shape, "values": values}:
+            return decode_array(name, values, "<f4" if dtype == "float32" else "<i4", shape)
     raise ResponseError(f"the server's {name} are not in base64")
 
 

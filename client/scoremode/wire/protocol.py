@@ -14,6 +14,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    JsonValue,
     NonNegativeInt,
     PositiveInt,
     StringConstraints,
@@ -186,6 +187,9 @@ TopLogprobsCount = Annotated[int, Field(ge=0, json_schema_extra={"maximum": MAX_
 """Limited by the server, whose `--max-logprobs` may allow fewer."""
 
 
+Statistic = Literal["entropy", "std_logprob"]
+
+
 class ScoreRequest(MessagesFields, LaneFields):
     """Body of `POST /v1/score`: `prompt` or `messages`."""
 
@@ -202,6 +206,11 @@ class ScoreRequest(MessagesFields, LaneFields):
     """Score these tokens too: one list for all positions, or lists of one length, one per position."""
     temperature: float = Field(1.0, ge=0.01, le=1000)
     """Of the distribution: softmax(logits / T)."""
+    statistics: list[Statistic] = []
+    """Figures of the whole distribution at every position, at this temperature, in nats: its entropy, and the standard
+    deviation of the logprobs under it."""
+    sinks: dict[str, JsonValue] = {}
+    """Figures of packages that are installed on the server: by name, what each needs to know."""
     logprobs_from: Positions = 0
     """Return only positions from this one on; one for all prompts, or one per prompt."""
     return_ranks: bool = False
@@ -262,6 +271,15 @@ class CandidateLogprobArrays(TypedDict):
     """float32, nats."""
 
 
+class ColumnArray(TypedDict):
+    """A column of n positions, with `base64`."""
+
+    dtype: Literal["float32", "int32"]
+    shape: list[int]
+    """[n], or [n, numbers of a position]."""
+    values: str
+
+
 class ScoreResult(TypedDict):
     """One scored sequence, or one continuation. Lists run over `token_ids`; a text's first token has no logprob."""
 
@@ -277,6 +295,9 @@ class ScoreResult(TypedDict):
     tokens: NotRequired[list[str]]
     top_logprobs: NotRequired[list[list[TopLogprob] | None] | TopLogprobArrays]
     candidate_logprobs: NotRequired[list[list[float] | None] | CandidateLogprobArrays]
+    columns: NotRequired[dict[str, list[Any] | ColumnArray]]
+    """The figures of `statistics` and `sinks`, by name: a number or a list at each position, null where there is no
+    context or a number is infinite."""
 
 
 class Usage(TypedDict):
