@@ -42,7 +42,7 @@ CLIENT_FAULTS = {
         ("num_tokens - context_length + 1, context_length", "num_tokens - context_length, context_length"),
         ("begin = 0 if bos_token_id is None else 1", "begin = 0"),
         ("Window(end - context_length - 1, end, reached)", "Window(reached - 1, end, reached)"),
-        ("self.first_target - self.start + (self.head is not None)", "self.first_target - self.start"),
+        ("self.first_target - self.start + (self.leading_token is not None)", "self.first_target - self.start"),
     ],
     "wire/retries.py < test_retries.py": [
         ("self._num_failures > retries.max_retries", "self._num_failures >= retries.max_retries"),
@@ -113,11 +113,11 @@ SERVER_FAULTS = {
     ],
     "engine/engine.py < engine scoring/test_scorer.py": [
         ("repr((self._store.generation, adapter, salt,", "repr((self._store.generation, salt,"),
-        ('f"{request.owner}.{salt}"', 'f"scoremode.{salt}"'),
+        ('f"{owner}.{salt}"', 'f"scoremode.{salt}"'),
     ],
     "engine/cached_request.py < engine": [
-        ("num_left_out = -(-run.first // size)", "num_left_out = run.first // size"),
-        ("if other is not None and other.request.spec.num_top >= self.request.spec.num_top:", "if other is not None:"),
+        ("num_left_out = -(-num_missing // size)", "num_left_out = num_missing // size"),
+        ("if other is not None and other.engine_pass.spec.num_top >= self.engine_pass.spec.num_top:", "if other is not None:"),
     ],
     "engine/admission.py < engine/test_admission.py engine": [
         ("queue.add(-queue.num_sequences, -queue.num_tokens)", "queue.add(-queue.num_sequences, 0)"),

@@ -52,13 +52,13 @@ class WindowError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The tokens `[start, end)` of a text, after `head` where there is one; the targets are `[first_target, end)`."""
+    """The tokens `[start, end)` of a text, after a `leading_token` or none; the targets are `[first_target, end)`."""
 
     start: int
     end: int
     first_target: int
-    head: int | None = None
-    """A token that is not of the text: a BOS that replaces a chunk's first token, or a text's prefix token."""
+    leading_token: int | None = None
+    """A token that the text does not have: a BOS that replaces a chunk's first token, or a text's prefix token."""
 
     @property
     def num_scored(self) -> int:
@@ -66,22 +66,22 @@ class Window:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the window, its head included."""
-        return self.end - self.start + (self.head is not None)
+        """Tokens of the window, its leading token included."""
+        return self.end - self.start + (self.leading_token is not None)
 
     @property
     def first_scored(self) -> int:
         """Position of the first target among the window's own tokens."""
-        return self.first_target - self.start + (self.head is not None)
+        return self.first_target - self.start + (self.leading_token is not None)
 
     def token_ids(self, text: Sequence[int]) -> list[int]:
         """The window's tokens, given the tokens of the whole text."""
         body = list(text[self.start : self.end])
-        return body if self.head is None else [self.head, *body]
+        return body if self.leading_token is None else [self.leading_token, *body]
 
     def moved(self, offset: int) -> "Window":
-        """The same of a text that has so many tokens before."""
-        return Window(self.start + offset, self.end + offset, self.first_target + offset, self.head)
+        """This window shifted right by `offset` tokens."""
+        return Window(self.start + offset, self.end + offset, self.first_target + offset, self.leading_token)
 
 
 def turn_windows(turns: Iterable[tuple[int, int]], context_length: int) -> list[Window]:

@@ -16,9 +16,10 @@ from vllm.logger import init_logger
 from scoremode.wire.protocol import MAX_CANDIDATES, Bounds, ServerInfo
 from scoremode.wire.references import ReferenceRequest
 from scoremode_server.completions import routes as completions
-from scoremode_server.engine.admission import MAX_WAITING_SEQUENCES, EngineSize
+from scoremode_server.engine.admission import MAX_WAITING_SEQUENCES, Admission, EngineSize
 from scoremode_server.engine.engine import ScoringEngine, make_store
-from scoremode_server.engine.passes import RowsRequest, run_engine
+from scoremode_server.engine.passes import run_engine
+from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence
 from scoremode_server.http import json_fields, page
 from scoremode_server.metrics import Metrics
 from scoremode_server.references import routes as references
@@ -28,7 +29,7 @@ from scoremode_server.scoring.conversations import MAX_MESSAGES, Conversations
 from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.limits import MAX_VALUES, MAX_VALUES_PER_SEQUENCE, Limits
 from scoremode_server.scoring.model_files import model_identity
-from scoremode_server.scoring.scorer import Scorer, Turns, check_engine, served_lanes
+from scoremode_server.scoring.scorer import Pacer, Scorer, check_engine, served_lanes
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.settings import BYTES_AHEAD, EXPORTED_BYTES, logprob_bytes
 from scoremode_server.threads import drop_canceled
@@ -39,7 +40,7 @@ from scoremode_server.vllm_compat.engine_client import (
     drop_canceled_texts,
 )
 from scoremode_server.vllm_compat.served_models import ServedModels
-from scoremode_server.worker.row_spec import RowSpec, guard_rows
+from scoremode_server.worker.row_spec import guard_rows
 
 # vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode.app")
@@ -69,10 +70,10 @@ async def start(client: EngineClient, state: State, settings: Namespace, *, has_
     asyncio.get_running_loop().set_default_executor(drop_canceled(ThreadPoolExecutor()))
     drop_canceled_texts(client)
     limits = Limits.from_model(client.model_config, settings.max_request_sequences, settings.max_request_bytes)
-    await _warm_up(client, limits)
     store = make_store(client.vllm_config, settings.score_cache_bytes)
     metrics = Metrics(logprob_bytes())
     engine = ScoringEngine(client, store, metrics, engine_size(client.vllm_config, settings))
+    await _warm_up(client, engine.admission, limits)
     bound_generation_alone(client)
     drain_before_shutdown(client, engine.admission.drain)
     tokenizer = Tokenizer(client.renderer)
@@ -103,7 +104,7 @@ async def start(client: EngineClient, state: State, settings: Namespace, *, has_
     guard_rows(client)
     state.scoremode = core = Core(
         client=client,
-        scorer=Scorer(engine, Turns()),
+        scorer=Scorer(engine, Pacer()),
         tokenizer=tokenizer,
         conversations=conversations,
         models=models,
@@ -158,12 +159,16 @@ def engine_size(config: VllmConfig, settings: Namespace) -> EngineSize:
     )
 
 
-async def _warm_up(client: EngineClient, limits: Limits) -> None:
+async def _warm_up(client: EngineClient, admission: Admission, limits: Limits) -> None:
     """Score something, so that no user's request waits for kernels to be compiled. Metrics do not count it."""
     for top_logprobs in range(min(1, limits.max_top_logprobs) + 1):
-        request = RowsRequest.score([0, 1, 0], RowSpec(num_top=top_logprobs), request_id="scoremode-warm-up")
-        run = await run_engine(client, request, suffix=f"-{top_logprobs}")
-        run.check(request.first_row)
+        warm_up = EnginePass(TokenSequence(context=[0, 1, 0]))
+        async with admission.request() as queue:
+            settings = ScoreSettings(
+                request_id=f"scoremode-warm-up-{top_logprobs}", queue=queue, top_logprobs=top_logprobs
+            )
+            await run_engine(client, warm_up.begin(settings, settings.request_id))
+        warm_up.check()
 
 
 def prepare_process() -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 from vllm import SamplingParams, TokensPrompt
 
-from scoremode_server.engine.passes import RowsRequest
 from scoremode_server.offline import read_score, score_params
 from scoremode_server.rows import read_columns, read_rows
 from scoremode_server.worker.row_spec import RowSpec, ScoringParams
@@ -15,11 +14,12 @@ from tests.engine.conftest import small_engine
 BLOCK = 32
 """What CPU attention has at least."""
 NUM_DRAFTS = 3
+PLAIN = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
 
 
 def marked(tokens: list[int]) -> SamplingParams:
     """The parameters of a server's request, whose rows all come from the worker."""
-    return RowsRequest.score(tokens, RowSpec(), request_id="id").params
+    return ScoringParams.of(PLAIN, RowSpec(last_token=tokens[-1]))
 
 
 def test_scores_next_to_n_grams_equal_transformers(random_model: Path):
@@ -60,9 +60,8 @@ def test_scores_next_to_n_grams_equal_transformers(random_model: Path):
                         oracle.assert_close(rows.logprobs[missing:, 0], exact[missing:])
                     elif not reads_cache:
                         oracle.assert_close(read_score(tokens, 0, output).logprobs[1:], exact)
-        plain = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
         for chunk in (1, 1 + NUM_DRAFTS):
-            in_lane = [ScoringParams.of(plain, RowSpec(last_token=tokens[-1], chunk=chunk)) for tokens in sequences]
+            in_lane = [ScoringParams.of(PLAIN, RowSpec(last_token=tokens[-1], chunk=chunk)) for tokens in sequences]
             for each in in_lane:
                 each.skip_reading_prefix_cache = True
             outputs = engine.generate([*generating, *fed], [generation] * 2 + in_lane, use_tqdm=False)[2:]

@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,8 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from scoremode_server import enable
-from scoremode_server.engine.passes import RowsRequest
 from scoremode_server.rows import Columns, read_columns
-from scoremode_server.worker.row_spec import RowSpec
+from scoremode_server.worker.row_spec import RowSpec, ScoringParams
 from tests import oracle
 
 CONTEXT = 33
@@ -43,16 +43,14 @@ def engine_of(model: Path, **settings: Any) -> LLM:
 
 def scored_columns(engine: Any, sequences: Sequence[Tokens], specs: Iterable[RowSpec]) -> list[Columns]:
     """The columns of rows of sequences that the engine has all at once, none of them from its prefix cache."""
-    requests = [
-        RowsRequest.score(list(each), spec, request_id="") for each, spec in zip(sequences, specs, strict=False)
+    plain = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+    plain.skip_reading_prefix_cache = True
+    params = [
+        ScoringParams.of(plain, replace(spec, last_token=each[-1]))
+        for each, spec in zip(sequences, specs, strict=False)
     ]
-    for request in requests:
-        request.params.skip_reading_prefix_cache = True
-    prompts = [
-        TokensPrompt(prompt_token_ids=request.prompt["prompt_token_ids"], cache_salt=uuid.uuid4().hex)
-        for request in requests
-    ]
-    outputs = engine.generate(prompts, [request.params for request in requests], use_tqdm=False)
+    prompts = [TokensPrompt(prompt_token_ids=list(each[:-1]), cache_salt=uuid.uuid4().hex) for each in sequences]
+    outputs = engine.generate(prompts, params, use_tqdm=False)
     return [read_columns(output.prompt_logprobs, 1) for output in outputs]
 
 

@@ -18,7 +18,7 @@ _RIGHT = {"1": True, "1.0": True, "True": True, "0": False, "0.0": False, "False
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SampleAnswer:
     """An option with its logprob, or a text that was generated."""
 
     text: str
@@ -33,7 +33,7 @@ class Sample:
     target_hash: str
     prompt: str
     target: str
-    answers: tuple[Answer, ...]
+    answers: tuple[SampleAnswer, ...]
     is_right: bool
 
 
@@ -115,8 +115,8 @@ def _sample(record: Mapping[str, Any], metric: str) -> Sample:
     )
 
 
-def _answer(option: dict[str, Any], answer: object) -> Answer:
+def _answer(option: dict[str, Any], answer: object) -> SampleAnswer:
     """Options have [logprob, is_greedy] as strings, generated texts are strings."""
     if isinstance(answer, list):
-        return Answer(printable(str(option["arg_1"])), float(answer[0]))
-    return Answer(printable(str(answer)), None)
+        return SampleAnswer(printable(str(option["arg_1"])), float(answer[0]))
+    return SampleAnswer(printable(str(answer)), None)

@@ -11,7 +11,7 @@ import numpy as np
 from scoremode.comparison.agreement import AgreementFigures, agreement_figures, answer_counts, floor_figures
 from scoremode.comparison.bootstrap import Resamples, resample
 from scoremode.comparison.figures import Figure, PairFigures, RunComparison, RunFigures, Size, Verdict, plain
-from scoremode.comparison.groups import Group, first_known, groups_of
+from scoremode.comparison.groups import TokenGroup, first_known, groups_of
 from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
 from scoremode.kld import Floats, quantile, standard_error
@@ -76,7 +76,7 @@ def compare(
             )
             for run in runs
         ]
-        group_figures: list[tuple[Group, RunFigures]] = []
+        group_figures: list[tuple[TokenGroup, RunFigures]] = []
         for group, resamples in zip(groups, group_resamples, strict=True):
             part = _Sample({name: series[group.members] for name, series in values.items()}, resamples)
             for run in runs:

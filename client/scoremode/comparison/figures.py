@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal
 from typing_extensions import TypeVar
 
 from scoremode._texts import printable
-from scoremode.comparison.groups import Group
+from scoremode.comparison.groups import TokenGroup
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import MOST_FLOORS
 from scoremode.wire import CorpusInfo
@@ -238,7 +238,7 @@ class RunComparison:
     blocks: str
     """How the resamples were drawn, in words, or why there are none."""
     has_intervals: bool
-    groups: Sequence[tuple[Group, RunFigures]] = ()
+    groups: Sequence[tuple[TokenGroup, RunFigures]] = ()
     """Of classes, domains and contexts where the text has several, every run of each."""
     logs: Sequence[RunFigures[EngineLog]] = ()
     """On the same text, without values of single tokens."""

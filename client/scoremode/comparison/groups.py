@@ -17,7 +17,7 @@ _CONTEXT_EDGES = (0, 256, 1024, 4096, 16_384)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class TokenGroup:
     """Some of a text's targets."""
 
     by: str
@@ -47,7 +47,7 @@ def name_of_domains(runs: Sequence[RunFile]) -> str:
     return next((run.corpus.by for run in runs if run.corpus is not None and run.corpus.by), "domain")
 
 
-def groups_of(runs: Sequence[RunFile]) -> Iterator[Group]:
+def groups_of(runs: Sequence[RunFile]) -> Iterator[TokenGroup]:
     """Groups by class, by domain and by context, each only where there are several; by context only where that is
     longer than the default context length."""
     sizes, classes = runs[0].window_sizes, first_known(runs, "classes")
@@ -78,7 +78,7 @@ def tokens_before(runs: Sequence[RunFile]) -> NDArray[np.int64] | None:
     return before
 
 
-def _several(by: str, names: Mapping[int, str], indices: NDArray[Any]) -> list[Group]:
+def _several(by: str, names: Mapping[int, str], indices: NDArray[Any]) -> list[TokenGroup]:
     present = set(np.unique(indices).tolist())
-    groups = [Group(by, name, indices == index) for index, name in names.items() if index in present]
+    groups = [TokenGroup(by, name, indices == index) for index, name in names.items() if index in present]
     return groups if len(groups) > 1 else []

@@ -33,7 +33,7 @@ MAX_PROMPTS, MAX_TOKENS = 32, 65_536
 PROBE = "Scoremode, 1 + 2:\n  naïve “quotes” 你好\n"
 """A text that the local tokenizer must encode as the server does."""
 
-Answer = tuple[float, bool]
+Scored = tuple[float, bool]
 TokenRequest = tuple[Any, list[int], list[int]]
 """As lm-eval has it: the request's arguments or None, the context's tokens, the continuation's."""
 Part = tuple[tuple[int, ...], Sequence[int]]
@@ -157,7 +157,7 @@ class ScoremodeLM(TemplateLM):
             return encoded
         return [self.tokenizer(text, **own)["input_ids"] for text, own in zip(texts, options, strict=True)]
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Answer]:
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Scored]:
         """As lm-eval does it, with the texts encoded many at a time and each once: by itself it encodes two for each
         request."""
         texts: dict[str, None] = {}
@@ -168,17 +168,17 @@ class ScoremodeLM(TemplateLM):
             # Arrays have a tenth of a list's memory.
             self._encoded |= {text: array("i", ids) for text, ids in zip(some, self._encode(some), strict=True)}
         try:
-            answers: list[Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+            answers: list[Scored] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         finally:
             self._encoded.clear()
         return answers
 
     def _loglikelihood_tokens(
         self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, **_: object
-    ) -> list[Answer]:
-        answers: list[Answer] = [(0.0, False)] * len(requests)
+    ) -> list[Scored]:
+        answers: list[Scored] = [(0.0, False)] * len(requests)
 
-        def keep(index: int, answer: Answer) -> None:
+        def keep(index: int, answer: Scored) -> None:
             answers[index] = answer
             if requests[index][0] is not None:
                 self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
@@ -186,7 +186,7 @@ class ScoremodeLM(TemplateLM):
         self._score(requests, keep, disable_tqdm)
         return answers
 
-    def _score(self, requests: Sequence[TokenRequest], keep: Callable[[int, Answer], object], disable: bool) -> None:
+    def _score(self, requests: Sequence[TokenRequest], keep: Callable[[int, Scored], object], disable: bool) -> None:
         """Score continuations, those of one context together, and contexts with the same beginning one after another.
         `keep` gets the place of a request with its answer."""
         by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -213,7 +213,7 @@ class ScoremodeLM(TemplateLM):
             ):
                 yield context, own
 
-        async def score(client: AsyncScoreClient, parts: Sequence[Part]) -> list[tuple[int, Answer]]:
+        async def score(client: AsyncScoreClient, parts: Sequence[Part]) -> list[tuple[int, Scored]]:
             scores = await client.score(
                 [list(context) for context, _ in parts], [[requests[index][2] for index in own] for _, own in parts]
             )
@@ -236,7 +236,7 @@ class ScoremodeLM(TemplateLM):
             owners += [document] * (len(windows) - len(owners))
         missing, sums = Counter(owners), [0.0] * len(requests)
 
-        def keep(index: int, answer: Answer) -> None:
+        def keep(index: int, answer: Scored) -> None:
             document = owners[index]
             sums[document] += answer[0]
             missing[document] -= 1

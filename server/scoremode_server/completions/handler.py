@@ -7,10 +7,11 @@ they would make an object per token, fill gaps in it with JSON written from arra
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import chain, tee
 from typing import Any
 
@@ -25,16 +26,16 @@ from scoremode_server.completions import logprobs_json
 from scoremode_server.completions.logprobs_json import LogprobsWriter, OpenAI, Style
 from scoremode_server.completions.requests import row_temperature
 from scoremode_server.engine.admission import cancel_and_wait
-from scoremode_server.engine.engine import EngineResult
-from scoremode_server.engine.passes import RowsRequest, engine_id
+from scoremode_server.engine.passes import engine_id
+from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence
 from scoremode_server.errors import EngineOutputError, RequestError, UnfinishedError
 from scoremode_server.http.requests import accept
 from scoremode_server.rows import own_rows
 from scoremode_server.scoring.core import Core
-from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, Turns
+from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, Pacer
 from scoremode_server.scoring.tokenizer import PromptTexts, as_prompts
 from scoremode_server.vllm_compat.engine_client import exempt_from_queue_bounds
-from scoremode_server.worker.row_spec import RowSpec, ScoringParams
+from scoremode_server.worker.row_spec import RowSpec
 
 DECODED_AT_ONCE = 8192
 """Tokens of a request whose text is decoded on the event loop, in some two milliseconds. vLLM decodes in a thread,
@@ -55,7 +56,7 @@ class ScoringHandler:
 
     def __init__(self, core: Core, stock: Any, route: str, method: str, param: str, writer: LogprobsWriter) -> None:
         self.core, self.stock, self.route, self.param = core, stock, route, param
-        self._long_turns = Turns(at_once=1)
+        self._long_pacer = Pacer(at_once=1)
         self.processes = stock.model_config.logprobs_mode == "processed_logprobs"
         """Whether a request's own temperature applies to its rows, and no default of the model's."""
         self._method = method
@@ -80,16 +81,16 @@ class ScoringHandler:
         content = response.model_dump()
         parts = filled(content, self.gaps(content, request, scoring.results))
         num_logprobs = sum(result.rows.token_ids.size for result in scoring.results)
-        return b"".join(parts) if num_logprobs <= WRITTEN_AT_ONCE else in_turns(parts, self._long_turns)
+        return b"".join(parts) if num_logprobs <= WRITTEN_AT_ONCE else paced(parts, self._long_pacer)
 
     async def respond(self, stock: Any, request: Any, raw_request: Request) -> Any:
         return await getattr(stock, self._method)(request, raw_request)
 
-    def prompt_text(self, request: Any, result: EngineResult) -> str | None:
+    def prompt_text(self, request: Any, result: EnginePass) -> str | None:
         """The text of a prompt that vLLM has not decoded, if it is needed."""
         return None
 
-    def gaps(self, content: dict[str, Any], request: Any, results: list[EngineResult]) -> Iterator[Iterable[bytes]]:
+    def gaps(self, content: dict[str, Any], request: Any, results: list[EnginePass]) -> Iterator[Iterable[bytes]]:
         """Put gaps into a response, and return what fills them."""
         content["prompt_logprobs"] = GAP
         of_prompt = self._writer.prompt(results[0], Style(None, as_token_ids=False))
@@ -110,13 +111,13 @@ class ScoringCompletions(ScoringHandler):
         without = request.model_copy(update={"logprobs": None, "prompt_logprobs": num_top})
         return await super().respond(stock, without, raw_request)
 
-    def prompt_text(self, request: CompletionRequest, result: EngineResult) -> str | None:
+    def prompt_text(self, request: CompletionRequest, result: EnginePass) -> str | None:
         if not request.echo or request.return_token_ids or self.stock.renderer.tokenizer is None:
             return None
         return self._texts.text(result.output.prompt_token_ids, result.block_hashes[: result.num_cached_blocks])
 
     def gaps(
-        self, content: dict[str, Any], request: CompletionRequest, results: list[EngineResult]
+        self, content: dict[str, Any], request: CompletionRequest, results: list[EnginePass]
     ) -> Iterator[Iterable[bytes]]:
         for choice in content["choices"]:
             choice["prompt_logprobs"] = GAP
@@ -151,7 +152,7 @@ class ScoringCompletions(ScoringHandler):
         )
 
     def _fillings(
-        self, results: list[EngineResult], sampled: list[list[OpenAI]], style: Style, *, echoes: bool
+        self, results: list[EnginePass], sampled: list[list[OpenAI]], style: Style, *, echoes: bool
     ) -> Iterator[Iterable[bytes]]:
         """For each prompt OpenAI's logprobs, if wanted, and vLLM's."""
         in_openai = echoes and style.num_top is not None
@@ -162,7 +163,7 @@ class ScoringCompletions(ScoringHandler):
                 yield logprobs_json.openai_logprobs(chain(*for_openai), of_sampled)
             yield logprobs_json.prompt_logprobs(for_vllm)
 
-    def _of_sampled(self, result: EngineResult, style: Style) -> OpenAI:
+    def _of_sampled(self, result: EnginePass, style: Style) -> OpenAI:
         assert style.num_top is not None
         rows = own_rows(result.output.outputs[0].logprobs, style.num_top + 1)
         if len(rows) != 1 or rows.has_nan.any():
@@ -175,11 +176,13 @@ class _EngineThatScores:
     each prompt before it reads an output."""
 
     def __init__(self, handler: ScoringHandler, request: Any, raw_request: Request) -> None:
-        self.results: list[EngineResult] = []
+        self.results: list[EnginePass] = []
         self.tasks: list[asyncio.Task[None]] = []
         self._handler, self._request, self._raw_request = handler, request, raw_request
         self._owner = handler.core.owner(raw_request.headers)
-        self._asked: list[RowsRequest] = []
+        self._passes: list[EnginePass] = []
+        self._settings: list[Callable[..., ScoreSettings]] = []
+        """Settings of each pass, which lack the queue."""
         self._finished = asyncio.Event()
 
     def __getattr__(self, name: str) -> Any:
@@ -199,35 +202,36 @@ class _EngineThatScores:
                 prompt = {**prompt, "prompt_token_ids": token_ids[:-1]}
         # Engines that a request is moved between know it by its id, and must find its keys and values.
         is_moved = "kv_transfer_params" in (params.extra_args or {})
-        self._asked.append(
-            RowsRequest(
-                request_id if is_moved else engine_id(request_id),
-                token_ids,
-                spec,
-                prompt,
-                ScoringParams.of(params, spec),
+        request_id = request_id if is_moved else engine_id(request_id)
+        self._passes.append(
+            EnginePass(TokenSequence(context=token_ids)).prepare(request_id, token_ids, spec, prompt, params)
+        )
+        self._settings.append(
+            partial(
+                ScoreSettings,
+                request_id=request_id,
                 use_cache=params.n == 1 and prompt["type"] == "token" and not is_moved,
                 options=options,
                 owner="" if is_moved else self._owner,
             )
         )
-        return self._output(len(self._asked) - 1, prompt)
+        return self._output(len(self._passes) - 1, prompt)
 
     async def _output(self, index: int, prompt: Any) -> AsyncIterator[RequestOutput]:
         """The only output of a prompt, without its logprobs."""
-        if len(self._asked) == 1:
+        if len(self._passes) == 1:
             await self._score()
         elif index == 0:
             self.tasks.append(asyncio.create_task(self._score()))
             # An error is that of the first prompt.
             await self.tasks[0]
         if index == 0:
-            await self._handler.core.scorer.turns.wait()
+            await self._handler.core.scorer.pacer.wait()
             self._finished.set()
         await self._finished.wait()
         result = self.results[index]
         # With the last token, which may not have been fed.
-        result.output.prompt_token_ids = self._asked[index].token_ids
+        result.output.prompt_token_ids = result.sequence.context
         output = copy(result.output)
         if output.prompt is None:
             output.prompt = prompt.get("prompt") or self._handler.prompt_text(self._request, result)
@@ -238,14 +242,15 @@ class _EngineThatScores:
         """Score all prompts as one request."""
         handler, core = self._handler, self._handler.core
         request_id = self._raw_request.state.request_metadata.request_id
-        num_tokens = sum(len(each.token_ids) for each in self._asked)
-        num_values = [len(each.token_ids) * each.spec.width for each in self._asked]
+        lengths = [each.sequence.num_tokens for each in self._passes]
+        num_values = [length * each.spec.width for length, each in zip(lengths, self._passes, strict=True)]
         try:
             core.limits.check_num_values(num_values)
-            async with accept(core.admission, handler.route, request_id, len(num_values), num_tokens) as queue:
+            async with accept(core.admission, handler.route, request_id, len(lengths), sum(lengths)) as queue:
                 await core.answers.reserve(self._raw_request, sum(num_values))
-                rows = (core.scorer.engine.rows(replace(each, queue=queue)) for each in self._asked)
-                async with aclosing(queue.in_order(rows)) as in_order:
+                for each, settings in zip(self._passes, self._settings, strict=True):
+                    each.sequence.settings = settings(queue=queue)
+                async with aclosing(queue.in_order(map(core.scorer.engine.rows, self._passes))) as in_order:
                     self.results = [result async for result in in_order]
         except UnfinishedError as error:
             handler.stock._raise_if_error(error.finish_reason, request_id)
@@ -273,10 +278,10 @@ def filled(content: dict[str, Any], fillings: Iterable[Iterable[bytes]]) -> Iter
         yield next(between)
 
 
-async def in_turns(parts: Iterable[bytes], turns: Turns) -> AsyncIterator[bytes]:
+async def paced(parts: Iterable[bytes], pacer: Pacer) -> AsyncIterator[bytes]:
     """Parts, several small ones as one. Other tasks run between them."""
     waiting: list[bytes] = []
-    await turns.wait()
+    await pacer.wait()
     began = time.monotonic()
     for part in parts:
         waiting.append(part)
@@ -284,6 +289,6 @@ async def in_turns(parts: Iterable[bytes], turns: Turns) -> AsyncIterator[bytes]
             if joined := b"".join(waiting):
                 yield joined
             waiting.clear()
-            await turns.wait()
+            await pacer.wait()
             began = time.monotonic()
     yield b"".join(waiting)

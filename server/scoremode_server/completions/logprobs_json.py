@@ -13,7 +13,7 @@ import orjson
 from cachetools import LRUCache
 from vllm.entrypoints.generate.base.serving import format_token_id_placeholder
 
-from scoremode_server.engine.engine import EngineResult
+from scoremode_server.engine.sequence import EnginePass
 from scoremode_server.rows import Rows, json_logprobs
 from scoremode_server.scoring.tokenizer import TokenStrings
 from scoremode_server.vllm_compat.output_processor import INCOMPLETE
@@ -141,7 +141,7 @@ class LogprobsWriter:
         self._block_size = block_size
         self._stored: LRUCache[Key, Written] = LRUCache(STORED_BYTES, getsizeof=lambda piece: piece.num_bytes)
 
-    def prompt(self, result: EngineResult, style: Style) -> Iterator[Written]:
+    def prompt(self, result: EnginePass, style: Style) -> Iterator[Written]:
         """Logprobs of a prompt in pieces, each written when the reader asks for it: the first token, which has none,
         and the rows after it.
 

@@ -1,20 +1,20 @@
-"""A scoring request that may use rows of the store and of other in-flight requests."""
+"""A pass that may use rows of the store and of other in-flight requests."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from vllm.engine.protocol import EngineClient
 
-from scoremode_server.engine.passes import EnginePass, RowsRequest, run_engine
+from scoremode_server.engine.passes import run_engine
+from scoremode_server.engine.sequence import EnginePass, TokenSequence
 from scoremode_server.engine.store import RowStore
-from scoremode_server.worker.row_spec import RowSpec
 
 
 @dataclass(eq=False)
 class CachedRequest:
-    """One request: the engine computes what is not found elsewhere, and the answer is complete or an error.
+    """One pass: the engine computes what is not found elsewhere, and the rows are complete or an error is raised.
 
     `in_flight` has the request that computes a block, by its hash. Others wait for it, but only for one that was
     registered earlier, so deadlocks cannot happen.
@@ -23,12 +23,10 @@ class CachedRequest:
     engine: EngineClient
     store: RowStore
     in_flight: dict[bytes, "CachedRequest"]
-    request: RowsRequest
+    engine_pass: EnginePass
     block_hashes: Sequence[bytes]
     num_computed: int
     """Tokens at the start that are probably in the prefix cache."""
-    num_cached_tokens: int = 0
-    """Tokens that were not computed for the answer."""
     has_waited: bool = False
     """Whether it waited for the rows of another request."""
     num_evicted: int = 0
@@ -40,35 +38,35 @@ class CachedRequest:
 
     def __post_init__(self) -> None:
         self._generation = self.store.generation
-        self.columns = self.request.spec.columns
+        self.columns = self.engine_pass.spec.columns
 
     @property
     def num_hits(self) -> int:
         """Rows of the answer that were not computed for it."""
-        return max(0, self._num_rows_found - self.request.first_row)
+        return max(0, self._num_rows_found - self.engine_pass.first_row)
 
     @property
     def is_current(self) -> bool:
         """Whether the weights are those that the request began with."""
         return self._generation == self.store.generation
 
-    async def run(self) -> EnginePass:
-        """A pass with every row that the request needs."""
-        size = self.store.block_size
+    async def run(self) -> None:
+        """Complete the pass: it then has every row that its sequence needs."""
+        size, engine_pass = self.store.block_size, self.engine_pass
         # The engine may leave out blocks whose rows are not needed, so no request may wait for them.
-        registered = self.block_hashes[self.request.first_row // size :]
+        registered = self.block_hashes[engine_pass.first_row // size :]
         self._blocks_found = self.store.get(self.block_hashes, self.columns)
         computing = self._register(registered)
         try:
-            run = await self._complete_run(computing)
-            if needed := self._needed(run):
+            await self._compute(computing)
+            num_missing = engine_pass.num_missing
+            if needed := self._needed():
                 start = needed.start * size
                 blocks = [self._blocks_found[self.block_hashes[block]] for block in needed]
                 found = self.store.join(blocks, self.columns)
-                run.rows.table[start : run.first] = found.table[: run.first - start]
-            num_left_out = -(-run.first // size)
-            self._store(self.block_hashes[num_left_out:], run, num_left_out * size)
-            return run
+                engine_pass.rows.table[start:num_missing] = found.table[: num_missing - start]
+            num_left_out = -(-num_missing // size)
+            self._store(self.block_hashes[num_left_out:], engine_pass, num_left_out * size)
         finally:
             # Others wait for this request, whether it succeeded or not.
             for block_hash in registered:
@@ -77,60 +75,59 @@ class CachedRequest:
             self.has_ended.set()
 
     def _register(self, block_hashes: Sequence[bytes]) -> dict[bytes, "CachedRequest"]:
-        """Register for the blocks that are not in the store and that no other request computes with as many top tokens.
-        Returns the requests that compute the others."""
+        """Register for the blocks that were not found and that no other request computes with as many columns. Returns
+        the requests that compute the others."""
         computing = {}
         for block_hash in block_hashes:
             if block_hash in self._blocks_found:
                 continue
             other = self.in_flight.get(block_hash)
-            if other is not None and other.request.spec.num_top >= self.request.spec.num_top:
+            if other is not None and other.engine_pass.spec.num_top >= self.engine_pass.spec.num_top:
                 computing[block_hash] = other
             else:
                 self.in_flight[block_hash] = self
         return computing
 
-    async def _complete_run(self, computing: Mapping[bytes, "CachedRequest"]) -> EnginePass:
-        """A pass, and all rows that it left out. The engine starts before this waits for other requests."""
+    async def _compute(self, computing: Mapping[bytes, "CachedRequest"]) -> None:
+        """Run the pass, and find all rows that it left out. The engine starts before this waits for other requests."""
+        engine_pass = self.engine_pass
         # If the first block is not found, a hit helps only if its rows are not needed.
-        reads = self.request.first_row >= self.store.block_size or (
+        reads = engine_pass.first_row >= self.store.block_size or (
             (first_hash := self.block_hashes[0]) in self._blocks_found or first_hash in computing
         )
         num_known = self.num_computed if reads else 0
-        run = await run_engine(self.engine, self.request, reads_prefix_cache=reads, num_known=num_known)
-        self._num_rows_found, self.num_cached_tokens = run.first, run.num_cached_tokens
-        missing = self._missing(run)
+        await run_engine(self.engine, engine_pass, reads_prefix_cache=reads, num_known=num_known)
+        self._num_rows_found = engine_pass.num_missing
+        missing = self._missing()
         if missing and self.is_current:
-            missing = await self._find(run, computing)
-        if run.first == 0 or (self.is_current and not missing):
-            return run
-        self._num_rows_found = self.num_cached_tokens = 0
-        run = await run_engine(self.engine, self.request, suffix="-whole")
-        run.check(self.request.first_row)
-        return run
+            missing = await self._find(computing)
+        if engine_pass.num_missing and (missing or not self.is_current):
+            self._num_rows_found = 0
+            await run_engine(self.engine, engine_pass, suffix="-whole")
+            engine_pass.check()
 
-    def _needed(self, run: EnginePass) -> range:
-        """The blocks with rows that a pass left out and the request needs."""
-        size, first_row = self.store.block_size, self.request.first_row
-        return range(first_row // size, -(-run.first // size)) if run.first > first_row else range(0)
+    def _needed(self) -> range:
+        """The blocks with rows that the pass left out and its sequence needs."""
+        size, first_row, num_missing = self.store.block_size, self.engine_pass.first_row, self.engine_pass.num_missing
+        return range(first_row // size, -(-num_missing // size)) if num_missing > first_row else range(0)
 
-    def _missing(self, run: EnginePass) -> list[int]:
+    def _missing(self) -> list[int]:
         """The needed blocks that were not found. Rows after the last whole block are never found."""
         hashes = self.block_hashes
-        return [block for block in self._needed(run) if block >= len(hashes) or hashes[block] not in self._blocks_found]
+        return [block for block in self._needed() if block >= len(hashes) or hashes[block] not in self._blocks_found]
 
-    async def _find(self, run: EnginePass, computing: Mapping[bytes, "CachedRequest"]) -> list[int]:
-        """Find the blocks that a pass left out: in the store, once earlier requests have stored theirs, and by a short
-        pass. Returns the blocks that are still missing."""
-        needed = self._needed(run)
+    async def _find(self, computing: Mapping[bytes, "CachedRequest"]) -> list[int]:
+        """Find the blocks that the pass left out: in the store, once earlier requests have stored theirs, and by a
+        short pass. Returns the blocks that are still missing."""
+        needed = self._needed()
         for other in {computing[each] for each in self.block_hashes[needed.start : needed.stop] if each in computing}:
             self.has_waited = True
             await other.has_ended.wait()
         self._blocks_found |= self.store.get(self.block_hashes, self.columns)
         last = needed[-1]
-        if self._missing(run) == [last] and last < len(self.block_hashes) and self.request.spec.identity is None:
+        if self._missing() == [last] and last < len(self.block_hashes) and self.engine_pass.spec.identity is None:
             await self._run_last_block(last)
-        return self._missing(run)
+        return self._missing()
 
     async def _run_last_block(self, block: int) -> None:
         """Score the tokens up to the end of the only missing block, the last one that a pass left out.
@@ -140,23 +137,20 @@ class CachedRequest:
         one block.
         """
         end = (block + 1) * self.store.block_size
-        start = end - self.store.block_size
-        short = RowsRequest.score(
-            np.asarray(self.request.token_ids[: end + 1]).tolist(),
-            RowSpec(num_top=self.request.spec.num_top),
-            request_id=self.request.request_id,
-            cache_salt=self.request.prompt["cache_salt"],
-            options=self.request.options,
-            queue=self.request.queue,
+        start, whole = end - self.store.block_size, self.engine_pass
+        settings = replace(
+            whole.sequence.settings, top_logprobs=whole.spec.num_top, cache_salt=whole.prompt["cache_salt"]
         )
-        run = await run_engine(self.engine, short, reads_prefix_cache=True, num_known=start, suffix="-last-block")
-        if run.first <= start:
-            self._blocks_found |= self._store([self.block_hashes[block]], run, start)
-            self._num_rows_found = min(self._num_rows_found, run.first)
-            self.num_cached_tokens = min(self.num_cached_tokens, run.num_cached_tokens)
+        short = EnginePass(TokenSequence(context=np.asarray(whole.token_ids[: end + 1]).tolist()))
+        short.begin(settings, whole.request_id)
+        await run_engine(self.engine, short, reads_prefix_cache=True, num_known=start, suffix="-last-block")
+        if short.num_missing <= start:
+            self._blocks_found |= self._store([self.block_hashes[block]], short, start)
+            self._num_rows_found = min(self._num_rows_found, short.num_missing)
+            whole.num_cached_tokens = min(whole.num_cached_tokens, short.num_cached_tokens)
 
-    def _store(self, block_hashes: Sequence[bytes], run: EnginePass, first_row: int) -> dict[bytes, bytes]:
+    def _store(self, block_hashes: Sequence[bytes], computed_by: EnginePass, first_row: int) -> dict[bytes, bytes]:
         """Store the blocks that a pass computed from a row on."""
-        computed = self.store.split(block_hashes, run.rows[first_row:])
+        computed = self.store.split(block_hashes, computed_by.rows[first_row:])
         self.num_evicted += self.store.put(self._generation, self.block_hashes, computed)
         return computed

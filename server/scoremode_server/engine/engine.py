@@ -10,7 +10,6 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
@@ -18,11 +17,11 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
-from vllm.outputs import RequestOutput
 
 from scoremode_server.engine.admission import Admission, EngineSize
 from scoremode_server.engine.cached_request import CachedRequest
-from scoremode_server.engine.passes import RowsRequest, in_engine, run_engine
+from scoremode_server.engine.passes import in_engine, run_engine
+from scoremode_server.engine.sequence import EnginePass
 from scoremode_server.engine.store import HASH_BYTES, RowStore
 from scoremode_server.errors import EngineOutputError
 from scoremode_server.metrics import Metrics
@@ -31,28 +30,6 @@ from scoremode_server.vllm_compat.engine_client import may_go_unnoticed, within_
 
 MAX_COMPUTED = 2**16
 """Blocks of which the engine client remembers that they were computed, in some 13 MiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredRows:
-    """The rows of one sequence."""
-
-    rows: Rows
-    """Of the tokens from the request's `first` on."""
-    num_cached_tokens: int
-    """Tokens that were not computed for this request."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineResult(ScoredRows):
-    """The rows of one request to the engine, and what a completion needs in addition."""
-
-    output: RequestOutput
-    """vLLM's output of the last pass through the engine."""
-    block_hashes: Sequence[bytes] = ()
-    """Of the sequence's whole blocks; none if its rows may not be stored."""
-    num_cached_blocks: int = 0
-    """How many of the first blocks the engine did not compute."""
 
 
 class ScoringEngine:
@@ -70,75 +47,73 @@ class ScoringEngine:
         self._process = secrets.token_hex(8)
         within_changes(engine, store.change, lambda: metrics.cache_bytes.set(store.num_bytes))
 
-    async def rows(self, request: RowsRequest) -> EngineResult:
-        """Every row that a request needs. If the caller is cancelled, the engine's requests are aborted."""
-        arrival = time.monotonic()
-        token_ids = self._tokens_to_cache(request)
-        result = await (self._run_alone(request) if token_ids is None else self._run_cached(request, token_ids))
-        self._metrics.count(result.output, len(request.token_ids) - 1, arrival)
-        if request.queue is not None:
-            request.queue.done(len(request.token_ids), result.num_cached_tokens)
-        return result
+    async def rows(self, engine_pass: EnginePass) -> EnginePass:
+        """Compute the rows of a sequence's targets. If the caller is cancelled, the engine's requests are aborted."""
+        arrival, num_tokens = time.monotonic(), len(engine_pass.token_ids)
+        if (token_ids := self._tokens_to_cache(engine_pass)) is None:
+            await self._run_alone(engine_pass)
+        else:
+            engine_pass.token_ids = token_ids
+            await self._run_cached(engine_pass, token_ids)
+        engine_pass.rows = engine_pass.rows[engine_pass.first_row :]
+        self._metrics.count(engine_pass.output, num_tokens - 1, arrival)
+        engine_pass.sequence.settings.queue.done(num_tokens, engine_pass.num_cached_tokens)
+        return engine_pass
 
-    async def window_rows(self, request: RowsRequest) -> Rows:
+    async def window_rows(self, engine_pass: EnginePass) -> Rows:
         """The rows of a window from its first target on, never cached. EngineOutputError if a row is missing or has a
         NaN. The caller calls `done`."""
-        arrival = time.monotonic()
-        output = await in_engine(self._engine, request)
-        rows = received_rows(output, request.spec.columns)
-        first = request.spec.first
-        if len(rows) != len(request.token_ids) - first:
-            raise EngineOutputError(
-                f"the engine computed {len(rows)} rows of a window of {len(request.token_ids)} tokens"
-            )
+        arrival, sequence = time.monotonic(), engine_pass.sequence
+        output = await in_engine(self._engine, engine_pass)
+        rows = received_rows(output, engine_pass.spec.columns)
+        if len(rows) != sequence.num_targets:
+            raise EngineOutputError(f"the engine computed {len(rows)} rows of the {sequence.num_targets} of a window")
         if (is_nan := rows.has_nan).any():
-            raise missing_row(first + int(is_nan.argmax()))
-        self._metrics.count(output, len(request.token_ids) - 1, arrival)
+            raise missing_row(sequence.first + int(is_nan.argmax()))
+        self._metrics.count(output, sequence.num_tokens - 1, arrival)
         return rows
 
-    def _tokens_to_cache(self, request: RowsRequest) -> np.ndarray | None:
-        """The tokens [n] int32 of a request that can use the cache."""
-        if not (request.use_cache and self._store.is_usable and len(request.token_ids) > self.block_size):
+    def _tokens_to_cache(self, engine_pass: EnginePass) -> np.ndarray | None:
+        """The tokens [n] int32 of a pass that can use the cache."""
+        token_ids = engine_pass.token_ids
+        if not (engine_pass.sequence.uses_cache and self._store.is_usable and len(token_ids) > self.block_size):
             return None
         try:
-            return np.frombuffer(array("i", request.token_ids), np.int32)
+            return np.frombuffer(array("i", token_ids), np.int32)
         except OverflowError:
             # The engine refuses tokens outside the vocabulary.
             return None
 
-    async def _run_alone(self, request: RowsRequest) -> EngineResult:
-        if request.owner:
+    async def _run_alone(self, engine_pass: EnginePass) -> None:
+        if engine_pass.sequence.settings.owner:
             # Generation reads the prefix cache too, and must not find what another owner scored.
-            request = replace(request, prompt={**request.prompt, "cache_salt": self._salt(request)})
-        run = await run_engine(self._engine, request)
-        run.check(request.first_row)
-        return EngineResult(run.rows[request.first_row :], run.num_cached_tokens, run.output)
+            engine_pass.prompt = {**engine_pass.prompt, "cache_salt": self._salt(engine_pass)}
+        await run_engine(self._engine, engine_pass)
+        engine_pass.check()
 
-    async def _run_cached(self, request: RowsRequest, token_ids: np.ndarray) -> EngineResult:
-        salt = self._salt(request)
+    async def _run_cached(self, engine_pass: EnginePass, token_ids: np.ndarray) -> None:
+        salt, first_row = self._salt(engine_pass), engine_pass.first_row
         engine_salt = f"scoremode-{self._process}-{self._store.generation}-{salt}"
-        salted = replace(request, token_ids=token_ids, prompt={**request.prompt, "cache_salt": engine_salt})
+        engine_pass.prompt = {**engine_pass.prompt, "cache_salt": engine_salt}
         # Keys and values do not depend on what is wanted of the rows.
-        computed = block_hashes = self._store.hashes(token_ids, self._identity(request, salt))
-        if request.first_row // self.block_size == len(computed):
+        computed = block_hashes = self._store.hashes(token_ids, self._identity(engine_pass, salt))
+        if first_row // self.block_size == len(computed):
             # No whole block has rows that are needed.
             block_hashes = []
-        elif (of_rows := request.spec.identity) is not None:
-            block_hashes = self._store.hashes(token_ids, self._identity(request, salt, of_rows))
+        elif (of_rows := engine_pass.spec.identity) is not None:
+            block_hashes = self._store.hashes(token_ids, self._identity(engine_pass, salt, of_rows))
         num_computed = self._num_computed(computed)
-        cached = CachedRequest(self._engine, self._store, self._in_flight, salted, block_hashes, num_computed)
-        run = await cached.run()
-        rows = run.rows[request.first_row :]
+        cached = CachedRequest(self._engine, self._store, self._in_flight, engine_pass, block_hashes, num_computed)
+        await cached.run()
         self._metrics.hits.inc(cached.num_hits)
-        self._metrics.misses.inc(len(rows) - cached.num_hits)
+        self._metrics.misses.inc(len(engine_pass.rows) - first_row - cached.num_hits)
         self._metrics.joined.inc(cached.has_waited)
         self._metrics.evictions.inc(cached.num_evicted)
         self._metrics.cache_bytes.set(self._store.num_bytes)
-        if not cached.is_current:
-            # These hashes are of an earlier generation, whose JSON may be of other weights.
-            block_hashes = []
-        num_cached_blocks = min(len(block_hashes), -(-run.first // self.block_size))
-        return EngineResult(rows, cached.num_cached_tokens, run.output, block_hashes, num_cached_blocks)
+        # Hashes of an earlier generation may have JSON of other weights.
+        if cached.is_current:
+            engine_pass.block_hashes = block_hashes
+            engine_pass.num_cached_blocks = min(len(block_hashes), -(-engine_pass.num_missing // self.block_size))
 
     def _num_computed(self, block_hashes: Sequence[bytes]) -> int:
         """Tokens of the first blocks whose keys and values other requests have computed or compute. From now on this
@@ -149,18 +124,18 @@ class ScoringEngine:
             self._computed.popitem(last=False)
         return num_blocks * self.block_size
 
-    def _identity(self, request: RowsRequest, salt: str, of_rows: tuple[Any, ...] | None = None) -> str:
+    def _identity(self, engine_pass: EnginePass, salt: str, of_rows: tuple[Any, ...] | None = None) -> str:
         """Everything except the tokens that keys and values depend on, or with a `RowSpec.identity`, rows."""
-        lora = request.options.get("lora_request")
+        lora = engine_pass.sequence.settings.options.get("lora_request")
         adapter = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
         return repr((self._store.generation, adapter, salt, of_rows))
 
-    def _salt(self, request: RowsRequest) -> str:
-        salt = request.prompt.get("cache_salt") or ""
-        if not request.owner:
+    def _salt(self, engine_pass: EnginePass) -> str:
+        salt, owner = engine_pass.prompt.get("cache_salt") or "", engine_pass.sequence.settings.owner
+        if not owner:
             return salt
         # Short, because some of vLLM's connectors use it in file names.
-        return blake2b(f"{request.owner}.{salt}".encode(), digest_size=HASH_BYTES).hexdigest()
+        return blake2b(f"{owner}.{salt}".encode(), digest_size=HASH_BYTES).hexdigest()
 
 
 def make_store(config: VllmConfig, max_bytes: int) -> RowStore:

@@ -116,7 +116,7 @@ async def respond(
     alone, with the windows in `data` if wanted."""
     in_queue = accept(admission, route, request_id)
     if stream:
-        return Stream(_event_stream(in_queue, events, request_id), media_type="text/event-stream")
+        return ClosingStream(_event_stream(in_queue, events, request_id), media_type="text/event-stream")
     results: deque[dict[str, Any]] = deque(maxlen=None if with_windows else 1)
     async with in_queue as queue, aclosing(events(queue)) as all_events:
         async for event in all_events:
@@ -127,7 +127,7 @@ async def respond(
         return json_response(result)
 
 
-class Stream(StreamingResponse):
+class ClosingStream(StreamingResponse):
     """Content that ends when the client leaves, after a `beginning` that was taken from it."""
 
     def __init__(self, content: AsyncGenerator[Any, None], beginning: Any = None, **options: Any) -> None:

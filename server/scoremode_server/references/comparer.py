@@ -1,9 +1,9 @@
-"""Windows of a reference as requests to the engine, and their comparison with the served model. Threads and workers
+"""Windows of a reference as passes through the engine, and their comparison with the served model. Threads and workers
 read files, the event loop none."""
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
-from contextlib import aclosing
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -11,7 +11,7 @@ import numpy as np
 from vllm.utils import random_uuid
 
 from scoremode.wire.base_file import BaseFile
-from scoremode_server.engine.passes import RowsRequest
+from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence
 from scoremode_server.errors import BusyError, RequestError
 from scoremode_server.references.exchange import (
     STEPS_READ_AHEAD,
@@ -25,9 +25,7 @@ from scoremode_server.references.worker import llama_cpp
 from scoremode_server.references.worker.orders import SINK, WindowMark, compared_columns
 from scoremode_server.rows import Columns, Rows
 from scoremode_server.scoring.core import Core
-from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.settings import BYTES_AHEAD, EXPORTED_BYTES
-from scoremode_server.worker.row_spec import RowSpec
 
 T = TypeVar("T")
 
@@ -101,24 +99,23 @@ class MarkedWindow:
         }
         return cls(token_ids, first, mark, settings, sink_columns[action])
 
-    def request(self, rank: int | None = None, **fields: Any) -> RowsRequest:
-        """The engine's request with further fields, for the data-parallel rank that has read its files; for any if
-        None."""
-        options, num_top = self.settings.options, self.settings.top_logprobs
-        sinks = {SINK: msgspec.to_builtins(self.mark)}
-        spec = RowSpec(self.first, num_top=num_top, sinks=sinks, sink_columns=self.sink_columns)
-        return RowsRequest.score(
-            self.token_ids,
-            self.settings.in_lane(spec),
-            # A request may have a window once for each boundary.
-            request_id=f"{self.settings.request_id}-{self.mark.index}-{self.mark.ticket}",
-            # Cached positions have no hidden states, so a window must not hit another's prefix.
-            cache_salt=random_uuid(),
-            use_cache=False,
-            options=options if rank is None else {**options, "data_parallel_rank": rank},
-            queue=self.settings.queue,
-            **fields,
+    def engine_pass(
+        self, rank: int | None = None, inside: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> EnginePass:
+        """A pass inside a context, in the data-parallel rank that has read the window's files; in any if None."""
+        settings = self.settings
+        if rank is not None:
+            settings = replace(settings, options={**settings.options, "data_parallel_rank": rank})
+        sequence = TokenSequence(
+            context=self.token_ids,
+            first=self.first,
+            sinks={SINK: msgspec.to_builtins(self.mark)},
+            sink_columns=self.sink_columns,
+            may_be_cached=False,
         )
+        # A request may have a window once for each boundary.
+        request_id = f"{settings.request_id}-{self.mark.index}-{self.mark.ticket}"
+        return EnginePass(sequence, inside=inside).begin(settings, request_id)
 
 
 @dataclass(slots=True)
@@ -160,7 +157,7 @@ class Comparer:
 
         async def compared(window: MarkedWindow) -> tuple[int, Rows]:
             rows = await self._rows(reference, window)
-            await self.core.scorer.turns.wait()
+            await self.core.scorer.pacer.wait()
             return window.mark.index, rows
 
         window_bytes = 16 * (1 + settings.top_logprobs) * int(reference.text.num_tokens.max())
@@ -224,7 +221,7 @@ class Comparer:
             wait = SECONDS_TO_WAIT if queue.entered_at is None else None
             try:
                 async with self.files.loaded(window.mark, head, num_tokens, rank, wait) as (engine_rank, inside):
-                    rows = await self.core.scorer.engine.window_rows(window.request(engine_rank, inside=inside))
+                    rows = await self.core.scorer.engine.window_rows(window.engine_pass(engine_rank, inside))
                 queue.done(len(window.token_ids), 0)
                 return rows
             except UnreadableFileError as error:

@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
 from scoremode.wire.references import Answers, CorpusInfo, LayerBlock, ReferenceAnswers, ReferenceLayers
+from scoremode_server.engine.sequence import ScoreSettings
 from scoremode_server.errors import ConflictError, NotServedError, RequestError, StorageError
 from scoremode_server.references.comparer import Comparer, MarkedWindow
 from scoremode_server.references.exchange import UnreadableFileError, WorkerFiles
@@ -24,7 +25,6 @@ from scoremode_server.references.service import References
 from scoremode_server.references.worker.orders import MAX_UNWRITTEN_BYTES
 from scoremode_server.rows import json_logprobs
 from scoremode_server.scoring.core import Core
-from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.text_windows import TextWindows
 from scoremode_server.vllm_compat.engine_client import call_workers
 
@@ -180,11 +180,11 @@ class Recorder:
 
     async def _record_window(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
         window = MarkedWindow.begin("record", reference, index, settings, _boundaries(reference))
-        rows = await self.core.scorer.engine.window_rows(window.request())
+        rows = await self.core.scorer.engine.window_rows(window.engine_pass())
         await self._wait_until_written(reference, window.mark.ticket, f"window {window.mark.index}")
         # Until now its hidden states were in memory.
         window.settings.queue.done(len(window.token_ids), 0)
-        await self.core.scorer.turns.wait()
+        await self.core.scorer.pacer.wait()
         return -json_logprobs(rows.logprobs[:, 0]), rows.ranks
 
     async def _wait_until_written(self, reference: StoredReference, ticket: str, what: str) -> None:

@@ -30,9 +30,10 @@ from scoremode.wire.references import (
 )
 from scoremode_server.engine.admission import RequestQueue
 from scoremode_server.engine.passes import engine_id
+from scoremode_server.engine.sequence import ScoreSettings
 from scoremode_server.errors import NotServedError, RequestError
 from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accept, until_disconnect
-from scoremode_server.http.responses import VALUE_BYTES, Stream, in_own_task, respond, top_entries
+from scoremode_server.http.responses import VALUE_BYTES, ClosingStream, in_own_task, respond, top_entries
 from scoremode_server.references.answers import agreement, answer_windows
 from scoremode_server.references.comparer import Comparer, MarkedWindow, base_file_of, llama_cpp_header
 from scoremode_server.references.exchange import WorkerFiles
@@ -43,7 +44,7 @@ from scoremode_server.references.service import References
 from scoremode_server.rows import Rows, json_logprobs
 from scoremode_server.scoring.core import Core, prepare
 from scoremode_server.scoring.model_files import with_adapter
-from scoremode_server.scoring.scorer import ScoreSettings, lane_settings
+from scoremode_server.scoring.scorer import lane_settings
 from scoremode_server.scoring.text_windows import RunningPerplexity, cut_texts
 from scoremode_server.settings import BYTES_AHEAD, WORKER_EXTENSION, reference_directory
 
@@ -207,7 +208,7 @@ async def export_reference(name: str, raw_request: Request, first: int = 0) -> R
     beginning: bytes | memoryview = await anext(written)
     if not first:
         beginning = b"".join((header, beginning))
-    return Stream(written, beginning, media_type="application/octet-stream", headers=headers)
+    return ClosingStream(written, beginning, media_type="application/octet-stream", headers=headers)
 
 
 @router.get("/v1/layers", summary="How the served model's decoder layers can be cut")

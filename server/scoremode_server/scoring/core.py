@@ -17,7 +17,7 @@ from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.model_identity import ModelIdentity
 from scoremode_server.scoring.scorer import Scorer
 from scoremode_server.scoring.tokenizer import Tokenizer
-from scoremode_server.vllm_compat.served_models import ServedModel, ServedModels
+from scoremode_server.vllm_compat.served_models import ResolvedModel, ServedModels
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Core:
 @asynccontextmanager
 async def prepare(
     raw_request: Request, model: str | None
-) -> AsyncGenerator[tuple[Core, ServedModel, dict[str, Any]], None]:
+) -> AsyncGenerator[tuple[Core, ResolvedModel, dict[str, Any]], None]:
     """The core, the model of that name and the engine's options, if the server is not full. What is done inside, such
     as tokenizing, ends when the server stops."""
     core: Core = raw_request.app.state.scoremode

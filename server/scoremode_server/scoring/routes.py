@@ -28,15 +28,15 @@ from scoremode.wire.protocol import (
     Usage,
 )
 from scoremode_server.engine.admission import RequestQueue
-from scoremode_server.engine.engine import ScoredRows
 from scoremode_server.engine.passes import engine_id
+from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence
 from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accept, until_disconnect
 from scoremode_server.http.responses import json_response, respond, top_entries
 from scoremode_server.rows import NO_TOKEN, Rows, json_logprobs
 from scoremode_server.scoring.core import Core, prepare
 from scoremode_server.scoring.model_files import with_adapter
-from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, ScoredSequence, ScoreSettings, lane_settings
-from scoremode_server.scoring.sequences import RequestedSequence, ScoringPass, read_sequences
+from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, lane_settings
+from scoremode_server.scoring.sequences import read_sequences
 from scoremode_server.scoring.text_windows import RunningPerplexity, TextWindows, cut_texts
 from scoremode_server.scoring.tokenizer import TokenStrings
 
@@ -64,14 +64,14 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
             **lane,
         )
 
-        def sequences() -> Iterator[ScoredSequence]:
+        def passes() -> Iterator[EnginePass]:
             """The windows, each counted when it begins."""
             for token_ids, first in texts:
                 queue.add(1, len(token_ids))
-                yield ScoredSequence(token_ids, first)
+                yield EnginePass(TokenSequence(context=token_ids, first=first))
 
         running, num_cached = RunningPerplexity(len(texts.windows)), 0
-        async with aclosing(core.scorer.scores(sequences(), settings)) as answers:
+        async with aclosing(core.scorer.scores(passes(), settings)) as answers:
             async for answer in answers:
                 num_cached += answer.num_cached_tokens
                 window = running.add(-json_logprobs(answer.rows.logprobs[:, 0]))
@@ -110,7 +110,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         sequences, passes = await read_sequences(request, core)
     num_tokens = sum(each.sequence.num_tokens for each in passes)
     # Logprobs in the answer for each sequence.
-    num_values = [len(each.targets) * (1 + each.num_candidates + request.top_logprobs) for each in sequences]
+    num_values = [each.num_targets * (1 + each.num_candidates + request.top_logprobs) for each in sequences]
     core.limits.check_num_values(num_values, request.encoding_format)
     lane = lane_settings(core.lanes, request)
     request_id = f"score-{raw_request.state.request_id}"
@@ -127,14 +127,11 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             options=options,
             **lane,
         )
-        to_score = (each.sequence_to_score() for each in passes)
-        answers = [answer async for answer in core.scorer.scores(to_score, settings)]
+        num_cached = sum([each.num_cached_tokens async for each in core.scorer.scores(passes, settings)])
 
         def write() -> Response:
-            strings, num_cached = core.tokenizer.strings, sum(answer.num_cached_tokens for answer in answers)
-            results = [
-                _result(request, strings, each, passes[each.pass_index], answers[each.pass_index]) for each in sequences
-            ]
+            strings = core.tokenizer.strings
+            results = [_result(request, strings, each, passes[each.pass_index]) for each in sequences]
             return json_response(
                 {
                     "id": request_id,
@@ -188,14 +185,10 @@ def _figures(texts: TextWindows, running: RunningPerplexity) -> dict[str, Any]:
 
 
 def _result(
-    request: ScoreRequest,
-    strings: TokenStrings,
-    sequence: RequestedSequence,
-    scored_by: ScoringPass,
-    answer: ScoredRows,
+    request: ScoreRequest, strings: TokenStrings, sequence: TokenSequence, scored_by: EnginePass
 ) -> dict[str, Any]:
     """One entry of `data`."""
-    token_ids, rows = sequence.targets, answer.rows
+    token_ids, rows = sequence.targets, scored_by.rows
     # A prompt's first token has no context, so no row.
     num_without = len(token_ids) - len(rows)
     logprobs = rows.logprobs[:, 0]
@@ -241,10 +234,10 @@ def _result(
     return result
 
 
-def _is_most_likely(rows: Rows, sequence: RequestedSequence, first_top: int) -> bool:
+def _is_most_likely(rows: Rows, sequence: TokenSequence, first_top: int) -> bool:
     """Whether the last token, a candidate of the last row of a pass that it shares, is the only most likely one."""
     first, second = rows.logprobs[-1, first_top : first_top + 2]
-    return bool(rows.token_ids[-1, first_top] == sequence.targets[-1] and first > second)
+    return bool(rows.token_ids[-1, first_top] == sequence.last_token and first > second)
 
 
 def _padded(values: np.ndarray, num_without: int, missing: float = np.nan) -> np.ndarray:

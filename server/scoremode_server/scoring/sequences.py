@@ -2,82 +2,20 @@
 that score them."""
 
 from collections import Counter
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 
 from scoremode.wire.protocol import MAX_CANDIDATES, ScoreRequest
+from scoremode_server.engine.sequence import EnginePass, TokenSequence
 from scoremode_server.errors import RequestError, TooLargeError
 from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.limits import Limits
-from scoremode_server.scoring.scorer import ScoredSequence
 from scoremode_server.scoring.tokenizer import as_prompts
 
 
-@dataclass(slots=True, kw_only=True)
-class RequestedSequence:
-    """Tokens whose logprobs are wanted, after others that several sequences share, and their place in the request."""
-
-    context: list[int]
-    """A list that begins with the tokens before the targets. It is not copied until the engine needs it."""
-    first: int
-    """How many tokens come before: `logprobs_from`, or where a continuation or a turn starts."""
-    targets: list[int]
-    candidates: np.ndarray | None = None
-    """More tokens to score: see `ScoredSequence`."""
-    prompt_index: int
-    """Or the index of its conversation."""
-    continuation_index: int | None = None
-    """Or the number of its turn, from 0, among those of its conversation."""
-    pass_index: int = 0
-    """Of the pass that scores it."""
-    column: int = 0
-    """The last token's in the last row of the pass; 0 if it is the pass's own last token."""
-
-    @property
-    def num_tokens(self) -> int:
-        return self.first + len(self.targets)
-
-    @property
-    def num_candidates(self) -> int:
-        return 0 if self.candidates is None else int(self.candidates.shape[-1])
-
-    @property
-    def name(self) -> str:
-        """Its place in the request, for error messages."""
-        if self.continuation_index is None:
-            return f"prompt[{self.prompt_index}]"
-        return f"continuations[{self.continuation_index}] after prompt[{self.prompt_index}]"
-
-
-@dataclass(slots=True)
-class ScoringPass:
-    """A pass through the engine, which scores a sequence and others that differ from it in their last token alone."""
-
-    sequence: RequestedSequence
-    columns: dict[int, int]
-    """The column of the last row with each last token."""
-
-    @property
-    def num_candidates(self) -> int:
-        """Tokens in each row next to the sequence's own."""
-        return self.sequence.num_candidates + len(self.columns) - 1
-
-    def sequence_to_score(self) -> ScoredSequence:
-        """Join the tokens of the context with the others, for the engine to score."""
-        sequence = self.sequence
-        token_ids = sequence.context[: sequence.first] + sequence.targets if sequence.first else sequence.targets
-        if len(self.columns) == 1:
-            return ScoredSequence(token_ids, sequence.first, sequence.candidates)
-        own: Any = [] if sequence.candidates is None else sequence.candidates
-        candidates = np.array([*own, *list(self.columns)[1:]], np.int32)
-        # The two top tokens tell which token is the most likely one, and alone.
-        return ScoredSequence(token_ids, sequence.first, candidates, least_top=2)
-
-
-async def read_sequences(request: ScoreRequest, core: Core) -> tuple[list[RequestedSequence], list[ScoringPass]]:
+async def read_sequences(request: ScoreRequest, core: Core) -> tuple[list[TokenSequence], list[EnginePass]]:
     """The sequences of a request, in the order of its prompts or conversations, and the passes that score them.
     TooLargeError if texts with their continuations are too long in all."""
     if request.logprobs_from != 0 and (request.messages is not None or request.continuations is not None):
@@ -94,20 +32,20 @@ async def read_sequences(request: ScoreRequest, core: Core) -> tuple[list[Reques
     return sequences, _in_passes(request, sequences)
 
 
-async def _turns(request: ScoreRequest, core: Core) -> list[RequestedSequence]:
+async def _turns(request: ScoreRequest, core: Core) -> list[TokenSequence]:
     """Each turn after the tokens before it."""
     conversations = await core.conversations.sequences(request, ["prompt", "continuations"])
-    sequences, counts = list[RequestedSequence](), Counter[int]()
+    sequences, counts = list[TokenSequence](), Counter[int]()
     for each in conversations:
         index, token_ids = each["conversation"], each["token_ids"]
         # Its length, and the number of all turns, were checked when it was rendered.
         core.limits.check_vocabulary(token_ids, f"messages[{index}]")
         for turn in each["turns"]:
             sequences.append(
-                RequestedSequence(
+                TokenSequence(
                     context=token_ids,
                     first=turn["first"],
-                    targets=token_ids[turn["first"] : turn["end"]],
+                    continuation=token_ids[turn["first"] : turn["end"]],
                     prompt_index=index,
                     continuation_index=counts[index],
                 )
@@ -116,31 +54,31 @@ async def _turns(request: ScoreRequest, core: Core) -> list[RequestedSequence]:
     return sequences
 
 
-def _in_passes(request: ScoreRequest, sequences: list[RequestedSequence]) -> list[ScoringPass]:
+def _in_passes(request: ScoreRequest, sequences: list[TokenSequence]) -> list[EnginePass]:
     """The passes of sequences, which get their places in them. Continuations that differ in their last token alone
     share a pass, as candidates of its last row. A row has one token's rank, so with ranks each has a pass of its
     own."""
-    passes: list[ScoringPass] = []
+    passes: list[EnginePass] = []
     passes_by_beginning: dict[Any, int] = {}
     can_share = request.continuations is not None and not request.return_ranks
     for sequence in sequences:
-        last = sequence.targets[-1]
+        last = sequence.last_token
         # Equal contexts are one list.
         key: Any = (id(sequence.context), tuple(sequence.targets[:-1])) if can_share else len(passes)
         index = passes_by_beginning.get(key, len(passes))
         is_new = index < len(passes) and last not in passes[index].columns
         # All rows of a pass have the same candidates.
-        if is_new and (passes[index].num_candidates + 1) * len(sequence.targets) > MAX_CANDIDATES:
+        if is_new and (passes[index].num_candidates + 1) * sequence.num_targets > MAX_CANDIDATES:
             index = len(passes)
         if index == len(passes):
             passes_by_beginning[key] = index
-            passes.append(ScoringPass(sequence, {last: 0}))
+            passes.append(EnginePass(sequence, {last: 0}))
         sequence.pass_index = index
         sequence.column = passes[index].columns.setdefault(last, passes[index].num_candidates + 1)
     return passes
 
 
-async def _prompts(prompts: list[str | list[int]], request: ScoreRequest, core: Core) -> list[RequestedSequence]:
+async def _prompts(prompts: list[str | list[int]], request: ScoreRequest, core: Core) -> list[TokenSequence]:
     """The prompts, from their first positions on."""
     core.limits.check_num_sequences(len(prompts), "prompt")
     each = request.logprobs_from
@@ -154,8 +92,7 @@ async def _prompts(prompts: list[str | list[int]], request: ScoreRequest, core: 
         core.limits.check_sequence(token_ids, name)
         if first >= len(token_ids):
             raise RequestError(f"logprobs_from is {first}, but {name} has {len(token_ids)} tokens", "logprobs_from")
-        targets = token_ids[first:] if first else token_ids
-        sequences.append(RequestedSequence(context=token_ids, first=first, targets=targets, prompt_index=index))
+        sequences.append(TokenSequence(context=token_ids, first=first, prompt_index=index))
     return sequences
 
 
@@ -176,7 +113,7 @@ def _continuations(request: ScoreRequest, num_prompts: int) -> list[list[Any]]:
     return cast(list[list[Any]], given)
 
 
-async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core: Core) -> list[RequestedSequence]:
+async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core: Core) -> list[TokenSequence]:
     """The continuations of all prompts, whose contexts are one list where they are equal.
 
     Texts are joined as in lm-eval: white space at a prompt's end goes to the continuation, both are encoded as one
@@ -187,7 +124,7 @@ async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core
     are_joined = isinstance(prompts[0], str) and isinstance(continuations[0][0], str)
     encode = _encode_joined if are_joined else _encode_apart
     encoded = await encode(prompts, continuations, request.add_special_tokens, core)
-    sequences, contexts = list[RequestedSequence](), dict[tuple[int, ...], list[int]]()
+    sequences, contexts = list[TokenSequence](), dict[tuple[int, ...], list[int]]()
     for index, (alone, own) in enumerate(encoded):
         if not alone:
             raise RequestError(f"prompt[{index}] is empty: a continuation needs a token before it", "prompt")
@@ -199,8 +136,8 @@ async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core
                 # A tokenizer may encode the end of a prompt in another way before a continuation.
                 context, targets = token_ids[:first], token_ids[first:]
                 context = contexts.setdefault(tuple(context), context)
-            sequence = RequestedSequence(
-                context=context, first=first, targets=targets, prompt_index=index, continuation_index=place
+            sequence = TokenSequence(
+                context=context, first=first, continuation=targets, prompt_index=index, continuation_index=place
             )
             if not targets:
                 raise RequestError(
@@ -242,7 +179,7 @@ async def _encode_apart(
     ]
 
 
-def _set_candidates(request: ScoreRequest, sequences: list[RequestedSequence], limits: Limits) -> None:
+def _set_candidates(request: ScoreRequest, sequences: list[TokenSequence], limits: Limits) -> None:
     """Give sequences the candidates of their positions."""
     given: Any = request.candidate_token_ids
     if given is None:
@@ -263,7 +200,7 @@ def _set_candidates(request: ScoreRequest, sequences: list[RequestedSequence], l
             "candidate_token_ids",
         )
     for sequence, lists in zip(sequences, own, strict=True):
-        num_positions = len(sequence.targets)
+        num_positions = sequence.num_targets
         if len(lists) != num_positions:
             raise RequestError(
                 f"candidate_token_ids has {len(lists)} lists for the {num_positions} positions of {sequence.name}",

@@ -14,7 +14,7 @@ from scoremode_server.errors import MAX_NAME, NotServedError, RequestError
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class ResolvedModel:
     """A model that requests can name, with the adapter to run where it is one."""
 
     name: str
@@ -30,7 +30,7 @@ def shorten_name(failure: ErrorResponse, name: str | None) -> None:
 class ServedModels(BaseServing):
     """vLLM's own look-up of model names, so that aliases and adapters (also those loaded later) work as in vLLM."""
 
-    async def resolve(self, name: str | None) -> ServedModel:
+    async def resolve(self, name: str | None) -> ResolvedModel:
         """The model or adapter of that name, or the served model."""
         request = SimpleNamespace(model=name)
         if (failure := await self._check_model(request)) is not None:
@@ -41,9 +41,9 @@ class ServedModels(BaseServing):
             kind = NotServedError if failure.error.code == 404 else RequestError
             raise kind(f"{message}{adapters}", "model")
         lora = self._maybe_get_adapters(request)
-        return ServedModel(self.models.model_name(lora), lora)
+        return ResolvedModel(self.models.model_name(lora), lora)
 
-    async def engine_options(self, raw_request: Request, model: ServedModel) -> dict[str, Any]:
+    async def engine_options(self, raw_request: Request, model: ResolvedModel) -> dict[str, Any]:
         """Arguments of vLLM's `generate` that a request's headers set, as vLLM's own routes read them."""
         return {
             "lora_request": model.lora,

@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import wraps
 from hashlib import blake2b
+from inspect import signature
 from typing import Any, Self, cast
 
 import msgspec
@@ -117,17 +118,20 @@ def guard_rows(engine: Any) -> None:
 
     SamplingParams.from_optional = staticmethod(make_unforged)
 
-    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        place = list(signature(method).parameters).index(name)
+
         @wraps(method)
         def unforged(*args: Any, **options: Any) -> Any:
-            for each in (*args, *options.values()):
-                if not isinstance(each, ScoringParams):
-                    _check(each)
+            params = args[place] if len(args) > place else options.get(name)
+            if type(params) is not ScoringParams:
+                _check(params)
             return method(*args, **options)
 
         return unforged
 
-    engine.add_request, engine.generate = guarded(engine.add_request), guarded(engine.generate)
+    engine.add_request = guarded(engine.add_request, "params")
+    engine.generate = guarded(engine.generate, "sampling_params")
 
 
 def _check(params: Any) -> None:

@@ -35,7 +35,7 @@ from scoremode_server.plugin import ScoremodeEndpoints
 from scoremode_server.scoring.conversations import Conversations
 from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.limits import Limits
-from scoremode_server.scoring.scorer import Scorer, Turns
+from scoremode_server.scoring.scorer import Pacer, Scorer
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES, REFERENCE_VARIABLE, WORKER_EXTENSION
 from scoremode_server.vllm_compat.served_models import ServedModels
@@ -63,7 +63,7 @@ def light_app(
     app.state = State({"args": app.state.args})
     app.state.scoremode = core = Core(
         client=engine,
-        scorer=Scorer(scoring, Turns()),
+        scorer=Scorer(scoring, Pacer()),
         tokenizer=Tokenizer(renderer),
         models=ServedModels(OpenAIServingModels(client, [BaseModelPath("m", "m")]), MODEL),
         limits=Limits(MODEL.max_model_len, VOCABULARY, MAX_TOP, MAX_SEQUENCES, max_request_bytes),

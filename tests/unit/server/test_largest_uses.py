@@ -22,6 +22,7 @@ from scoremode.wire.references import KldRequest, ReferenceRequest
 from scoremode_server.app import published_bounds
 from scoremode_server.completions.requests import CompletionBody
 from scoremode_server.engine.admission import MAX_WAITING_SEQUENCES, Admission, cancel_and_wait
+from scoremode_server.engine.sequence import EnginePass, TokenSequence
 from scoremode_server.errors import BusyError
 from scoremode_server.http.json_fields import read_fields
 from scoremode_server.http.responses import dump
@@ -31,7 +32,6 @@ from scoremode_server.references.worker.orders import compared_columns
 from scoremode_server.rows import Rows, score_columns
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.routes import _result
-from scoremode_server.scoring.sequences import RequestedSequence, ScoringPass
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SCORING_TOKENS, MAX_SEQUENCES
 from tests import largest_uses as largest
 from tests.unit.server.engine.cache_setup import LARGE
@@ -192,10 +192,12 @@ def test_a_client_reads_scores_with_everything(prompt, num_top):
     fields: Any = {"top_logprobs": num_top, "return_ranks": True, "return_tokens": True}
     token_ids, shape = largest.tokens(500), (499, 1 + num_top)
     rows = Rows.from_arrays(np.full(shape, 262_143), np.full(shape, -12.3456789), np.full(499, 262_144))
-    sequence = RequestedSequence(context=token_ids, first=0, targets=token_ids, prompt_index=0)
+    sequence = TokenSequence(context=token_ids)
+    scored_by = EnginePass(sequence)
+    scored_by.rows = rows
     strings: Any = SimpleNamespace(texts_of=lambda ids: ["\ufffd" * 20] * len(ids))
     request = ScoreRequest(prompt=prompt, encoding_format="base64", **fields)
-    result = _result(request, strings, sequence, ScoringPass(sequence, {262_143: 0}), SimpleNamespace(rows=rows))
+    result = _result(request, strings, sequence, scored_by)
     assert len(dump(result)) < allowed(lambda client: client.score(prompt, **fields)) - 2**20
 
 

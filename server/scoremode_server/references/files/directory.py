@@ -11,7 +11,7 @@
                             stream [fed, hidden] of a window at each boundary of decoder layers, where they are recorded
 
 A row of `windows` has the position of the document's first token in `token_ids`, and the window's start, end, first
-target and head (-1 for none) within the document. The targets are predicted from these hidden states. A row of
+target and leading token (-1 for none) within the document. The targets are predicted from these hidden states. A row of
 `origins` has the index of the text or conversation, of its label and of the role of the turn, -1 for none; references
 of earlier versions have none.
 """
@@ -139,8 +139,14 @@ class StoredText:
         offset, rows = 0, []
         for token_ids, windows in documents:
             rows += [
-                (offset, window.start, window.end, window.first_target, -1 if window.head is None else window.head)
-                for window in windows
+                (
+                    offset,
+                    each.start,
+                    each.end,
+                    each.first_target,
+                    -1 if each.leading_token is None else each.leading_token,
+                )
+                for each in windows
             ]
             offset += len(token_ids)
         joined = [np.asarray(token_ids, np.int32) for token_ids, _ in documents]
@@ -148,22 +154,22 @@ class StoredText:
 
     def window(self, index: int) -> tuple[list[int], int]:
         """A window's tokens, and the position of its first target among them."""
-        offset, start, end, first_target, head = self.windows[index].tolist()
+        offset, start, end, first_target, leading = self.windows[index].tolist()
         token_ids = self.token_ids[offset + start : offset + end].tolist()
-        window = Window(0, end - start, first_target - start, None if head < 0 else head)
+        window = Window(0, end - start, first_target - start, None if leading < 0 else leading)
         return window.token_ids(token_ids), window.first_scored
 
     @property
     def num_context(self) -> np.ndarray:
         """Tokens [windows] before the first target of each window."""
-        _, start, _, first_target, head = self.windows.T
-        return np.array(first_target - start + (head >= 0))
+        _, start, _, first_target, leading = self.windows.T
+        return np.array(first_target - start + (leading >= 0))
 
     @property
     def num_tokens(self) -> np.ndarray:
         """The number of tokens [windows] of each window."""
-        _, start, end, _, head = self.windows.T
-        return np.array(end - start + (head >= 0))
+        _, start, end, _, leading = self.windows.T
+        return np.array(end - start + (leading >= 0))
 
 
 @dataclass(frozen=True, slots=True)

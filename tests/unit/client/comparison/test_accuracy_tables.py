@@ -9,7 +9,7 @@ import pytest
 from run_files import made_up_nlls, perplexity_run
 
 from scoremode.accuracy.compare_tasks import compare_tasks
-from scoremode.accuracy.samples import Answer, load_tasks
+from scoremode.accuracy.samples import SampleAnswer, load_tasks
 from scoremode.cli.main import main
 from scoremode.comparison.accuracy_tables import report_sections
 from scoremode.errors import RunError
@@ -57,7 +57,7 @@ def test_answers_are_compared_question_by_question(tmp_path):
     assert (flips.num_questions, flips.num_right, flips.lost, flips.gained) == (8, 4, 1, 1)
     assert (model.pooled.figures.flips.num_questions, model.pooled.figures.flips.lost) == (16, 2)
     assert [(each.doc_id, each.base.is_right) for each in model.flipped[:2]] == [(0, True), (4, False)]
-    assert model.flipped[0].other.answers == (Answer(" 0", -1.25), Answer(" 1", -2.5))
+    assert model.flipped[0].other.answers == (SampleAnswer(" 0", -1.25), SampleAnswer(" 1", -2.5))
 
 
 def test_generated_answers_are_texts_by_the_chosen_filter(tmp_path):
@@ -70,7 +70,7 @@ def test_generated_answers_are_texts_by_the_chosen_filter(tmp_path):
     with pytest.raises(RunError, match="task gsm8k has strict-match, flexible-extract: choose with --task-filter"):
         load_tasks(folder)
     sample = load_tasks(folder, filters=["flexible-extract"])["gsm8k"].samples[0]
-    assert (sample.is_right, sample.answers) == (True, (Answer("42", None),))
+    assert (sample.is_right, sample.answers) == (True, (SampleAnswer("42", None),))
 
 
 @pytest.mark.parametrize(

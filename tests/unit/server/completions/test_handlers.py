@@ -62,7 +62,7 @@ async def test_an_answer_is_written_in_its_turn(random_model: Path, monkeypatch,
         return filled(*given)
 
     for each in (handlers[COMPLETIONS], handlers[GENERATE]):
-        monkeypatch.setattr(each.core.scorer.turns, "wait", wait)
+        monkeypatch.setattr(each.core.scorer.pacer, "wait", wait)
     monkeypatch.setattr(handler, "filled", written)
     async with client_of(app) as client:
         assert (await client.post(route, json=body)).status_code == 200

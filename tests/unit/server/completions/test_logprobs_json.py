@@ -17,7 +17,7 @@ from vllm.logprobs import Logprob
 
 from scoremode_server.completions import logprobs_json
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, openai_logprobs, prompt_logprobs
-from scoremode_server.engine.engine import EngineResult
+from scoremode_server.engine.sequence import EnginePass, TokenSequence
 from scoremode_server.rows import Rows
 from scoremode_server.scoring.tokenizer import TokenStrings
 from tests.unit.server.completions.test_texts import SIZE, block_hashes
@@ -44,8 +44,11 @@ def rows(prompt: list[int], width: int) -> Rows:
     return Rows.from_arrays(ids, logprobs, ranks)
 
 
-def result_of(prompt: list[int], rows: Rows, hashes: Sequence[bytes] = (), num_cached_blocks: int = 0) -> EngineResult:
-    return EngineResult(rows, 0, SimpleNamespace(prompt_token_ids=prompt), hashes, num_cached_blocks)
+def result_of(prompt: list[int], rows: Rows, hashes: Sequence[bytes] = (), num_cached_blocks: int = 0) -> EnginePass:
+    result = EnginePass(TokenSequence(context=prompt))
+    result.rows, result.output = rows, SimpleNamespace(prompt_token_ids=prompt)
+    result.block_hashes, result.num_cached_blocks = hashes, num_cached_blocks
+    return result
 
 
 def written(writer: LogprobsWriter, prompt: list[int], width: int, style: Style, num_blocks: int) -> list[bytes]:

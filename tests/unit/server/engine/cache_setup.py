@@ -15,13 +15,14 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, openai_logprobs
-from scoremode_server.engine.admission import EngineSize
-from scoremode_server.engine.engine import EngineResult, ScoringEngine
-from scoremode_server.engine.passes import RowsRequest, engine_id
+from scoremode_server.engine.admission import EngineSize, RequestQueue
+from scoremode_server.engine.engine import ScoringEngine
+from scoremode_server.engine.passes import engine_id
+from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence
 from scoremode_server.engine.store import BLOCK_OVERHEAD_BYTES, RowStore
 from scoremode_server.errors import UnfinishedError
 from scoremode_server.metrics import Metrics
-from scoremode_server.worker.row_spec import RowSpec, ScoringParams
+from scoremode_server.worker.row_spec import RowSpec
 from tests.unit.server.engine.fake_engine import FakeEngine, LostRequestError, expected_rows
 
 ROOM = 1 << 24
@@ -47,18 +48,18 @@ class Ask:
     def fed(self) -> list[int]:
         return list(self.token_ids[:-1] if self.scores else self.token_ids)
 
-    def request(self, request_id: str) -> RowsRequest:
-        options = {"lora_request": LORAS[self.adapter]}
+    def engine_pass(self, request_id: str, queue: RequestQueue, block_size: int = SIZE) -> EnginePass:
+        settings = ScoreSettings(
+            request_id=request_id,
+            queue=queue,
+            top_logprobs=self.top,
+            cache_salt=self.salt,
+            use_cache=self.cached,
+            options={"lora_request": LORAS[self.adapter]},
+        )
         if self.scores:
-            return RowsRequest.score(
-                self.token_ids,
-                RowSpec(num_top=self.top),
-                request_id=request_id,
-                cache_salt=self.salt,
-                first=self.first,
-                use_cache=self.cached,
-                options=options,
-            )
+            sequence = TokenSequence(context=list(self.token_ids), first=self.first)
+            return EnginePass(sequence).begin(settings, request_id, block_size)
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -66,17 +67,10 @@ class Ask:
             logprobs=self.top,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        spec = RowSpec(num_top=self.top)
-        return RowsRequest(
-            engine_id(request_id),
-            self.fed,
-            spec,
-            tokens_input(self.fed, cache_salt=self.salt),
-            ScoringParams.of(params, spec),
-            first=self.first,
-            use_cache=self.cached,
-            options=options,
-        )
+        sequence = TokenSequence(context=self.fed, first=self.first)
+        sequence.settings = settings
+        prompt = tokens_input(self.fed, cache_salt=self.salt)
+        return EnginePass(sequence).prepare(engine_id(request_id), self.fed, RowSpec(num_top=self.top), prompt, params)
 
 
 NAMES = SimpleNamespace(first_of_a_prompt=str, texts_of=lambda token_ids: list(map(str, token_ids)))
@@ -99,12 +93,14 @@ class Setup:
         self.scoring = ScoringEngine(self.engine, self.store, Metrics(1 << 28, self.registry), self.size)
         self.writer = LogprobsWriter(NAMES, self.store.block_size)
 
-    async def ask(self, ask: Ask) -> EngineResult:
+    async def ask(self, ask: Ask) -> EnginePass:
         """Ask, and compare every row of the answer with what it has to be."""
         self.num_asked += 1
         first_weights = self.engine.weights[ask.adapter]
         through_cache = ask.cached and self.store.is_usable and len(ask.token_ids) > self.store.block_size
-        answer = await self.scoring.rows(ask.request(f"ask-{self.num_asked}"))
+        async with self.scoring.admission.request(1, len(ask.token_ids)) as queue:
+            engine_pass = ask.engine_pass(f"ask-{self.num_asked}", queue, self.store.block_size)
+            answer = await self.scoring.rows(engine_pass)
         weights = range(first_weights, self.engine.weights[ask.adapter] + 1)
         assert any(self.is_right(ask, answer, version) for version in weights), (ask, answer.num_cached_tokens)
         assert 0 <= answer.num_cached_tokens < len(ask.fed)
@@ -112,12 +108,13 @@ class Setup:
         self.num_rows += through_cache * (len(ask.token_ids) - ask.first)
         return answer
 
-    def is_right(self, ask: Ask, answer: EngineResult, weights: int) -> bool:
-        expected = expected_rows(ask.token_ids, ask.top + 1, adapter=ask.adapter, salt=ask.salt or "", weights=weights)
+    def is_right(self, ask: Ask, answer: EnginePass, weights: int) -> bool:
+        salt = (ask.salt if ask.cached else answer.prompt.get("cache_salt")) or ""
+        expected = expected_rows(ask.token_ids, ask.top + 1, adapter=ask.adapter, salt=salt, weights=weights)
         got = answer.rows.token_ids, answer.rows.logprobs, answer.rows.ranks
         return all(np.array_equal(a, b[ask.first - 1 :]) for a, b in zip(got, expected, strict=True))
 
-    def written(self, ask: Ask, answer: EngineResult) -> list[float]:
+    def written(self, ask: Ask, answer: EnginePass) -> list[float]:
         """The logprobs of the prompt's tokens but the first, as JSON says them."""
         pieces = self.writer.prompt(answer, Style(ask.top, as_token_ids=False))
         return orjson.loads(b"".join(openai_logprobs(pieces)))["token_logprobs"][1:]
@@ -141,7 +138,7 @@ def setup(max_bytes: int = ROOM, size: int = SIZE, **settings: Any) -> Setup:
     return Setup(FakeEngine(size, **settings), RowStore(size, max_bytes))
 
 
-async def outcome(setup: Setup, ask: Ask) -> EngineResult | None:
+async def outcome(setup: Setup, ask: Ask) -> EnginePass | None:
     """The answer, or None where the engine lost the request or gave it up."""
     try:
         return await setup.ask(ask)

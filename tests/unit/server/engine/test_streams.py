@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scoremode_server.engine.engine import EngineResult
+from scoremode_server.engine.admission import RequestQueue
+from scoremode_server.engine.sequence import EnginePass
 from scoremode_server.engine.store import BLOCK_OVERHEAD_BYTES
 from tests.unit.server.engine import fake_engine
 from tests.unit.server.engine.cache_setup import LORAS, ROOM, Ask, Setup, outcome, setup
@@ -56,7 +57,7 @@ async def run_stream(seed: int, num_asks: int, *, trouble: float, changes: float
     chances = dict.fromkeys(("losses", "aborts", "evictions", "preemptions"), trouble)
     made = setup(max_bytes, size, seed=seed, latency=draws.choice([0, 3, 8]), **chances)
     known: list[list[int]] = []
-    pending: set[asyncio.Task[EngineResult | None]] = set()
+    pending: set[asyncio.Task[EnginePass | None]] = set()
 
     async def settle(num_left: int) -> None:
         nonlocal pending
@@ -121,5 +122,5 @@ async def test_a_row_that_is_nan_is_stored_with_no_block(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(fake_engine, "rows_after", with_nan)
-        await made.scoring.rows(replace(ask, first=3).request("later rows"))
+        await made.scoring.rows(replace(ask, first=3).engine_pass("later rows", RequestQueue(made.scoring.admission)))
     await made.ask(ask)

@@ -12,7 +12,7 @@ import pytest
 from scoremode_server.completions.routes import GENERATE
 from scoremode_server.http import requests
 from scoremode_server.http.requests import CLIENT_CLOSED_REQUEST
-from scoremode_server.http.responses import Stream, in_own_task
+from scoremode_server.http.responses import ClosingStream, in_own_task
 from scoremode_server.references import comparer
 from scoremode_server.scoring.tokenizer import Tokenizer
 from tests.bad_inputs import COMPLETIONS, JSON, KLD, PERPLEXITY, REFERENCES, SCORE
@@ -132,7 +132,7 @@ async def test_a_stream_that_no_client_can_read_is_closed_at_once():
             await asyncio.Event().wait()
 
     # Referenced here, so that the garbage collector does not close it.
-    stored = Stream(in_own_task(nullcontext(), contents))
+    stored = ClosingStream(in_own_task(nullcontext(), contents))
     streaming = asyncio.create_task(stored.stream_response(send))
     await sending.wait()
     streaming.cancel()

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from scoremode_server.engine.admission import Admission, EngineSize, cancel_and_wait
-from scoremode_server.engine.passes import RowsRequest
+from scoremode_server.engine.sequence import EnginePass, ScoreSettings
 from scoremode_server.errors import BusyError, ConflictError, UnavailableError
 from scoremode_server.references.comparer import Comparer, MarkedWindow
 from scoremode_server.references.exchange import WorkerFiles
@@ -33,7 +33,6 @@ from scoremode_server.references.worker.orders import SINK
 from scoremode_server.references.worker.reads import FileReads
 from scoremode_server.references.worker.sinks import WorkerWindows
 from scoremode_server.rows import Rows
-from scoremode_server.scoring.scorer import ScoreSettings
 from tests.unit.server.references.reference_engine import CPU, HEAD_FORMAT, HeadInMemory
 from tests.unit.server.references.reference_setup import HIDDEN, MODEL, TEXT, manifest
 
@@ -122,7 +121,7 @@ class Engine:
         size = EngineSize(tokens=AT_ONCE * 8, sequences=2 * AT_ONCE, max_scoring_tokens=10**6)
         admission = Admission(size, nothing, lambda *counts: None)
         engine = SimpleNamespace(window_rows=partial(self._compute, admission))
-        scorer = SimpleNamespace(engine=engine, turns=SimpleNamespace(wait=nothing))
+        scorer = SimpleNamespace(engine=engine, pacer=SimpleNamespace(wait=nothing))
         core: Any = SimpleNamespace(scorer=scorer, admission=admission)
         references = References(self.windows.root, MODEL, "reference", self.threads)  # type: ignore[arg-type]
         return Comparer(references, core, WorkerFiles(self, admission))  # type: ignore[arg-type]
@@ -131,11 +130,11 @@ class Engine:
         await asyncio.sleep(CALL_SECONDS)
         return [[self.windows.exchange(*arguments[0][0])]]
 
-    async def _compute(self, admission: Admission, request: RowsRequest) -> Rows:
-        assert request.queue is not None
-        async with admission.slot(request.queue, request.request_id, len(request.token_ids)):
-            with request.inside():
-                sink = self.windows.begin(request.spec, request.spec.sinks[SINK], writes=False)
+    async def _compute(self, admission: Admission, engine_pass: EnginePass) -> Rows:
+        queue = engine_pass.sequence.settings.queue
+        async with admission.slot(queue, engine_pass.request_id, len(engine_pass.token_ids)):
+            with engine_pass.inside():
+                sink = self.windows.begin(engine_pass.spec, engine_pass.spec.sinks[SINK], writes=False)
                 name = sink.mark.reference  # type: ignore[attr-defined]
                 self.inside[name] += 1
                 async with self._step:
@@ -145,7 +144,7 @@ class Engine:
                 assert self.inside.total() == self.inside[name]
                 self.inside[name] -= 1
         self.done.append((name, asyncio.get_running_loop().time()))
-        return Rows.empty(8, request.spec.columns)
+        return Rows.empty(8, engine_pass.spec.columns)
 
     async def compare(self, name: str, server: int, num_windows: int) -> None:
         """A request to one of the API servers."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.renderers.base import BaseRenderer
 
-from scoremode_server.scoring.sequences import ScoringPass
+from scoremode_server.engine.sequence import EnginePass
 from tests.bad_inputs import COMPLETIONS, PERPLEXITY, SCORE
 from tests.unit.server.engine.cache_setup import LARGE
 from tests.unit.server.light_app import app_with_completions, check_error, client_of, error_of, light_app
@@ -85,13 +85,13 @@ PRODUCTS = {
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the sequences whose tokens were copied for the engine."""
     lengths: list[int] = []
-    stock = ScoringPass.sequence_to_score
+    stock = EnginePass.begin
 
-    def note_length(self: ScoringPass) -> object:
+    def note_length(self: EnginePass, *how: Any) -> EnginePass:
         lengths.append(self.sequence.num_tokens)
-        return stock(self)
+        return stock(self, *how)
 
-    monkeypatch.setattr(ScoringPass, "sequence_to_score", note_length)
+    monkeypatch.setattr(EnginePass, "begin", note_length)
     return lengths
 
 

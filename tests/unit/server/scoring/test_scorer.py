@@ -1,4 +1,4 @@
-"""Scoring on an engine, without HTTP, and the turns that answers take."""
+"""Scoring on an engine, without HTTP."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,21 +10,19 @@ from vllm.config import CUDAGraphMode
 from vllm.config.lora import LoRAConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from scoremode_server.engine.engine import ScoredRows
-from scoremode_server.scoring.scorer import ScoredSequence, Scorer, ScoreSettings, Turns, check_engine, served_lanes
+from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence
+from scoremode_server.scoring.scorer import Pacer, Scorer, check_engine, served_lanes
 from tests.unit.server.engine.cache_setup import Setup, setup
 from tests.unit.server.engine.fake_engine import expected_rows
 
 TOKENS = list(range(20))
 
 
-async def scored(
-    made: Setup, tokens: list[int], turns: Turns | None = None, first: int = 0, **options: Any
-) -> ScoredRows:
-    scorer = Scorer(made.scoring, turns or Turns())
+async def scored(made: Setup, tokens: list[int], first: int = 0, **options: Any) -> EnginePass:
     async with made.scoring.admission.request(1, len(tokens)) as queue:
         settings = ScoreSettings(request_id="id", queue=queue, **options)
-        (answer,) = [answer async for answer in scorer.scores([ScoredSequence(tokens, first)], settings)]
+        sequence = TokenSequence(context=tokens, first=first)
+        (answer,) = [each async for each in Scorer(made.scoring, Pacer()).scores([EnginePass(sequence)], settings)]
     return answer
 
 
@@ -32,6 +30,8 @@ async def test_rows_are_those_of_the_requested_tokens():
     made = setup()
     answer = await scored(made, TOKENS, first=7, top_logprobs=2)
     assert np.array_equal(answer.rows.logprobs, expected_rows(TOKENS, 3)[1][6:])
+    # Top tokens are wanted on a server with --max-logprobs 1 too.
+    assert [params.prompt_logprobs for _, params in made.engine.requests] == [0]
     answer = await scored(made, [4], top_logprobs=3)
     assert (answer.rows.logprobs.shape, answer.num_cached_tokens, made.engine.num_requests) == ((0, 4), 0, 1)
 
@@ -39,7 +39,7 @@ async def test_rows_are_those_of_the_requested_tokens():
 @pytest.mark.parametrize("use_cache", [True, False])
 async def test_an_answer_holds_its_rows_once(use_cache: bool):
     """The arrays in which they came from the engine are freed."""
-    answer: Any = await scored(setup(), TOKENS, top_logprobs=2, use_cache=use_cache)
+    answer = await scored(setup(), TOKENS, top_logprobs=2, use_cache=use_cache)
     assert (len(answer.rows), answer.output.prompt_logprobs) == (19, None)
 
 
@@ -68,9 +68,12 @@ async def test_lanes_share_nothing_in_either_order_or_with_themselves():
 def test_no_wanted_row_comes_from_a_prefill_step(first: int, context: int | None, prefilled: int, of_answer: int):
     """But the first token of an answer, as when it was generated."""
     settings = ScoreSettings(request_id="", queue=None, chunk=1, context=context)
-    spec = ScoredSequence(TOKENS, first).spec(settings, block_size=4)
+    spec, spec_of_answer = (
+        EnginePass(TokenSequence(context=TOKENS, first=first)).begin(each, "id", block_size=4).spec
+        for each in (settings, replace(settings, is_answer=True))
+    )
     assert (spec.first, spec.context, spec.chunk) == (max(1, first), prefilled, 1)
-    assert ScoredSequence(TOKENS, first).spec(replace(settings, is_answer=True), block_size=4).context == of_answer
+    assert spec_of_answer.context == of_answer
 
 
 @pytest.mark.parametrize(

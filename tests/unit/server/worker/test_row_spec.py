@@ -11,7 +11,6 @@ from vllm import PoolingParams, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from scoremode_server.engine.passes import RowsRequest
 from scoremode_server.rows import Column
 from scoremode_server.worker.row_spec import ROWS, RowSpec, ScoringParams, guard_rows
 
@@ -26,8 +25,8 @@ def guarded_engine() -> Any:
     async def add_request(request_id: str, prompt: Any, params: Any, priority: int = 0) -> tuple[Any, ...]:
         return request_id, prompt, params, priority
 
-    async def generate(prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
-        yield params
+    async def generate(prompt: Any, sampling_params: Any, request_id: str) -> AsyncGenerator[Any, None]:
+        yield sampling_params
 
     engine = SimpleNamespace(add_request=add_request, generate=generate)
     guard_rows(engine)
@@ -44,17 +43,14 @@ def guarded_engine() -> Any:
 )
 async def test_a_spec_reaches_the_worker_as_it_is(spec: RowSpec):
     """The engine's processes get the fields, and none of our types."""
-    params = RowsRequest.score([5, 6, 7], spec, request_id="id").params
+    params = ScoringParams.of(SamplingParams(prompt_logprobs=0), spec)
     for passed in (params, copy(params), params.clone()):
         assert isinstance(passed, ScoringParams)
         assert (await guarded_engine().add_request("id", "prompt", passed, priority=2))[2:] == (passed, 2)
         sent = MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(passed))
         assert type(sent) is SamplingParams
-        # A question's options need two top tokens on a server with --max-logprobs 1 too.
-        assert sent.prompt_logprobs == 0
         got = RowSpec.read(sent)
-        assert copy(got).as_extra_args()[ROWS] == {**spec.as_extra_args()[ROWS], "last_token": 7}
-        assert (got.sinks, got.columns) == (spec.sinks, spec.columns)
+        assert got == spec
 
 
 def test_the_identity_has_all_that_decides_rows_but_not_num_top():
@@ -62,27 +58,24 @@ def test_the_identity_has_all_that_decides_rows_but_not_num_top():
     assert RowSpec(5, last_token=3, num_top=9).identity is None
     assert with_candidates(1, shared).identity == with_candidates(3, shared).identity
     assert with_candidates(1, own).identity != with_candidates(2, own[1:]).identity
-    sinks = [RowSpec(sinks={"one": data}) for data in (1, 2)]
-    several = [
-        RowSpec(),
-        RowSpec(temperature=0.5),
-        *sinks,
-        *(with_candidates(1, each) for each in (shared, shared[::-1], own)),
-    ]
+    with_some = (with_candidates(1, each) for each in (shared, shared[::-1], own))
+    sinks = (RowSpec(sinks={"one": data}) for data in (1, 2))
+    several = [RowSpec(), RowSpec(temperature=0.5), *sinks, *with_some]
     assert len({each.identity for each in several}) == len(several)
 
 
 @pytest.mark.parametrize("forged", [{ROWS: {}, "other": 1}, {ROWS: None}])
 async def test_forged_specs_are_refused(forged: dict[str, Any]):
     engine, params = guarded_engine(), SamplingParams(extra_args=forged)
-    for method in (engine.add_request, engine.generate):
-        for positional, named in (
-            (("id", "prompt", params), {}),
-            ((), {"request_id": "id", "prompt": "", "params": params}),
-        ):
-            # When they are called, not when the result is awaited: no part of a stream was sent then.
-            with pytest.raises(VLLMValidationError, match=f"{ROWS} cannot be set"):
-                method(*positional, **named)
+    for method, positional, named in (
+        (engine.add_request, ("id", "prompt", params), {}),
+        (engine.add_request, (), {"request_id": "id", "prompt": "", "params": params}),
+        (engine.generate, ("prompt", params, "id"), {}),
+        (engine.generate, ("prompt",), {"request_id": "id", "sampling_params": params}),
+    ):
+        # When they are called, not when the result is awaited: no part of a stream was sent then.
+        with pytest.raises(VLLMValidationError, match=f"{ROWS} cannot be set"):
+            method(*positional, **named)
     with pytest.raises(VLLMValidationError, match=f"{ROWS} cannot be set"):
         ScoringParams.of(params, RowSpec())
     with pytest.raises(VLLMValidationError, match=f"{ROWS} cannot be set"):
