@@ -14,7 +14,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from scoremode.metrics import perplexity, text_metrics
-from scoremode.wire.arrays import encode_array, encode_top_logprobs
+from scoremode.wire.arrays import encode_array, encode_column, encode_top_logprobs
 from scoremode.wire.protocol import (
     PerplexityRequest,
     PerplexityResponse,
@@ -32,7 +32,7 @@ from scoremode_server.engine.passes import engine_id
 from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence
 from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accept, until_disconnect
 from scoremode_server.http.responses import json_response, respond, top_entries
-from scoremode_server.rows import NO_TOKEN, Rows, json_logprobs
+from scoremode_server.rows import NO_TOKEN, Rows, json_logprobs, num_words
 from scoremode_server.scoring.core import Core, prepare
 from scoremode_server.scoring.model_files import with_adapter
 from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, lane_settings
@@ -110,7 +110,10 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         sequences, passes = await read_sequences(request, core)
     num_tokens = sum(each.sequence.num_tokens for each in passes)
     # Logprobs in the answer for each sequence.
-    num_values = [each.num_targets * (1 + each.num_candidates + request.top_logprobs) for each in sequences]
+    num_values = [
+        each.num_targets * (1 + each.num_candidates + request.top_logprobs + num_words(each.sink_columns))
+        for each in sequences
+    ]
     core.limits.check_num_values(num_values, request.encoding_format)
     lane = lane_settings(core.lanes, request)
     request_id = f"score-{raw_request.state.request_id}"
@@ -216,6 +219,11 @@ def _result(
         )
     if request.return_tokens:
         result["tokens"] = strings.texts_of(token_ids)
+    if sequence.sink_columns:
+        result["columns"] = {
+            column.name: _column(rows.column(column.name), num_without, request.encoding_format)
+            for column in sequence.sink_columns
+        }
     if request.encoding_format == "base64":
         result["logprobs"] = encode_array(_padded(logprobs, num_without), "<f4")
         if sequence.candidates is not None:
@@ -238,6 +246,16 @@ def _is_most_likely(rows: Rows, sequence: TokenSequence, first_top: int) -> bool
     """Whether the last token, a candidate of the last row of a pass that it shares, is the only most likely one."""
     first, second = rows.logprobs[-1, first_top : first_top + 2]
     return bool(rows.token_ids[-1, first_top] == sequence.last_token and first > second)
+
+
+def _column(values: np.ndarray, num_without: int, encoding_format: str) -> Any:
+    """A sink's column in an answer. JSON has null for an infinite number."""
+    is_float = values.dtype == np.float32
+    if encoding_format == "base64":
+        return encode_column(_padded(values, num_without, np.nan if is_float else NO_TOKEN))
+    # As float64, because the shortest digits of a float32 read back as another float64.
+    numbers = values.astype(np.float64) if is_float else values
+    return [*[None] * num_without, *numbers.tolist()]
 
 
 def _padded(values: np.ndarray, num_without: int, missing: float = np.nan) -> np.ndarray:

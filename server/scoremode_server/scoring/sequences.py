@@ -10,9 +10,11 @@ import numpy as np
 from scoremode.wire.protocol import MAX_CANDIDATES, ScoreRequest
 from scoremode_server.engine.sequence import EnginePass, TokenSequence
 from scoremode_server.errors import RequestError, TooLargeError
+from scoremode_server.rows import score_columns
 from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.tokenizer import as_prompts
+from scoremode_server.worker.sinks import Sink, sink_classes
 
 
 async def read_sequences(request: ScoreRequest, core: Core) -> tuple[list[TokenSequence], list[EnginePass]]:
@@ -29,6 +31,7 @@ async def read_sequences(request: ScoreRequest, core: Core) -> tuple[list[TokenS
     else:
         sequences = await _continued(as_prompts(request.prompt), request, core)
     _set_candidates(request, sequences, core.limits)
+    _set_sinks(request, sequences)
     return sequences, _in_passes(request, sequences)
 
 
@@ -56,11 +59,11 @@ async def _turns(request: ScoreRequest, core: Core) -> list[TokenSequence]:
 
 def _in_passes(request: ScoreRequest, sequences: list[TokenSequence]) -> list[EnginePass]:
     """The passes of sequences, which get their places in them. Continuations that differ in their last token alone
-    share a pass, as candidates of its last row. A row has one token's rank, so with ranks each has a pass of its
-    own."""
+    share a pass, as candidates of its last row. A row has one token's rank, and figures of one token, so with ranks
+    and sinks each has a pass of its own."""
     passes: list[EnginePass] = []
     passes_by_beginning: dict[Any, int] = {}
-    can_share = request.continuations is not None and not request.return_ranks
+    can_share = request.continuations is not None and not request.return_ranks and not request.sinks
     for sequence in sequences:
         last = sequence.last_token
         # Equal contexts are one list.
@@ -207,6 +210,32 @@ def _set_candidates(request: ScoreRequest, sequences: list[TokenSequence], limit
                 "candidate_token_ids",
             )
         sequence.candidates = _table(lists, 2, limits)
+
+
+def _set_sinks(request: ScoreRequest, sequences: list[TokenSequence]) -> None:
+    """Tell sequences what the request's sinks need to know, and which columns these add."""
+    wanted: dict[str, Any] = dict(request.sinks)
+    if request.statistics:
+        wanted["statistics"] = request.statistics
+    sinks = {name: _make_sink(name, data) for name, data in wanted.items()}
+    columns = tuple(column for sink in sinks.values() for column in sink.columns)
+    counts = Counter(column.name for column in (*score_columns(1), *columns))
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise RequestError(f"sinks: two columns have the name {twice[0]!r}", "sinks")
+    may_be_cached = all(sink.may_be_cached for sink in sinks.values())
+    for sequence in sequences:
+        sequence.sinks, sequence.sink_columns, sequence.may_be_cached = wanted, columns, may_be_cached
+
+
+def _make_sink(name: str, data: Any) -> Sink:
+    """Make a sink as workers will, to check its data and to learn its columns."""
+    classes = sink_classes()
+    if name not in classes:
+        raise RequestError(f"sinks: this server has {', '.join(classes)}, not {name!r}", "sinks")
+    try:
+        return classes[name](data)
+    except ValueError as error:
+        raise RequestError(f"sinks: {name}: {error}", "statistics" if name == "statistics" else "sinks") from None
 
 
 def _table(lists: Any, num_dimensions: int, limits: Limits) -> np.ndarray:

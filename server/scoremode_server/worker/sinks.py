@@ -4,6 +4,7 @@ the seam for figures of your own: docs/extend.md has an example.
 
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +130,7 @@ class Statistics(Sink):
         return {column.name: figures[column.name] for column in self.columns}
 
 
+@cache
 def sink_classes() -> dict[str, type[Sink]]:
     """The sinks that requests may name: Scoremode's own, and those of installed packages."""
     return {"statistics": Statistics} | {entry.name: entry.load() for entry in entry_points(group=ENTRY_POINTS)}
