@@ -117,7 +117,7 @@ SERVER_FAULTS = {
     ],
     "engine/cached_request.py < engine": [
         ("num_left_out = -(-num_missing // size)", "num_left_out = num_missing // size"),
-        ("other is not None and other.engine_pass.spec.num_top >= self.engine_pass.spec.num_top:", "other is not None:"),
+        (" and other.engine_pass.spec.num_top >= self.engine_pass.spec.num_top:", ":"),
     ],
     "engine/admission.py < engine/test_admission.py engine": [
         ("queue.add(-queue.num_sequences, -queue.num_tokens)", "queue.add(-queue.num_sequences, 0)"),
