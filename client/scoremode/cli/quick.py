@@ -9,18 +9,35 @@ from typing import Any
 
 from scoremode._texts import model_name
 from scoremode.cli import sweep
-from scoremode.cli.options import COUNT, NAME, QUIET, Command, Group, Option, check_report, check_source, refuse
+from scoremode.cli.compare import TASK_OPTIONS
+from scoremode.cli.options import (
+    COUNT,
+    FILE,
+    NAME,
+    QUIET,
+    Command,
+    Group,
+    Option,
+    check_report,
+    check_source,
+    refuse,
+    require,
+)
 from scoremode.errors import extra, require_extras
-from scoremode.runs import CATEGORIES, PRESETS, corpora, local_path
+from scoremode.runs import CATEGORIES, PRESETS, PROMPT_COLUMNS, corpora, local_path
 from scoremode.wire import LANES
 
 _PRESET = "llama.cpp"
 _DATASET = "wikitext"
+_MAX_NEW_TOKENS = 256
 
 
 def check(options: argparse.Namespace) -> None:
     check_source(options)
     refuse(options, ("preset", "max_windows"), "messages", ": each turn is a window")
+    refuse(options, ("dataset", "messages", "by"), "text_file", ", which is the whole text")
+    require(options, ("max_new_tokens",), "prompts")
+    require(options, ("task_metric", "task_filter"), "tasks")
     check_report(options)
 
 
@@ -36,7 +53,20 @@ def run(options: argparse.Namespace) -> int:
     require_extras(*needed)
     from scoremode.sweep import checked_plan
 
-    return sweep.measure(checked_plan(plan(options), "quick"), Path(), options)
+    checked, tasks = checked_plan(plan(options), "quick"), None
+    if options.tasks is not None:
+        # Before the first server starts.
+        from scoremode.accuracy import compare_folders
+
+        folders = {entry.name: _answers_folder(options.tasks, entry.name) for entry in checked.models}
+        tasks = compare_folders(folders, options.task_metric, options.task_filter, options.smallest_difference / 100)
+    return sweep.measure(checked, Path(), options, tasks)
+
+
+def _answers_folder(folder: Path, name: str) -> Path:
+    """The folder of a model's answers: of its name, or else what lm-eval calls the only path that ends in it."""
+    own = [*folder.glob(f"*__{name}")]
+    return own[0] if len(own) == 1 and not (folder / name).exists() else folder / name
 
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:
@@ -44,18 +74,21 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     files = [model for model in options.models if model.endswith(".gguf")]
     models = [options.original, *(model for model in options.models if model not in files)]
     preset = options.preset or (None if options.messages else _PRESET)
-    dataset = options.dataset or (None if preset == CATEGORIES else _DATASET)
+    dataset = options.dataset or (None if preset == CATEGORIES or options.text_file else _DATASET)
+    text_file = None if options.text_file is None else str(options.text_file)
+    answers = {"prompts": str(options.prompts), "max_new_tokens": options.max_new_tokens or _MAX_NEW_TOKENS}
     windows = {"preset": preset, "max_windows": options.max_windows, "context_length": options.context_length}
     report = options.output / "report.html" if options.html is None else options.html
     card = None if options.write_card is None else str(options.write_card.absolute())
     return {
         "output": str(options.output),
-        "text": {"dataset": dataset, "messages": options.messages, "by": options.by},
+        "text": {"dataset": dataset, "text_file": text_file, "messages": options.messages, "by": options.by},
         "windows": {name: value for name, value in windows.items() if value is not None},
         "models": [{"name": name, "model": model} for name, model in zip(_names(models), models, strict=True)],
         "serve": options.serve,
         "lane": options.lane,
         "floor": True,
+        "answers": None if options.prompts is None else answers,
         "gguf": {"llama_perplexity": options.llama_perplexity, "files": files} if files else None,
         "compare": {"html": str(report.absolute()), "plots": None, "card": card},
     }
@@ -93,6 +126,7 @@ COMMAND = Command(
             "text",
             [
                 Option("--dataset NAME|PATH", f"as for ppl-client; default: {_DATASET}"),
+                Option("--text-file FILE", "a file that holds the text, UTF-8, in place of a dataset", type=FILE),
                 Option("--messages COLUMN", "column of the dataset with conversations", type=NAME),
                 Option("--by COLUMN", "column with a label of each row, with --messages", type=NAME),
                 Option(
@@ -103,6 +137,31 @@ COMMAND = Command(
                 Option("--context-length N", "default: the preset's", type=COUNT),
                 Option("--max-windows N", "the first N windows only, which no figure is comparable with", type=COUNT),
                 Option("--lane LANE", "default: %(default)s", choices=(*LANES, "both"), default="prefill"),
+            ],
+        ),
+        Group(
+            "answers",
+            [
+                Option(
+                    "--prompts FILE",
+                    "prompts in a jsonl or parquet file, in the first column of "
+                    f"{', '.join(PROMPT_COLUMNS)}: for how many tokens copies give the same answers as the original",
+                    type=FILE,
+                ),
+                Option(
+                    "--max-new-tokens N",
+                    f"the most tokens of an answer; default: {_MAX_NEW_TOKENS}",
+                    type=COUNT,
+                    is_rare=True,
+                ),
+                Option(
+                    "--tasks DIR",
+                    "compare lm-eval's answers too: DIR has one folder per model that lm-eval wrote with --log_samples "
+                    "--output_path, called as the model (the last part of its path or hub name) or with lm-eval's …__ "
+                    "before it",
+                    type=Path,
+                ),
+                *TASK_OPTIONS,
             ],
         ),
         Group(

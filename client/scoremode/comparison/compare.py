@@ -69,12 +69,13 @@ def compare(
             seed=seed,
         )
         sample = _Sample(values, text_resamples)
-        counts = answer_counts(runs, num_resamples, seed)
+        answered = [run.answered for run in runs]
+        counts = answer_counts(answered, num_resamples, seed)
         figures = [
             sample.run_figures(
-                run, runs[0], agreement_figures(run, counts) | floor_figures(run, runs), _noise_floor(run, runs)
+                run, runs[0], agreement_figures(own, counts) | floor_figures(own, answered), _noise_floor(run, runs)
             )
-            for run in runs
+            for run, own in zip(runs, answered, strict=True)
         ]
         group_figures: list[tuple[Group, RunFigures]] = []
         for group, resamples in zip(groups, group_resamples, strict=True):
@@ -159,6 +160,7 @@ def _run_of_reference(runs: Sequence[RunFile]) -> RunFile:
         top_token_ids=run.reference_top_token_ids,
         top_tokens=None,
         is_reference=True,
+        answers=None,
     )
 
 

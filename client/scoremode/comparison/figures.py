@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 from typing_extensions import TypeVar
 
@@ -15,6 +15,9 @@ from scoremode.comparison.groups import Group
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import MOST_FLOORS
 from scoremode.wire import CorpusInfo
+
+if TYPE_CHECKING:
+    from scoremode.accuracy.compare_tasks import TaskComparison
 
 Verdict = Literal["better", "worse", "no difference shown", "no interval"]
 OPPOSITE: dict[Verdict, Verdict] = {
@@ -252,6 +255,8 @@ class RunComparison:
     """The tolerance that was named for the mean KL divergence, nats."""
     max_ppl_increase: float | None = None
     """The tolerance for the increase of perplexity over the base's, percent."""
+    tasks: "TaskComparison | None" = None
+    """Accuracies on tasks, to be shown as well."""
 
     @property
     def rows(self) -> list[RunFigures[RunFile | EngineLog]]:
@@ -284,6 +289,7 @@ class RunComparison:
         """The command that compares these runs again, in the folder of their files. Labels with a comma are left to be
         chosen."""
         runs = [run for run in self.files if not run.is_reference]
+        runs += [replace(run.answers, label=f"{run.label} (answers)") for run in runs if run.answers is not None]
         paths = [run.path.absolute() for run in runs]
         folder = os.path.commonpath([path.parent for path in paths])
         files = [os.path.relpath(path, folder) for path in paths]
@@ -298,6 +304,16 @@ class RunComparison:
     def corpus(self) -> CorpusInfo | None:
         """The text as the first run that knows it describes it: all runs are of one text."""
         return next((run.corpus for run in self.files if run.corpus is not None), None)
+
+    @property
+    def answers_in_words(self) -> str:
+        """The answers that were compared in addition to the text; empty without any."""
+        parts = [
+            f"{run.answers.reference.answers.in_words}; the prompts are {run.answers.text_in_words}"
+            for run in self.files
+            if run.answers and run.answers.reference and run.answers.reference.answers
+        ]
+        return "; ".join(dict.fromkeys(parts))
 
 
 @dataclass(frozen=True, slots=True)
