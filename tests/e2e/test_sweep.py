@@ -1,4 +1,4 @@
-"""`ppl-client sweep` over a model that it serves and another whose server is running already."""
+"""`ppl-client sweep` over a model that it serves and another whose server is running already, and `quick`."""
 
 import json
 
@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 from local_server import CPU_ENVIRONMENT, CPU_FLAGS, has_gpu
 from scoremode import ScoreClient
 from scoremode.cli.main import main
+from scoremode.comparison import compare, load_run
 from tests import oracle
 from tests.shared_servers import TO_END
 from tests.texts import WIKITEXT
@@ -38,3 +39,33 @@ def test_two_models_make_two_runs_and_a_report(server, disturbed_model, servers,
     compared, alone = (load_file(runs / f"{name}.safetensors") for name in ("other", "base"))
     oracle.assert_close(compared["reference_logprobs"], alone["logprobs"])
     assert (runs / "report.html").is_file()
+
+
+def test_quick_measures_a_text_answers_and_tasks_in_one_run(
+    random_model, disturbed_model, tmp_path, monkeypatch, wikitext
+):
+    monkeypatch.chdir(tmp_path)
+    for name, value in () if has_gpu() else CPU_ENVIRONMENT.items():
+        monkeypatch.setenv(name, str(value))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": wikitext[at : at + 60]}) + "\n" for at in range(9))
+    )
+    answer = {"doc_id": 0, "target": "a", "filter": "none", "metrics": ["acc"], "filtered_resps": [["-1", "True"]]}
+    answer |= {"arguments": {"gen_args_0": {"arg_0": "Which?", "arg_1": "a"}}}
+    answer |= dict.fromkeys(("doc_hash", "prompt_hash", "target_hash"), "a")
+    for name, is_right in (("random", 1), ("__home__disturbed", 0)):
+        (tmp_path / "tasks" / name).mkdir(parents=True)
+        samples = tmp_path / "tasks" / name / "samples_letters_2026-11-24T10-00-00.000001.jsonl"
+        samples.write_text(json.dumps({**answer, "acc": is_right}))
+    words = f"quick {random_model} {disturbed_model} --text-file {WIKITEXT} --context-length 64 --max-windows 2 --quiet"
+    words += " --prompts prompts.jsonl --max-new-tokens 8 --tasks tasks --write-card card.md --"
+    assert main([*words.split(), *TO_END.flags, *(() if has_gpu() else CPU_FLAGS)]) == 0
+    written, report = (tmp_path / "card.md").read_text(), (tmp_path / "scoremode-quick" / "report.html").read_text()
+    [*_, of_answers] = compare([load_run(tmp_path / "scoremode-quick" / "disturbed-answers.json")]).runs
+    [header, _, _, row, *_, of_tasks] = [line for line in written.splitlines() if line.startswith("| ")]
+    assert header.endswith("| same top % | same answer for (tokens) |")
+    assert row.endswith(f"| {of_answers.agreement_median.value:.0f} |")
+    assert of_tasks.startswith("| letters | acc | 1 | 100.00 | 0.00 |")
+    assert ["same for, median" in report, "floor, to the end" in report, "Accuracies of disturbed" in report] == [
+        True
+    ] * 3

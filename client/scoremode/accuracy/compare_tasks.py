@@ -1,11 +1,10 @@
 """Models compared by their answers to the same questions, task by task and over all tasks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from pathlib import Path
 
 from scoremode.accuracy.flips import Flips, TaskFigures, exact_p, task_figures
-from scoremode.accuracy.samples import Sample, TaskSamples, load_tasks
+from scoremode.accuracy.samples import Sample, TaskSamples
 from scoremode.errors import RunError
 
 
@@ -54,14 +53,6 @@ class TaskComparison:
     models: list[ModelTasks]
     smallest_difference: float
     warnings: list[str]
-
-
-def compare_folders(
-    folders: Mapping[str, Path], metrics: Sequence[str], filters: Sequence[str], smallest_difference: float
-) -> TaskComparison:
-    """Load the answers in lm-eval's folders, by the models' names, as `load_tasks` does, and compare them."""
-    models = {label: load_tasks(folder, metrics, filters) for label, folder in folders.items()}
-    return compare_tasks(models, smallest_difference)
 
 
 def compare_tasks(models: Mapping[str, Mapping[str, TaskSamples]], smallest_difference: float = 0.01) -> TaskComparison:

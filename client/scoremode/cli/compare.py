@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     from scoremode.comparison.layers import layers_as_text, load_layers
 
     layers = load_layers(of_layers, [labels[path] for path in of_layers] if labels else None)
-    from scoremode.accuracy import compare_folders
+    from scoremode.accuracy import compare_tasks, load_tasks
     from scoremode.comparison import as_csv, as_text, card, compare, load_runs, with_logs
     from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_text
     from scoremode.comparison.card import write_card
@@ -112,7 +112,8 @@ def run(options: argparse.Namespace) -> int:
         if any(given(options, ("fail_if", "max_kld", "max_ppl_increase"))):
             lines = exceeded_limits(comparison, options.fail_if)
     if folders := _task_folders(options.tasks or (), [run.label for run in runs]):
-        tasks = compare_folders(folders, options.task_metric, options.task_filter, options.smallest_difference / 100)
+        models = {label: load_tasks(path, options.task_metric, options.task_filter) for label, path in folders.items()}
+        tasks = compare_tasks(models, options.smallest_difference / 100)
         comparison = comparison and replace(comparison, tasks=tasks)
     try:
         # Each takes a second to import, and is not always asked for.

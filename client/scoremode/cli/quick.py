@@ -29,14 +29,12 @@ from scoremode.wire import LANES
 
 _PRESET = "llama.cpp"
 _DATASET = "wikitext"
-_MAX_NEW_TOKENS = 256
 
 
 def check(options: argparse.Namespace) -> None:
     check_source(options)
     refuse(options, ("preset", "max_windows"), "messages", ": each turn is a window")
     refuse(options, ("dataset", "messages", "by"), "text_file", ", which is the whole text")
-    require(options, ("max_new_tokens",), "prompts")
     require(options, ("task_metric", "task_filter"), "tasks")
     check_report(options)
 
@@ -56,10 +54,11 @@ def run(options: argparse.Namespace) -> int:
     checked, tasks = checked_plan(plan(options), "quick"), None
     if options.tasks is not None:
         # Before the first server starts.
-        from scoremode.accuracy import compare_folders
+        from scoremode.accuracy import compare_tasks, load_tasks
 
-        folders = {entry.name: _answers_folder(options.tasks, entry.name) for entry in checked.models}
-        tasks = compare_folders(folders, options.task_metric, options.task_filter, options.smallest_difference / 100)
+        names, judges = [entry.name for entry in checked.models], (options.task_metric, options.task_filter)
+        answers = {name: load_tasks(_answers_folder(options.tasks, name), *judges) for name in names}
+        tasks = compare_tasks(answers, options.smallest_difference / 100)
     return sweep.measure(checked, Path(), options, tasks)
 
 
@@ -75,8 +74,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     models = [options.original, *(model for model in options.models if model not in files)]
     preset = options.preset or (None if options.messages else _PRESET)
     dataset = options.dataset or (None if preset == CATEGORIES or options.text_file else _DATASET)
-    text_file = None if options.text_file is None else str(options.text_file)
-    answers = {"prompts": str(options.prompts), "max_new_tokens": options.max_new_tokens or _MAX_NEW_TOKENS}
+    text_file, prompts = (None if path is None else str(path) for path in (options.text_file, options.prompts))
     windows = {"preset": preset, "max_windows": options.max_windows, "context_length": options.context_length}
     report = options.output / "report.html" if options.html is None else options.html
     card = None if options.write_card is None else str(options.write_card.absolute())
@@ -88,7 +86,8 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         "serve": options.serve,
         "lane": options.lane,
         "floor": True,
-        "answers": None if options.prompts is None else answers,
+        "prompts": prompts,
+        "max_new_tokens": options.max_new_tokens,
         "gguf": {"llama_perplexity": options.llama_perplexity, "files": files} if files else None,
         "compare": {"html": str(report.absolute()), "plots": None, "card": card},
     }
@@ -150,8 +149,9 @@ COMMAND = Command(
                 ),
                 Option(
                     "--max-new-tokens N",
-                    f"the most tokens of an answer; default: {_MAX_NEW_TOKENS}",
+                    "the most tokens of an answer; default: %(default)s",
                     type=COUNT,
+                    default=256,
                     is_rare=True,
                 ),
                 Option(

@@ -40,8 +40,9 @@ def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, tasks:
         if comparison is not None:
             lines = [f"not measured: {name}: {message}" for name, message in result.failures.items()]
             accuracies = "" if tasks is None else f"\n{tasks_as_text(tasks)}"
-            end = "".join(f"\n{printable(line)}" for line in lines)
-            sys.stdout.write(f"{as_text(comparison)}{accuracies}{end}\n")
+            sys.stdout.write(
+                as_text(comparison) + accuracies + "".join(f"\n{printable(line)}" for line in lines) + "\n"
+            )
     finally:
         for name, message in result.failures.items():
             print(f"ppl-client: {printable(f'{name} failed: {message}')}", file=sys.stderr)

@@ -69,7 +69,7 @@ def compare(
             seed=seed,
         )
         sample = _Sample(values, text_resamples)
-        answered = [run.answered for run in runs]
+        answered = [run.answers or run for run in runs]
         counts = answer_counts(answered, num_resamples, seed)
         figures = [
             sample.run_figures(

@@ -156,7 +156,7 @@ def _kld_by_confidence(comparison: RunComparison, runs: token_plots.Numbered) ->
 
 
 def _agreement(comparison: RunComparison) -> Plot | None:
-    files = [run.answered for run in comparison.files]
+    files = [run.answers or run for run in comparison.files]
     runs = [(index, run) for index, run in enumerate(files) if has_answers(run, are_greedy=True)]
     if not runs:
         return None

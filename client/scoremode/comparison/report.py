@@ -105,7 +105,7 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "group_notes": group_notes(comparison),
         "answers": [
             (run.label, parted)
-            for run in (each.answered for each in runs)
+            for run in (each.answers or each for each in runs)
             if has_answers(run, are_greedy=True) and (parted := parted_answers(run))[0].cells
         ],
         "accuracies": [] if tasks is None else [*report_sections(tasks)],

@@ -126,12 +126,8 @@ class RunFile(_Record):
     is_reference: bool = False
     """Whether this is the reference of the other runs, which has no file: see `compare._run_of_reference`."""
     answers: "RunFile | None" = None
-    """The run of the same model on the original's answers, if it was measured in addition to this one on a text."""
-
-    @property
-    def answered(self) -> "RunFile":
-        """The run that shows whether answers are the same: that on answers, or else this one."""
-        return self if self.answers is None else self.answers
+    """The run of the same model on the original's answers, if it was measured in addition to this one on a text: the
+    figures on answers are then of that."""
 
     @property
     def is_of_answers(self) -> bool:

@@ -216,7 +216,7 @@ def _noise_floor(runs: Sequence[RunFigures]) -> Iterator[str]:
 def agreements(runs: Sequence[RunFigures]) -> Iterator[str]:
     """For how long runs give the same answers as their reference's model."""
     for figures in runs:
-        run, median, sampled = figures.run.answered, figures.agreement_median, figures.expected_agreement
+        run, median, sampled = figures.run.answers or figures.run, figures.agreement_median, figures.expected_agreement
         original = "" if run.reference is None else run.reference.model
         if run.reference is not None and not run.is_reference:
             yield from chat_differences(run.label, run.server, run.reference)

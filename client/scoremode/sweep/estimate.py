@@ -31,9 +31,8 @@ def estimated_seconds(plan: SweepPlan, folder: Path, corpus: Corpus, prompts: Co
     if not token_flops or plan.lane != "prefill":
         return None
     flops = _GPU_FLOPS if shutil.which("nvidia-smi") else _CPU_SHARE * _cpu_flops()
-    num_passes, num_tokens = len(plan.models) + 1 + plan.floor, _num_tokens(plan, corpus)
-    if plan.answers is not None and prompts is not None:
-        num_tokens += prompts.num_rows * plan.answers.max_new_tokens
+    num_passes = len(plan.models) + 1 + plan.floor
+    num_tokens = _num_tokens(plan, corpus) + (0 if prompts is None else prompts.num_rows * plan.max_new_tokens)
     return len(plan.models) * _START_SECONDS + num_passes * num_tokens * token_flops / flops
 
 

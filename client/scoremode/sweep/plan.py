@@ -162,15 +162,6 @@ class GgufOptions(_Part):
     files: Annotated[list[LocalPath], Field(min_length=1)]
 
 
-class AnswersOptions(_Part):
-    """Prompts that the first model answers greedily; the others are compared with its answers, in the decode lane."""
-
-    prompts: LocalPath
-    """A jsonl or parquet file, as for `record --prompts`."""
-    max_new_tokens: PositiveInt
-    """The most tokens of an answer."""
-
-
 class CompareOptions(_Part):
     """Files that are written at the end; paths are relative to `output`."""
 
@@ -197,7 +188,11 @@ class SweepPlan(_Part):
     """The lane of the served models; both: prefill and decode."""
     floor: bool = False
     """Whether the first model's noise floor is measured, in each lane."""
-    answers: AnswersOptions | None = None
+    prompts: LocalPath | None = None
+    """A jsonl or parquet file, as for `record --prompts`: the first model answers it greedily, and the others are
+    compared with its answers in the decode lane."""
+    max_new_tokens: PositiveInt = 256
+    """The most tokens of an answer."""
     gguf: GgufOptions | None = None
     compare: CompareOptions = CompareOptions()
 

@@ -36,8 +36,7 @@ def text_marks(plan: SweepPlan, corpus: Corpus) -> Marks:
 
 def answers_marks(plan: SweepPlan, prompts: Corpus | None, marks: Marks) -> Marks:
     """The marks of a run on answers to prompts, made of those of the same model's run on the text."""
-    text = _digest(prompts and prompts.fingerprint, plan.answers and plan.answers.max_new_tokens)
-    return {**marks, "text": text, "windows": None}
+    return {**marks, "text": _digest(prompts and prompts.fingerprint, plan.max_new_tokens), "windows": None}
 
 
 def served_marks(plan: SweepPlan, entry: ModelEntry, folder: Path) -> Marks:

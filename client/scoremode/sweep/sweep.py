@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -93,7 +93,7 @@ async def run_sweep(
     """
     check_local_models(plan, folder)
     corpus = plan.text.load(folder, plan.windows.preset, plan.windows.max_windows)
-    prompts = None if plan.answers is None else load_prompts(folder / plan.answers.prompts)
+    prompts = None if plan.prompts is None else load_prompts(folder / plan.prompts)
     output = (folder / plan.output).resolve()
     with file_errors(OutputError, f"make {output / 'references'}"):
         (output / "references").mkdir(parents=True, exist_ok=True)
@@ -213,10 +213,8 @@ class _Sweep:
         if self.seconds:
             minutes = (len(models) - place) * sum(self.seconds) / len(self.seconds) / 60
             rest = f"; all may take {max(1, round(minutes))} min more"
-        elif place == 0:
-            estimate = estimated_seconds(self.plan, self.folder, self.corpus, self.prompts)
-            if estimate is not None:
-                rest = f"; all may take {max(1, round(estimate / 60))} min, a rough estimate from the model's size"
+        elif place == 0 and (estimate := estimated_seconds(self.plan, self.folder, self.corpus, self.prompts)):
+            rest = f"; all may take {max(1, round(estimate / 60))} min, a rough estimate from the model's size"
         _log.info("model %d of %d, %s: %s%s", place + 1, len(models), entry.name, doing, rest)
 
     def _is_first(self, entry: ModelEntry) -> bool:
@@ -367,24 +365,24 @@ class _Sweep:
                 on_window=self.recorded.append,
             )
         self.recording_seconds = recorded.seconds
-        await self._measure_floor(client, entry, recorded.reference, self.plan.lanes)
-        if self.plan.answers is not None and self.prompts is not None:
+        floors: list[tuple[Reference, Lane]] = [(recorded.reference, lane) for lane in self.plan.lanes]
+        if self.prompts is not None:
             _log.info("%s: answering %d prompts", entry.name, self.prompts.num_rows)
-            settings = AnswerSettings(max_new_tokens=self.plan.answers.max_new_tokens)
             with self.open_bar("tokens") as on_progress:
                 answered = await record_answers(
-                    client, self.prompts, self.answers_reference, settings, folder=self.output, on_progress=on_progress
+                    client,
+                    self.prompts,
+                    self.answers_reference,
+                    AnswerSettings(max_new_tokens=self.plan.max_new_tokens),
+                    folder=self.output,
+                    on_progress=on_progress,
                 )
-            await self._measure_floor(client, entry, answered.reference, (_ANSWERS_LANE,))
-
-    async def _measure_floor(
-        self, client: AsyncScoreClient, entry: ModelEntry, reference: Reference, lanes: Iterable[Lane]
-    ) -> None:
-        for lane in lanes if self.plan.floor else ():
-            if reference.noise_floor_of(lane) is None:
-                _log.info("%s: measuring the noise floor, %s lane", entry.name, lane)
+            floors.append((answered.reference, _ANSWERS_LANE))
+        for original, lane in floors if self.plan.floor else ():
+            if original.noise_floor_of(lane) is None:
+                _log.info("%s: measuring the noise floor of %s, %s lane", entry.name, original.name, lane)
                 with self.open_bar("kld") as on_progress:
-                    await measure_noise_floor(client, reference.name, lane=lane, on_progress=on_progress)
+                    await measure_noise_floor(client, original.name, lane=lane, on_progress=on_progress)
 
     async def _perplexity(self, client: AsyncScoreClient, entry: ModelEntry, output: Output) -> tuple[Evaluation, str]:
         def start_journal(plan: Measurement[WindowNlls]) -> Journal[WindowNlls]:
