@@ -37,8 +37,8 @@ def test_it_follows_from_the_models_size_and_the_texts_length(folder):
     assert seconds(folder, windows=windows) == pytest.approx(2 * 60 + 4 * 1.0)
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 5)
     # 1,000 more.
-    answers = {"prompts": "prompts.jsonl", "max_new_tokens": 200}
-    assert seconds(folder, windows=windows, **answers) == pytest.approx(2 * 60 + 4 * 2.0)
+    with_answers = seconds(folder, windows=windows, prompts="prompts.jsonl", max_new_tokens=200)
+    assert with_answers == pytest.approx(2 * 60 + 4 * 2.0)
     # Windows that overlap by three quarters have four times as many tokens.
     assert seconds(folder, windows={"context_length": 8}) == pytest.approx(2 * 60 + 4 * 4.0)
     assert seconds(folder, windows={"preset": "llama.cpp", "context_length": 8, "max_windows": 5}) == pytest.approx(
