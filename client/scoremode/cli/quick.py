@@ -63,7 +63,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _answers_folder(folder: Path, name: str) -> Path:
-    """The folder of a model's answers: of its name, or else what lm-eval calls the only path that ends in it."""
+    """The folder of a model's answers, which has its name; or else the only one whose name lm-eval made of a path that
+    ends in it."""
     own = [*folder.glob(f"*__{name}")]
     return own[0] if len(own) == 1 and not (folder / name).exists() else folder / name
 
@@ -156,9 +157,9 @@ COMMAND = Command(
                 ),
                 Option(
                     "--tasks DIR",
-                    "compare lm-eval's answers too: DIR has one folder per model that lm-eval wrote with --log_samples "
-                    "--output_path, called as the model (the last part of its path or hub name) or with lm-eval's …__ "
-                    "before it",
+                    "compare lm-eval's answers too: DIR has one folder per model, which lm-eval wrote with "
+                    "--log_samples --output_path. Its name is the model's (the last part of the path or hub name), or "
+                    "lm-eval's name for it (org__NAME)",
                     type=Path,
                 ),
                 *TASK_OPTIONS,

@@ -360,7 +360,7 @@ def _nlls(logprobs: NDArray[Any]) -> Floats:
 
 
 def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[RunFile]:
-    """Read several runs, and tell them apart. With runs on a text, those on answers join the run of their model.
+    """Read several runs, and tell them apart. Runs on answers join those of their models on a text, if there are any.
 
     Args:
         paths: As for `load_run`.

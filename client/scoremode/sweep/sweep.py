@@ -76,9 +76,9 @@ async def run_sweep(
     """Measure every model of a plan whose run is not there yet.
 
     The first gets a run of perplexity, and is recorded as a reference. Each other gets a run of KL divergence from it,
-    which has its perplexity too; or one of perplexity, where its server has not the reference. With prompts the first
-    answers them, and each other gets a run on these answers. A model that fails is in the result, and the others are
-    still measured.
+    which has its perplexity too; or one of perplexity, where its server has not the reference. If the plan has
+    prompts, the first answers them, and each other gets a run on these answers too. A model that fails is in the
+    result, and the others are still measured.
 
     Args:
         plan: What to measure.
@@ -168,7 +168,7 @@ class _Sweep:
     reference: str | None = None
     """Name of the first model's, once it is known."""
     answers_reference: str = ""
-    """Name of that of its answers, likewise."""
+    """Name of the reference that has its answers, likewise."""
     recorded: list[PerplexityWindow] = field(default_factory=list)
     """Of the first model, those of this time."""
     recording_seconds: float = 0.0
@@ -300,7 +300,7 @@ class _Sweep:
         elif self._is_first(entry):
             await self._record(client, entry, reference)
         for label, lane, path, wanted in self._runs(entry, marks, reference):
-            # In this order also those that are taken.
+            # Runs that are taken keep their place among those that are measured.
             if label in self.result.runs:
                 self.result.runs[label] = self.result.runs.pop(label)
             elif reference is not None or lane == "prefill":
