@@ -51,9 +51,14 @@ class StorageError(RequestError):
     """A file cannot be written."""
 
 
+engine_errors: list[str] = []
+"""The errors with which engines of this process died; none of an engine that was killed."""
+
+
 def engine_dead_error() -> UnavailableError:
     """The error of requests that meet an engine that is dead or dies."""
-    return UnavailableError("the engine has died: the server's log has its error", None)
+    cause = ": ".join(["the server's log has its error", *engine_errors[:1]])
+    return UnavailableError(f"the engine has died: {cause}", None)
 
 
 def stopping_error() -> UnavailableError:
