@@ -14,7 +14,7 @@ from scoremode.comparison.figures import Figure, PairFigures, RunComparison, Run
 from scoremode.comparison.groups import Group, first_known, groups_of
 from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
-from scoremode.kld import Floats, quantile, standard_error
+from scoremode.kld import Floats, over_noise_floor, quantile, standard_error
 from scoremode.metrics import bits_per_byte, exp
 from scoremode.windows import EXHAUSTIVE_METHODS
 from scoremode.wire import ServedModel
@@ -196,7 +196,7 @@ class _Sample:
             kld=kld,
             same_top_p=self._same_top(run),
             delta_p_rms=square and square.mapped(math.sqrt, 0.5 / math.sqrt(square.value) if square.value else None),
-            kld_over_noise_floor=kld.value / noise_floor if kld and noise_floor and noise_floor > 0 else None,
+            kld_over_noise_floor=over_noise_floor(kld and kld.value, noise_floor),
             ppl_ratio=None if run is base else _exponential(self._difference(base, run, "nll")),
             **{**agreement, **quantiles},
         )

@@ -13,7 +13,7 @@ from typing_extensions import TypeVar
 from scoremode._texts import printable
 from scoremode.comparison.groups import Group
 from scoremode.comparison.run_file import RunFile
-from scoremode.kld import MOST_FLOORS
+from scoremode.kld import NEGLIGIBLE_KLD
 from scoremode.wire import CorpusInfo
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ OPPOSITE: dict[Verdict, Verdict] = {
     "no interval": "no interval",
 }
 Size = Literal["gib", "bits_per_weight"]
-NEGLIGIBLE_KLD = 1e-9
-"""Nats, in the mean: below what float32 logits can show, so it is shown as 0."""
 NOT_KNOWN = "-"
 
 
@@ -343,8 +341,6 @@ def cell_of(metric: Metric, value: Figure | float | None, digits: int | None, un
         cell = with_errors(value, digits, scale=metric.scale, unit=unit)
         is_endless = metric.name.startswith("agreement") and math.isinf(value.value)
         return replace(cell, text="to the end") if is_endless else cell
-    if metric.name == "kld_over_noise_floor" and value is not None and value > MOST_FLOORS:
-        return Cell(f"> {MOST_FLOORS:,}", value)
     return plain(value, digits)
 
 
