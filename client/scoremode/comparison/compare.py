@@ -196,7 +196,7 @@ class _Sample:
             kld=kld,
             same_top_p=self._same_top(run),
             delta_p_rms=square and square.mapped(math.sqrt, 0.5 / math.sqrt(square.value) if square.value else None),
-            kld_over_noise_floor=over_noise_floor(kld and kld.value, noise_floor),
+            kld_over_noise_floor=over_noise_floor(None if kld is None else kld.value, noise_floor),
             ppl_ratio=None if run is base else _exponential(self._difference(base, run, "nll")),
             **{**agreement, **quantiles},
         )

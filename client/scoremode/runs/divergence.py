@@ -182,7 +182,7 @@ class KldMeasurement(ComparedModel):
     def kld_over_noise_floor(self) -> float | None:
         """The mean KL divergence as a multiple of this lane's noise floor, by `kld.over_noise_floor`."""
         floor = self.reference.noise_floor_of(self.lane)
-        return over_noise_floor(self.statistics["kld"]["mean"], floor and floor.mean)
+        return over_noise_floor(self.statistics["kld"]["mean"], None if floor is None else floor.mean)
 
     def record(self, urls: Sequence[str]) -> dict[str, object]:
         """All that was measured and all that it takes to repeat it. JSON lacks infinity: it becomes null."""
