@@ -16,7 +16,8 @@ from scoremode.errors import extra
 
 if TYPE_CHECKING:
     from scoremode.accuracy.compare_tasks import TaskComparison
-    from scoremode.sweep import SweepPlan, SweepResult
+    from scoremode.sweep import SweepPlan
+    from scoremode.sweep.sweep import SweepResult
 
 
 @extra("report")
@@ -31,7 +32,7 @@ def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, tasks:
     """Measure the models of a plan and compare them, with the tables on stdout last; returns 1 if a model failed."""
     from scoremode.comparison import as_text
     from scoremode.comparison.accuracy_tables import tasks_as_text
-    from scoremode.sweep import compare_runs, run_sweep
+    from scoremode.sweep.sweep import compare_runs, run_sweep
 
     measuring = run_sweep(plan, folder, api_key=options.api_key, open_bar=partial(progress_bar, quiet=options.quiet))
     result = asyncio.run(_stopped_by_sigterm(measuring))

@@ -433,7 +433,13 @@ HEAVY = {"arch", "huggingface_hub", "matplotlib", "pandas", "pyarrow", "scipy", 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("command", [["compare", "nope.json"], ["compare", "x.safetensors"], ["compare", "--help"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["compare", "nope.json"], ["compare", "x.safetensors"], ["compare", "--help"]),
+        *(["sweep", "nope.yaml"], ["quick", "m", "m", "--dataset", "pydoc"]),
+    ],
+)
 def test_what_is_told_without_a_comparison_imports_nothing_of_one(tmp_path, command):
     code = f"try: main.main({command})\nexcept SystemExit: pass\nprint('imported', {HEAVY} & {{*sys.modules}})"
     command = [sys.executable, "-c", f"import sys; from scoremode.cli import main\n{code}"]

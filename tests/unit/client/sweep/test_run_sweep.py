@@ -24,8 +24,9 @@ from scoremode.cli.main import main
 from scoremode.comparison import card, compare, load_run, load_runs
 from scoremode.errors import RunError
 from scoremode.runs import open_locked
-from scoremode.sweep import SweepPlan, SweepResult, compare_runs, run_sweep
+from scoremode.sweep import SweepPlan
 from scoremode.sweep.processes import ProcessError, _resolved, _tied
+from scoremode.sweep.sweep import SweepResult, compare_runs, run_sweep
 from scoremode.wire.base_file import BaseFile
 
 pytestmark = pytest.mark.processes
