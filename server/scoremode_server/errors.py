@@ -57,8 +57,9 @@ engine_errors: list[str] = []
 
 def engine_dead_error() -> UnavailableError:
     """The error of requests that meet an engine that is dead or dies."""
-    cause = ": ".join(["the server's log has its error", *engine_errors[:1]])
-    return UnavailableError(f"the engine has died: {cause}", None)
+    return UnavailableError(
+        ": ".join(["the engine has died: the server's log has its error", *engine_errors[:1]]), None
+    )
 
 
 def stopping_error() -> UnavailableError:

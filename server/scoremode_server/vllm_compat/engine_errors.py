@@ -5,7 +5,6 @@ import sys
 import textwrap
 from typing import Any
 
-import zmq
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import BackgroundResources
 from vllm.v1.executor.multiproc_executor import WorkerProc
@@ -13,30 +12,31 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 from scoremode_server.errors import engine_errors
 
 MARK = EngineCoreProc.ENGINE_CORE_DEAD
-MAX_CHARACTERS = 1000
-_OF_WORKER = re.compile(r"RuntimeError: Worker failed with error '(.*)', please check.*")
 
 
 def describe(error: BaseException | None) -> str:
     """An error's type and message in one line; those of the worker where vLLM says that one failed."""
-    line = textwrap.shorten(f"{type(error).__name__}: {error}", MAX_CHARACTERS, placeholder=" ...")
-    return _OF_WORKER.sub(r"\1", line)
+    line = textwrap.shorten(f"{type(error).__name__}: {error}", 1000, placeholder=" ...")
+    return re.sub("RuntimeError: Worker failed with error '(.*)', please check.*", r"\1", line)
 
 
 def patch() -> None:
     """Patch the engine and its workers to send their error, and the client to note it."""
-    send, validate = EngineCoreProc._send_engine_dead, BackgroundResources.validate_alive
-    handle = WorkerProc.handle_output
+    send, validate, handle = (
+        EngineCoreProc._send_engine_dead,
+        BackgroundResources.validate_alive,
+        WorkerProc.handle_output,
+    )
 
     def send_with_error(self: Any) -> None:
-        # vLLM recognizes what it sends by this name.
+        # vLLM sends this, and recognizes it by its name.
         EngineCoreProc.ENGINE_CORE_DEAD = MARK + describe(sys.exception()).encode()
         send(self)
 
     def note_and_validate(self: Any, frames: Any) -> None:
         if frames[0].buffer[: len(MARK)] == MARK:
-            engine_errors.append(bytes(frames[0].buffer[len(MARK) :]).decode())
-            frames = [zmq.Frame(MARK)]
+            EngineCoreProc.ENGINE_CORE_DEAD = bytes(frames[0].buffer)
+            engine_errors.append(EngineCoreProc.ENGINE_CORE_DEAD[len(MARK) :].decode())
         validate(self, frames)
 
     def handle_with_type(self: Any, output: Any) -> None:
