@@ -2,6 +2,7 @@
 
 python scripts/screenshots.py URL            docs/images/page-light.png and page-dark.png, of a server that runs
 python scripts/screenshots.py REPORT.html    docs/images/report-light.png and report-dark.png
+python scripts/screenshots.py REPORT.html --runs    docs/images/release-light.png and release-dark.png
 """
 
 import argparse
@@ -51,6 +52,11 @@ def show_report(page: Page) -> None:
     page.evaluate(CHOOSE)
 
 
+def show_runs(page: Page) -> None:
+    """The table of runs and the best of them at each size."""
+    page.evaluate("document.getElementById('runs').scrollIntoView()")
+
+
 def take(url: str, name: str, folder: Path) -> None:
     """Both pictures of a server's page or of a report, as PNGs of few colors."""
     executable = installed_chromium()
@@ -62,7 +68,7 @@ def take(url: str, name: str, folder: Path) -> None:
         for scheme in ("light", "dark"):
             with visit(browser, color_scheme=scheme, **(PAGE_VIEW if is_page else REPORT_VIEW)) as seen:
                 seen.page.goto(url)
-                (show_page if is_page else show_report)(seen.page)
+                {"page": show_page, "report": show_report, "release": show_runs}[name](seen.page)
                 path = folder / f"{name}-{scheme}.png"
                 seen.page.screenshot(path=path, full_page=is_page)
             Image.open(path).convert("RGB").quantize(COLORS).save(path, optimize=True)
@@ -73,11 +79,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shown", help="a server's URL, or a report")
     parser.add_argument("--folder", type=Path, default=IMAGES)
+    parser.add_argument("--runs", action="store_true", help="the report's table of runs instead of its text")
     options = parser.parse_args()
     if options.shown.startswith(("http://", "https://")):
         take(f"{options.shown.rstrip('/')}/scoremode", "page", options.folder)
     else:
-        take(Path(options.shown).resolve().as_uri(), "report", options.folder)
+        take(Path(options.shown).resolve().as_uri(), "release" if options.runs else "report", options.folder)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from local_server import ServerProcess, server_process
@@ -124,10 +124,12 @@ SERVERS = {
         ("--served-model-name", "disturbed", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
         references="shared",
     ),
-    # Three of one model: tests kill the third and an engine of the second, then stop the first.
+    # Four of one model: tests kill the third and an engine of the second, break a worker of the fourth, then stop the
+    # first.
     "first_server": TO_END,
     "second_server": TO_END,
     "third_server": TO_END,
+    "fourth_server": replace(TO_END, environment=A_WORKER_BY_ITSELF | {"VLLM_SERVER_DEV_MODE": "1"}),
 }
 """By the name of the fixture that is the server's URL."""
 

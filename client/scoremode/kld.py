@@ -21,8 +21,8 @@ Floats = NDArray[np.float64]
 CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 """ExLlamaV3's."""
 NUM_MOST_DIVERGENT = 20
-MOST_FLOORS = 1000
-"""Times the noise floor: a divergence that is larger is shown as more than that."""
+NEGLIGIBLE_KLD = 1e-9
+"""Nats, in the mean: below what float32 logits can show, so it is shown as 0."""
 _QUANTILES = {
     "median": 0.5,
     "p999": 0.999,
@@ -170,9 +170,15 @@ def of_answers(values: NDArray[np.int64], documents: Sequence[int], num_answers:
     return [int(value) for value in answers]
 
 
+def over_noise_floor(mean: float | None, floor: float | None) -> float | None:
+    """A mean as a multiple of the noise floor; None without one, or if it is too small for multiples of it to mean
+    anything."""
+    return mean / floor if mean is not None and floor is not None and floor >= NEGLIGIBLE_KLD else None
+
+
 def times_the_floor(multiple: float) -> str:
-    """A divergence as a multiple of the noise floor, in words."""
-    return f"more than {MOST_FLOORS:,} times" if multiple > MOST_FLOORS else f"{multiple:,.1f} times"
+    """A divergence as a multiple of the noise floor."""
+    return f"{multiple:,.{0 if multiple > 1000 else 1}f} times"
 
 
 def standard_error(values: Floats) -> float:

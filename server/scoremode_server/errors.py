@@ -51,9 +51,15 @@ class StorageError(RequestError):
     """A file cannot be written."""
 
 
+engine_errors: list[str] = []
+"""The errors with which engines of this process died; none of an engine that was killed."""
+
+
 def engine_dead_error() -> UnavailableError:
     """The error of requests that meet an engine that is dead or dies."""
-    return UnavailableError("the engine has died: the server's log has its error", None)
+    return UnavailableError(
+        ": ".join(["the engine has died: the server's log has its error", *engine_errors[:1]]), None
+    )
 
 
 def stopping_error() -> UnavailableError:

@@ -40,6 +40,12 @@ def third_server(servers: Servers) -> ServerProcess:
     return servers.process("third_server")
 
 
+@pytest.fixture(scope="module")
+def fourth_server(servers: Servers) -> ServerProcess:
+    """Of the same model, in development mode. Its worker fails."""
+    return servers.process("fourth_server")
+
+
 def load(num_requests: int) -> list[dict[str, Any]]:
     """Bodies of some seconds of work, no two alike."""
     return [{"prompt": [[random.randrange(1024) for _ in range(1000)] for _ in range(16)]} for _ in range(num_requests)]
@@ -111,6 +117,19 @@ async def test_an_engine_that_dies_ends_its_server_and_runs_continue(first_serve
     assert second_server.process.wait(EXIT_SECONDS) != 0
     _, left = psutil.wait_procs(family, timeout=EXIT_SECONDS)
     assert not left
+
+
+async def test_requests_say_the_error_of_a_worker_that_ends_the_engine(fourth_server):
+    async def break_worker(http: httpx.AsyncClient) -> None:
+        body = {"method": "__setattr__", "args": ["worker", None]}
+        (await http.post("/collective_rpc", json=body)).raise_for_status()
+
+    refused = [answer for answer in await answers_of(fourth_server, 20, break_worker) if answer.status_code != 200]
+    assert refused
+    for answer in refused:
+        error = "AttributeError: 'NoneType' object has no attribute 'execute_model'"
+        check_refusal(answer, f"the engine has died: the server's log has its error: {error}")
+    assert fourth_server.process.wait(EXIT_SECONDS) != 0
 
 
 async def test_a_stopping_server_finishes_its_requests_and_refuses_more(first_server):

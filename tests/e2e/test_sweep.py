@@ -1,6 +1,7 @@
-"""`ppl-client sweep` over a model that it serves and another whose server is running already."""
+"""`ppl-client sweep` over a model that it serves and another whose server is running already, and `quick`."""
 
 import json
+import re
 
 import yaml
 from safetensors.numpy import load_file
@@ -38,3 +39,35 @@ def test_two_models_make_two_runs_and_a_report(server, disturbed_model, servers,
     compared, alone = (load_file(runs / f"{name}.safetensors") for name in ("other", "base"))
     oracle.assert_close(compared["reference_logprobs"], alone["logprobs"])
     assert (runs / "report.html").is_file()
+
+
+def test_quick_measures_a_text_answers_and_tasks_in_one_run(
+    random_model, disturbed_model, tmp_path, monkeypatch, wikitext
+):
+    monkeypatch.chdir(tmp_path)
+    for name, value in () if has_gpu() else CPU_ENVIRONMENT.items():
+        monkeypatch.setenv(name, str(value))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": wikitext[: 50 + at]}) + "\n" for at in range(9))
+    )
+    for name, is_right in (("random", 1), ("__home__disturbed", 0)):
+        answer = {
+            **{"doc_id": 0, "filter": "none", "metrics": ["acc"], "acc": is_right, "filtered_resps": [["-1", "True"]]},
+            **dict.fromkeys(("target", "doc_hash", "prompt_hash", "target_hash"), "a"),
+            "arguments": {"gen_args_0": {"arg_0": "Which?", "arg_1": "a"}},
+        }
+        (folder := tmp_path / "tasks" / name).mkdir(parents=True)
+        (folder / "samples_letters_2026-11-24T10-00-00.000001.jsonl").write_text(json.dumps(answer))
+    words = (
+        f"quick {random_model} {disturbed_model} --text-file {WIKITEXT} --context-length 64 --max-windows 2 --quiet "
+        "--prompts prompts.jsonl --max-new-tokens 8 --tasks tasks --write-card card.md --"
+    )
+    assert main([*words.split(), *TO_END.flags, *(() if has_gpu() else CPU_FLAGS)]) == 0
+    report, rows = (tmp_path / "scoremode-quick" / "report.html").read_text(), (tmp_path / "card.md").read_text()
+    assert re.search(
+        r"\| same top % \| same answer for \(tokens\) \|\n.*\n.*\n\| disturbed .*\| (\d+|to the end) \|\n", rows
+    )
+    assert "\n| letters | acc | 1 | 100.00 | 0.00 | -100.00 " in rows
+    assert ["same for, median" in report, "floor, to the end" in report, "Accuracies of disturbed" in report] == [
+        True
+    ] * 3

@@ -65,7 +65,9 @@ def load_tasks(folder: Path, metrics: Sequence[str] = (), filters: Sequence[str]
             task, date = printable(match[1]), match[2]
             latest[task] = max(latest.get(task, ("", path)), (date, path))
     if not latest:
-        raise RunError(f"{folder}: no samples_TASK_DATE.jsonl below it; run lm-eval with --log_samples --output_path")
+        raise RunError(
+            f"--tasks: {folder} has no samples_TASK_DATE.jsonl below it; run lm-eval with --log_samples --output_path"
+        )
     return {task: _load_task(task, path, metrics, filters) for task, (_, path) in sorted(latest.items())}
 
 

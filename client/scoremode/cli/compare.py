@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,30 @@ _OF_RUNS = ("card", "html", "plots", "write_card", "base", "fail_if", "max_kld",
 _SIZES: dict[str, Literal["gib", "bits_per_weight"]] = {"gib": "gib", "bpw": "bits_per_weight"}
 LIMIT_EXCEEDED = 3
 """The exit status."""
+TASK_OPTIONS = [
+    Option(
+        "--task-metric A,B,...",
+        "which metrics judge the answers: the first that a task has; needed where a task has several",
+        type=_NAMES,
+        default=[],
+        is_rare=True,
+    ),
+    Option(
+        "--task-filter A,B,...",
+        "which of lm-eval's filters, likewise",
+        type=_NAMES,
+        default=[],
+        is_rare=True,
+    ),
+    Option(
+        "--smallest-difference POINTS",
+        "in points: with fewer questions than could show it the verdict is 'too few questions'; default: %(default)g",
+        type=MORE_THAN_0,
+        default=1.0,
+        is_rare=True,
+    ),
+]
+"""How answers to lm-eval's tasks are judged."""
 
 
 def check(options: argparse.Namespace) -> None:
@@ -89,6 +114,7 @@ def run(options: argparse.Namespace) -> int:
     if folders := _task_folders(options.tasks or (), [run.label for run in runs]):
         models = {label: load_tasks(path, options.task_metric, options.task_filter) for label, path in folders.items()}
         tasks = compare_tasks(models, options.smallest_difference / 100)
+        comparison = comparison and replace(comparison, tasks=tasks)
     try:
         # Each takes a second to import, and is not always asked for.
         if comparison is not None:
@@ -101,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
         if options.html is not None:
             from scoremode.comparison.report import write_report
 
-            write_report(comparison, options.html, tasks=tasks, layers=layers)
+            write_report(comparison, options.html, layers=layers)
     finally:
         parts = []
         if options.csv:
@@ -109,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
         elif comparison is not None:
             form = partial(card, is_full=options.card == "full") if options.card else as_text
             parts.append(form(comparison))
-        if tasks is not None and not options.csv:
+        if tasks is not None and not options.csv and not (options.card and comparison):
             parts.append(tasks_as_text(tasks, is_markdown=options.card))
         if layers and not options.card:
             parts.append(layers_as_text(layers))
@@ -152,7 +178,8 @@ COMMAND = Command(
             [
                 Option(
                     "runs RUN.json",
-                    "finished runs on the same text and windows",
+                    "finished runs on the same text and windows; those on answers to prompts are added to the run of "
+                    "their model",
                     type=Path,
                     nargs="*",
                 ),
@@ -199,28 +226,7 @@ COMMAND = Command(
                     "--output_path, one per model, the base first; without names, in the order of the runs",
                     nargs="+",
                 ),
-                Option(
-                    "--task-metric A,B,...",
-                    "which metrics judge the answers: the first that a task has; needed where a task has several",
-                    type=_NAMES,
-                    default=[],
-                    is_rare=True,
-                ),
-                Option(
-                    "--task-filter A,B,...",
-                    "which of lm-eval's filters, likewise",
-                    type=_NAMES,
-                    default=[],
-                    is_rare=True,
-                ),
-                Option(
-                    "--smallest-difference POINTS",
-                    "in points: with fewer questions than could show it the verdict is 'too few questions'; default: "
-                    "%(default)g",
-                    type=MORE_THAN_0,
-                    default=1.0,
-                    is_rare=True,
-                ),
+                *TASK_OPTIONS,
             ],
         ),
         Group(

@@ -156,6 +156,7 @@ REFERENCE = value(
 )
 MORE_THAN_0 = value(float, lambda number: number > 0, "more than 0")
 COUNT = at_least(1)
+FILE = value(Path, Path.exists, "an existing file")
 
 
 def _url(text: str) -> str:

@@ -9,9 +9,22 @@ from typing import Any
 
 from scoremode._texts import model_name
 from scoremode.cli import sweep
-from scoremode.cli.options import COUNT, NAME, QUIET, Command, Group, Option, check_report, check_source, refuse
+from scoremode.cli.compare import TASK_OPTIONS
+from scoremode.cli.options import (
+    COUNT,
+    FILE,
+    NAME,
+    QUIET,
+    Command,
+    Group,
+    Option,
+    check_report,
+    check_source,
+    refuse,
+    require,
+)
 from scoremode.errors import extra, require_extras
-from scoremode.runs import CATEGORIES, PRESETS, corpora, local_path
+from scoremode.runs import CATEGORIES, PRESETS, PROMPT_COLUMNS, corpora, local_path
 from scoremode.wire import LANES
 
 _PRESET = "llama.cpp"
@@ -21,6 +34,8 @@ _DATASET = "wikitext"
 def check(options: argparse.Namespace) -> None:
     check_source(options)
     refuse(options, ("preset", "max_windows"), "messages", ": each turn is a window")
+    refuse(options, ("dataset", "messages", "by"), "text_file", ", which is the whole text")
+    require(options, ("task_metric", "task_filter"), "tasks")
     check_report(options)
 
 
@@ -36,7 +51,22 @@ def run(options: argparse.Namespace) -> int:
     require_extras(*needed)
     from scoremode.sweep import checked_plan
 
-    return sweep.measure(checked_plan(plan(options), "quick"), Path(), options)
+    checked, tasks = checked_plan(plan(options), "quick"), None
+    if options.tasks is not None:
+        # Before the first server starts.
+        from scoremode.accuracy import compare_tasks, load_tasks
+
+        names, judges = [entry.name for entry in checked.models], (options.task_metric, options.task_filter)
+        answers = {name: load_tasks(_answers_folder(options.tasks, name), *judges) for name in names}
+        tasks = compare_tasks(answers, options.smallest_difference / 100)
+    return sweep.measure(checked, Path(), options, tasks)
+
+
+def _answers_folder(folder: Path, name: str) -> Path:
+    """The folder of a model's answers, which has its name; or else the only one whose name lm-eval made of a path that
+    ends in it."""
+    own = [*folder.glob(f"*__{name}")]
+    return own[0] if len(own) == 1 and not (folder / name).exists() else folder / name
 
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:
@@ -44,18 +74,21 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     files = [model for model in options.models if model.endswith(".gguf")]
     models = [options.original, *(model for model in options.models if model not in files)]
     preset = options.preset or (None if options.messages else _PRESET)
-    dataset = options.dataset or (None if preset == CATEGORIES else _DATASET)
+    dataset = options.dataset or (None if preset == CATEGORIES or options.text_file else _DATASET)
+    text_file, prompts = (None if path is None else str(path) for path in (options.text_file, options.prompts))
     windows = {"preset": preset, "max_windows": options.max_windows, "context_length": options.context_length}
     report = options.output / "report.html" if options.html is None else options.html
     card = None if options.write_card is None else str(options.write_card.absolute())
     return {
         "output": str(options.output),
-        "text": {"dataset": dataset, "messages": options.messages, "by": options.by},
+        "text": {"dataset": dataset, "text_file": text_file, "messages": options.messages, "by": options.by},
         "windows": {name: value for name, value in windows.items() if value is not None},
         "models": [{"name": name, "model": model} for name, model in zip(_names(models), models, strict=True)],
         "serve": options.serve,
         "lane": options.lane,
         "floor": True,
+        "prompts": prompts,
+        "max_new_tokens": options.max_new_tokens,
         "gguf": {"llama_perplexity": options.llama_perplexity, "files": files} if files else None,
         "compare": {"html": str(report.absolute()), "plots": None, "card": card},
     }
@@ -93,6 +126,7 @@ COMMAND = Command(
             "text",
             [
                 Option("--dataset NAME|PATH", f"as for ppl-client; default: {_DATASET}"),
+                Option("--text-file FILE", "a file that holds the text, UTF-8, in place of a dataset", type=FILE),
                 Option("--messages COLUMN", "column of the dataset with conversations", type=NAME),
                 Option("--by COLUMN", "column with a label of each row, with --messages", type=NAME),
                 Option(
@@ -103,6 +137,32 @@ COMMAND = Command(
                 Option("--context-length N", "default: the preset's", type=COUNT),
                 Option("--max-windows N", "the first N windows only, which no figure is comparable with", type=COUNT),
                 Option("--lane LANE", "default: %(default)s", choices=(*LANES, "both"), default="prefill"),
+            ],
+        ),
+        Group(
+            "answers",
+            [
+                Option(
+                    "--prompts FILE",
+                    "prompts in a jsonl or parquet file, in the first column of "
+                    f"{', '.join(PROMPT_COLUMNS)}: for how many tokens copies give the same answers as the original",
+                    type=FILE,
+                ),
+                Option(
+                    "--max-new-tokens N",
+                    "the most tokens of an answer; default: %(default)s",
+                    type=COUNT,
+                    default=256,
+                    is_rare=True,
+                ),
+                Option(
+                    "--tasks DIR",
+                    "compare lm-eval's answers too: DIR has one folder per model, which lm-eval wrote with "
+                    "--log_samples --output_path. Its name is the model's (the last part of the path or hub name), or "
+                    "lm-eval's name for it (org__NAME)",
+                    type=Path,
+                ),
+                *TASK_OPTIONS,
             ],
         ),
         Group(

@@ -15,7 +15,9 @@ from scoremode.cli.progress import progress_bar
 from scoremode.errors import extra
 
 if TYPE_CHECKING:
-    from scoremode.sweep import SweepPlan, SweepResult
+    from scoremode.accuracy.compare_tasks import TaskComparison
+    from scoremode.sweep import SweepPlan
+    from scoremode.sweep.sweep import SweepResult
 
 
 @extra("report")
@@ -26,18 +28,22 @@ def run(options: argparse.Namespace) -> int:
     return measure(read_plan(options.plan), options.plan.parent, options)
 
 
-def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace) -> int:
-    """Measure the models of a plan and compare them, with the table on stdout last; returns 1 if a model failed."""
+def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, tasks: "TaskComparison | None" = None) -> int:
+    """Measure the models of a plan and compare them, with the tables on stdout last; returns 1 if a model failed."""
     from scoremode.comparison import as_text
-    from scoremode.sweep import compare_runs, run_sweep
+    from scoremode.comparison.accuracy_tables import tasks_as_text
+    from scoremode.sweep.sweep import compare_runs, run_sweep
 
     measuring = run_sweep(plan, folder, api_key=options.api_key, open_bar=partial(progress_bar, quiet=options.quiet))
     result = asyncio.run(_stopped_by_sigterm(measuring))
     try:
-        comparison = compare_runs(plan, folder, result)
+        comparison = compare_runs(plan, folder, result, tasks)
         if comparison is not None:
             lines = [f"not measured: {name}: {message}" for name, message in result.failures.items()]
-            sys.stdout.write(as_text(comparison) + "".join(f"\n{printable(line)}" for line in lines) + "\n")
+            accuracies = "" if tasks is None else f"\n{tasks_as_text(tasks)}"
+            sys.stdout.write(
+                as_text(comparison) + accuracies + "".join(f"\n{printable(line)}" for line in lines) + "\n"
+            )
     finally:
         for name, message in result.failures.items():
             print(f"ppl-client: {printable(f'{name} failed: {message}')}", file=sys.stderr)

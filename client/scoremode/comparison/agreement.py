@@ -133,8 +133,8 @@ def floor_of(run: RunFile, runs: Sequence[RunFile]) -> Agreement | None:
 
 def answer_counts(runs: Sequence[RunFile], num_resamples: int, seed: int) -> Floats | None:
     """How often each answer is drawn, [resamples, answers]; None without sampled answers, or with too few of them."""
-    num_answers = runs[0].num_windows
-    if num_answers < MIN_UNITS or not any(has_answers(run, are_greedy=False) for run in runs):
+    num_answers = max((run.num_windows for run in runs if has_answers(run, are_greedy=False)), default=0)
+    if num_answers < MIN_UNITS:
         return None
     return np.stack([*unit_counts(num_answers, 1, num_resamples, seed)])
 

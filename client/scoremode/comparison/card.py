@@ -114,7 +114,13 @@ def _body(comparison: RunComparison, is_full: bool, plot: str = "") -> str:
     )
     warnings = [escaped(printable(each)) for each in computed_differently(comparison.files)]
     table = "\n".join(markdown_rows(columns.values()))
-    return "\n\n".join(filter(None, (sentence, table, plot, *warnings, _provenance(comparison))))
+    tasks = ""
+    if comparison.tasks is not None:
+        # Takes a second to import.
+        from scoremode.comparison.accuracy_tables import tasks_as_text
+
+        tasks = tasks_as_text(comparison.tasks, is_markdown=True).strip()
+    return "\n\n".join(filter(None, (sentence, table, plot, tasks, *warnings, _provenance(comparison))))
 
 
 def _columns(comparison: RunComparison, names: Sequence[str]) -> dict[str, Column]:
@@ -152,6 +158,7 @@ def _provenance(comparison: RunComparison) -> str:
         *(f"{run.label}: {run.weights}" for run in comparison.files),
         f"Text: {base.text_in_words if corpus is None else corpus.in_words}",
         f"Windows: {base.method}, context length {base.context_length:,}{stride}; {base.num_scored:,} tokens",
+        *(f"Answers: {answers}" for answers in [comparison.answers_in_words] if answers),
         f"Figures: {comparable_with(corpus, base.context_length)}",
         f"Measured by: {measured_by(comparison)}",
         "±: one standard error, tokens taken as independent",

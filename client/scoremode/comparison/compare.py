@@ -14,7 +14,7 @@ from scoremode.comparison.figures import Figure, PairFigures, RunComparison, Run
 from scoremode.comparison.groups import TokenGroup, first_known, groups_of
 from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
-from scoremode.kld import Floats, quantile, standard_error
+from scoremode.kld import Floats, over_noise_floor, quantile, standard_error
 from scoremode.metrics import bits_per_byte, exp
 from scoremode.windows import EXHAUSTIVE_METHODS
 from scoremode.wire import ServedModel
@@ -69,12 +69,13 @@ def compare(
             seed=seed,
         )
         sample = _Sample(values, text_resamples)
-        counts = answer_counts(runs, num_resamples, seed)
+        answered = [run.answers or run for run in runs]
+        counts = answer_counts(answered, num_resamples, seed)
         figures = [
             sample.run_figures(
-                run, runs[0], agreement_figures(run, counts) | floor_figures(run, runs), _noise_floor(run, runs)
+                run, runs[0], agreement_figures(own, counts) | floor_figures(own, answered), _noise_floor(run, runs)
             )
-            for run in runs
+            for run, own in zip(runs, answered, strict=True)
         ]
         group_figures: list[tuple[TokenGroup, RunFigures]] = []
         for group, resamples in zip(groups, group_resamples, strict=True):
@@ -159,6 +160,7 @@ def _run_of_reference(runs: Sequence[RunFile]) -> RunFile:
         top_token_ids=run.reference_top_token_ids,
         top_tokens=None,
         is_reference=True,
+        answers=None,
     )
 
 
@@ -194,7 +196,7 @@ class _Sample:
             kld=kld,
             same_top_p=self._same_top(run),
             delta_p_rms=square and square.mapped(math.sqrt, 0.5 / math.sqrt(square.value) if square.value else None),
-            kld_over_noise_floor=kld.value / noise_floor if kld and noise_floor and noise_floor > 0 else None,
+            kld_over_noise_floor=over_noise_floor(None if kld is None else kld.value, noise_floor),
             ppl_ratio=None if run is base else _exponential(self._difference(base, run, "nll")),
             **{**agreement, **quantiles},
         )

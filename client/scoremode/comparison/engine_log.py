@@ -17,6 +17,7 @@ from scoremode._texts import encoding_of, first_fault, printable
 from scoremode.comparison.compare import check_labels
 from scoremode.comparison.figures import EngineLog, Figure, RunComparison, RunFigures
 from scoremode.errors import RunError, file_errors
+from scoremode.kld import over_noise_floor
 
 # None of these can take longer than a line is long, times a constant.
 _NUMBER = r"(-?(?:\d{1,20}(?:\.\d{0,20})?(?:e[+-]?\d{1,3})?|inf|nan))"
@@ -109,7 +110,7 @@ def load_qbench(path: Path) -> list[RunFigures[EngineLog]]:
             perplexity=Figure(model.ppl, None, None, None),
             kld=None if model.kld is None else Figure(model.kld, None, None, None),
             kld_median=model.kld_median,
-            kld_over_noise_floor=model.kld / floor if model.kld is not None and floor and floor > 0 else None,
+            kld_over_noise_floor=over_noise_floor(model.kld, floor),
         )
         for model in models
         # qbench leaves out the perplexity of a model whose logits are not finite.

@@ -6,15 +6,18 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 from typing_extensions import TypeVar
 
 from scoremode._texts import printable
 from scoremode.comparison.groups import TokenGroup
 from scoremode.comparison.run_file import RunFile
-from scoremode.kld import MOST_FLOORS
+from scoremode.kld import NEGLIGIBLE_KLD
 from scoremode.wire import CorpusInfo
+
+if TYPE_CHECKING:
+    from scoremode.accuracy.compare_tasks import TaskComparison
 
 Verdict = Literal["better", "worse", "no difference shown", "no interval"]
 OPPOSITE: dict[Verdict, Verdict] = {
@@ -24,8 +27,6 @@ OPPOSITE: dict[Verdict, Verdict] = {
     "no interval": "no interval",
 }
 Size = Literal["gib", "bits_per_weight"]
-NEGLIGIBLE_KLD = 1e-9
-"""Nats, in the mean: below what float32 logits can show, so it is shown as 0."""
 NOT_KNOWN = "-"
 
 
@@ -252,6 +253,8 @@ class RunComparison:
     """The tolerance that was named for the mean KL divergence, nats."""
     max_ppl_increase: float | None = None
     """The tolerance for the increase of perplexity over the base's, percent."""
+    tasks: "TaskComparison | None" = None
+    """Accuracies on tasks, to be shown as well."""
 
     @property
     def rows(self) -> list[RunFigures[RunFile | EngineLog]]:
@@ -284,6 +287,7 @@ class RunComparison:
         """The command that compares these runs again, in the folder of their files. Labels with a comma are left to be
         chosen."""
         runs = [run for run in self.files if not run.is_reference]
+        runs += [replace(run.answers, label=f"{run.label} (answers)") for run in runs if run.answers is not None]
         paths = [run.path.absolute() for run in runs]
         folder = os.path.commonpath([path.parent for path in paths])
         files = [os.path.relpath(path, folder) for path in paths]
@@ -298,6 +302,16 @@ class RunComparison:
     def corpus(self) -> CorpusInfo | None:
         """The text as the first run that knows it describes it: all runs are of one text."""
         return next((run.corpus for run in self.files if run.corpus is not None), None)
+
+    @property
+    def answers_in_words(self) -> str:
+        """The answers that were compared in addition to the text; empty without any."""
+        parts = [
+            f"{run.answers.reference.answers.in_words}; the prompts are {run.answers.text_in_words}"
+            for run in self.files
+            if run.answers and run.answers.reference and run.answers.reference.answers
+        ]
+        return "; ".join(dict.fromkeys(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,8 +341,6 @@ def cell_of(metric: Metric, value: Figure | float | None, digits: int | None, un
         cell = with_errors(value, digits, scale=metric.scale, unit=unit)
         is_endless = metric.name.startswith("agreement") and math.isinf(value.value)
         return replace(cell, text="to the end") if is_endless else cell
-    if metric.name == "kld_over_noise_floor" and value is not None and value > MOST_FLOORS:
-        return Cell(f"> {MOST_FLOORS:,}", value)
     return plain(value, digits)
 
 

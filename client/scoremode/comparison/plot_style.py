@@ -97,6 +97,9 @@ def plain_log_axis(axes: Axes, which: str) -> None:
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = sorted(axis.get_view_interval())
     decades = math.log10(high / max(low, 1e-300))
+    if which == "x" and decades > 5:
+        # Zeros of small numbers are wide.
+        axis.set_major_locator(LogLocator(base=100))
     axis.set_major_formatter(_tick)
     axis.set_minor_locator(LogLocator(subs=(2, 5) if decades < 2 else (3,), numticks=100))
     axis.set_minor_formatter(_tick if decades < 3.5 else NullFormatter())

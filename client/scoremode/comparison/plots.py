@@ -12,11 +12,12 @@ from matplotlib.figure import Figure as Drawing
 
 from scoremode.comparison import size_plots, sizes, token_plots
 from scoremode.comparison.agreement import agreement_of, floor_of, has_answers
-from scoremode.comparison.figures import NEGLIGIBLE_KLD, Figure, RunComparison, plain
+from scoremode.comparison.figures import Figure, RunComparison, plain
 from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg, new_axes
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.sizes import Point, is_simulated
 from scoremode.comparison.tables import measured_by, short_labels
+from scoremode.kld import NEGLIGIBLE_KLD
 from scoremode.runs import write_together
 
 MAX_LABEL = 40
@@ -156,7 +157,7 @@ def _kld_by_confidence(comparison: RunComparison, runs: token_plots.Numbered) ->
 
 
 def _agreement(comparison: RunComparison) -> Plot | None:
-    files = comparison.files
+    files = [run.answers or run for run in comparison.files]
     runs = [(index, run) for index, run in enumerate(files) if has_answers(run, are_greedy=True)]
     if not runs:
         return None
@@ -236,7 +237,7 @@ def _front(size: str | None, points: Sequence[Point]) -> str:
 def _floor(comparison: RunComparison) -> str:
     floor = noise_floor(comparison)
     if floor is None:
-        return "The noise floor is not known, or not the same for all runs."
+        return "No noise floor is drawn: it is not known, not informative, or not the same for all runs."
     return f"The noise floor, the mean of the reference's model against itself, is {plain(floor).text} nats."
 
 

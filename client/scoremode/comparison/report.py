@@ -12,7 +12,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from scoremode._texts import printable
-from scoremode.accuracy.compare_tasks import TaskComparison
 from scoremode.comparison.accuracy_tables import accuracy_notes, report_sections
 from scoremode.comparison.agreement import has_answers
 from scoremode.comparison.card import card
@@ -39,7 +38,6 @@ def write_report(
     path: str | Path,
     *,
     max_bytes: int = MAX_BYTES,
-    tasks: TaskComparison | None = None,
     layers: Mapping[str, LayersRun] | None = None,
 ) -> None:
     """Write the report. OSError or OutputError if the file cannot be written.
@@ -49,8 +47,7 @@ def write_report(
         path: The HTML file.
         max_bytes: The file's largest size: it keeps the text of as many of the most divergent passages as fit.
             Tables, plots and means of all passages are always there.
-        tasks: Accuracies on tasks, to be shown as well.
-        layers: Runs of `ppl-client layers`, by their labels, likewise.
+        layers: Runs of `ppl-client layers`, by their labels, to be shown as well.
     """
     names = ("report.css", "report.js", "report_actions.js")
     style, *scripts = ((TEMPLATES / name).read_text("utf-8") for name in names)
@@ -63,9 +60,6 @@ def write_report(
         "style_hash": _policy_hash(style),
         "script": Markup("".join(scripts)),
         "script_hash": _policy_hash("".join(scripts)),
-        "accuracies": [] if tasks is None else [*report_sections(tasks)],
-        "accuracy_notes": [] if tasks is None else accuracy_notes(tasks),
-        "base_of_tasks": "" if tasks is None else tasks.base,
     }
     template = _template()
     if comparison is None:
@@ -89,7 +83,7 @@ def _text_note(comparison: RunComparison, data: dict[str, Any]) -> str:
 
 def _context(comparison: RunComparison) -> dict[str, Any]:
     columns, rows = run_table(comparison)
-    runs = comparison.files
+    runs, tasks = comparison.files, comparison.tasks
     more = [f"{len(runs) - _MAX_NAMED} more"] if len(runs) > _MAX_NAMED else []
     warnings = computed_differently(runs)
     settings, run_settings = _settings(comparison)
@@ -111,9 +105,12 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "group_notes": group_notes(comparison),
         "answers": [
             (run.label, parted)
-            for run in runs
+            for run in (each.answers or each for each in runs)
             if has_answers(run, are_greedy=True) and (parted := parted_answers(run))[0].cells
         ],
+        "accuracies": [] if tasks is None else [*report_sections(tasks)],
+        "accuracy_notes": [] if tasks is None else accuracy_notes(tasks),
+        "base_of_tasks": "" if tasks is None else tasks.base,
         "has_kld": _largest_kld(comparison) is not None,
         # What was measured is on the page once.
         "plots": [
@@ -140,6 +137,7 @@ def _settings(comparison: RunComparison) -> tuple[list[_Pair], list[tuple[str, l
         "windows": f"{run.num_windows:,}",
         "tokens": f"{run.num_scored:,} scored, {run.num_tokens:,} in the text",
         "reference": "; ".join(dict.fromkeys(references)),
+        "answers": comparison.answers_in_words,
         "intervals": f"{comparison.blocks}; {comparison.num_resamples:,} resamples, seed {comparison.seed}",
     }
     of_runs = {

@@ -143,12 +143,9 @@ def _pair_cells(
     ways = ((pair.second.label, pair.first.label, verdict), (pair.first.label, pair.second.label, OPPOSITE[verdict]))
     cells = {}
     for (run, other, run_verdict), figure in zip(ways, figures, strict=True):
-        shown, mark = with_errors(figure, sign=sign), _mark(run_verdict)
-        said = f"{run} is {run_verdict} than {other}" if mark else f"{run_verdict.capitalize()} for {run} and {other}"
+        shown, words = with_errors(figure, sign=sign), pair.in_words(run_verdict)
+        mark = words if words in ("better", "worse") else ""
+        said = f"{run} is {mark} than {other}" if mark else f"{run} against {other}"
         tip = f"{said} by {by}: {' '.join((f'{shown.text} {unit}', *shown.errors))}"
         cells[run, other] = Cell(shown.text, shown.value, shown.errors[1:], mark=mark, tip=tip)
     return cells
-
-
-def _mark(verdict: Verdict) -> str:
-    return verdict if verdict in ("better", "worse") else ""

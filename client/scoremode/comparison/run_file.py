@@ -5,6 +5,7 @@ import json
 from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -124,6 +125,14 @@ class RunFile(_Record):
     """Bits per weight that a quantization would have whose files hold rounded weights of the original's dtype."""
     is_reference: bool = False
     """Whether this is the reference of the other runs, which has no file: see `compare._run_of_reference`."""
+    answers: "RunFile | None" = None
+    """The run of the same model on the original's answers, if it was measured in addition to this one on a text: the
+    figures on answers are then of that."""
+
+    @property
+    def is_of_answers(self) -> bool:
+        """Whether its text is the original's answers."""
+        return self.reference is not None and self.reference.answers is not None
 
     @property
     def num_scored(self) -> int:
@@ -351,7 +360,7 @@ def _nlls(logprobs: NDArray[Any]) -> Floats:
 
 
 def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[RunFile]:
-    """Read several runs, and tell them apart.
+    """Read several runs, and tell them apart. Runs on answers join those of their models on a text, if there are any.
 
     Args:
         paths: As for `load_run`.
@@ -359,11 +368,25 @@ def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) 
             unless another run has both too: then its file's.
 
     Raises:
-        RunError: a run cannot be read, or there is not one label for each run.
+        RunError: a run cannot be read, there is not one label for each run, or answers are of no run's model.
     """
     runs = [load_run(path) for path in paths]
     labels = labels_of(labels, [in_lane(run.model, run.lane) for run in runs], [run.path for run in runs])
-    return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
+    labeled = [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
+    return reduce(with_run, sorted(labeled, key=lambda run: run.is_of_answers), list[RunFile]())
+
+
+def with_run(runs: Sequence[RunFile], run: RunFile) -> list[RunFile]:
+    """Add a run, which joins the run of its model if it is on answers and the others are on a text. RunError if there
+    is none, or it has answers already."""
+    if not run.is_of_answers or not runs or runs[0].is_of_answers:
+        return [*runs, run]
+    alike = [each for each in runs if each.server.fingerprint == run.server.fingerprint and each.answers is None]
+    # Equal weights may be there twice, served in two ways.
+    own = max(alike, key=lambda each: each.server == run.server, default=None)
+    if own is None:
+        raise RunError(f"{run.path} is on answers, and none of the runs on a text is of its model and without answers")
+    return [replace(each, answers=replace(run, label=each.label)) if each is own else each for each in runs]
 
 
 def with_bits(runs: Sequence[RunFile], bits: Mapping[str, float]) -> list[RunFile]:

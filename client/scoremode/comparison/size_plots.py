@@ -10,7 +10,6 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from scoremode.comparison.plot_style import HEIGHT, Theme, add_tip, draw_floor, legend, marker, plain_log_axis
 from scoremode.comparison.sizes import MIN_FRONT, Point, pareto_front
-from scoremode.kld import MOST_FLOORS
 
 
 def draw(
@@ -104,7 +103,7 @@ def _set_scale(axes: Axes, all_points: Sequence[Point], floor: float | None, whi
     """A log axis if the largest value is more than eight times the smallest. It needs its limits before its ticks."""
     values = [point.value for point in all_points]
     # A floor so far below all runs that an axis with both would show neither has its line at the end of the axis.
-    if floor and MOST_FLOORS * floor >= min(values):
+    if floor and 1000 * floor >= min(values):
         values.append(floor)
     if min(values) <= 0 or max(values) / min(values) <= 8:
         return

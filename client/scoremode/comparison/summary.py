@@ -18,7 +18,7 @@ from scoremode.comparison.figures import (
 from scoremode.comparison.groups import tokens_before
 from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
-from scoremode.kld import times_the_floor
+from scoremode.kld import NEGLIGIBLE_KLD, times_the_floor
 from scoremode.metrics import exp
 from scoremode.runs import chat_differences, lane_difference
 from scoremode.wire import ComputedBy, ServedModel
@@ -197,6 +197,8 @@ def _noise_floor(runs: Sequence[RunFigures]) -> Iterator[str]:
         yield f"{reason[0].upper()}{reason[1:]}."
     if any(run.noise_floor == 0 and run.reference.is_batch_invariant for run in files if run.reference is not None):
         yield "The noise floor is exactly 0, because the server computes batch-invariantly."
+    elif any(run.noise_floor is not None and run.noise_floor < NEGLIGIBLE_KLD for run in files):
+        yield "The noise floor is below 1e-9 nats: multiples of it are not informative."
     multiples = [
         (figures.run.label, figures.kld_over_noise_floor)
         for figures in runs
@@ -216,7 +218,7 @@ def _noise_floor(runs: Sequence[RunFigures]) -> Iterator[str]:
 def agreements(runs: Sequence[RunFigures]) -> Iterator[str]:
     """For how long runs give the same answers as their reference's model."""
     for figures in runs:
-        run, median, sampled = figures.run, figures.agreement_median, figures.expected_agreement
+        run, median, sampled = figures.run.answers or figures.run, figures.agreement_median, figures.expected_agreement
         original = "" if run.reference is None else run.reference.model
         if run.reference is not None and not run.is_reference:
             yield from chat_differences(run.label, run.server, run.reference)

@@ -253,7 +253,9 @@ def load_prompts(
     column = messages or next((name for name in PROMPT_COLUMNS if any(row.get(name) for _, row in rows)), None)
     if column is None:
         known = ", ".join(PROMPT_COLUMNS)
-        raise CorpusError(f"{path} has no row with a value in a column of {known}: --messages COLUMN names another")
+        raise CorpusError(
+            f"--prompts: {path} has no row with a value in a column of {known}: --messages COLUMN names another"
+        )
     is_text = messages is None and column == "prompt" and not any(isinstance(row.get(column), list) for _, row in rows)
     if is_text and chat_template_kwargs:
         raise CorpusError(f"--chat-template-kwargs is for conversations, and column {column!r} of {path} has texts")

@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from scoremode._texts import model_name
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, ScoremodeError, ServersDifferError
-from scoremode.kld import POSITION_DTYPES, KldPositions, agreement_lengths, follows_stop, of_answers, statistics
+from scoremode.kld import (
+    POSITION_DTYPES,
+    KldPositions,
+    agreement_lengths,
+    follows_stop,
+    of_answers,
+    over_noise_floor,
+    statistics,
+)
 from scoremode.metrics import exp, finite_or_none
 from scoremode.results import TOP_DTYPES, KldWindowValues, TopTokens, most_divergent
 from scoremode.runs.lanes import lane_fields, mean_batch
@@ -172,9 +180,9 @@ class KldMeasurement(ComparedModel):
 
     @property
     def kld_over_noise_floor(self) -> float | None:
-        """The mean KL divergence as a multiple of this lane's noise floor; None without one, or if it is 0."""
-        floor, mean = self.reference.noise_floor_of(self.lane), self.statistics["kld"]["mean"]
-        return mean / floor.mean if floor is not None and floor.mean > 0 and mean is not None else None
+        """The mean KL divergence as a multiple of this lane's noise floor, by `kld.over_noise_floor`."""
+        floor = self.reference.noise_floor_of(self.lane)
+        return over_noise_floor(self.statistics["kld"]["mean"], None if floor is None else floor.mean)
 
     def record(self, urls: Sequence[str]) -> dict[str, object]:
         """All that was measured and all that it takes to repeat it. JSON lacks infinity: it becomes null."""

@@ -1,9 +1,8 @@
 """Models one after another: each is served, measured on one text, compared with the first, and compared at the end.
 
-It needs the extra `report`.
+It needs the extra `report`. Measuring is in `sweep`, whose imports take a second.
 """
 
 from scoremode.sweep.plan import PlanError, SweepPlan, checked_plan, read_plan
-from scoremode.sweep.sweep import SweepResult, compare_runs, run_sweep
 
-__all__ = ["PlanError", "SweepPlan", "SweepResult", "checked_plan", "compare_runs", "read_plan", "run_sweep"]
+__all__ = ["PlanError", "SweepPlan", "checked_plan", "read_plan"]

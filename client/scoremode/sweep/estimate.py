@@ -23,16 +23,17 @@ _CPU_SHARE = 0.5
 """How much of a matrix product's speed a model's forward pass has, which 135M parameters had on two cores."""
 
 
-def estimated_seconds(plan: SweepPlan, folder: Path, corpus: Corpus) -> float | None:
-    """The seconds of a sweep that serves all models; None where the first one's size is not known, which is not in a
-    local folder, or a lane's speed, other than prefill's."""
+def estimated_seconds(plan: SweepPlan, folder: Path, corpus: Corpus, prompts: Corpus | None = None) -> float | None:
+    """The seconds of a sweep that serves all models, with answers to prompts that are as long as allowed; None where
+    the first model's size is not known, which is not in a local folder, or a lane's speed, other than prefill's."""
     # Two operations for each weight, of two bytes.
     token_flops = sum(file.stat().st_size for file in (folder / (plan.models[0].model or "")).glob("*.safetensors"))
     if not token_flops or plan.lane != "prefill":
         return None
     flops = _GPU_FLOPS if shutil.which("nvidia-smi") else _CPU_SHARE * _cpu_flops()
     num_passes = len(plan.models) + 1 + plan.floor
-    return len(plan.models) * _START_SECONDS + num_passes * _num_tokens(plan, corpus) * token_flops / flops
+    num_tokens = _num_tokens(plan, corpus) + (0 if prompts is None else prompts.num_rows * plan.max_new_tokens)
+    return len(plan.models) * _START_SECONDS + num_passes * num_tokens * token_flops / flops
 
 
 def _num_tokens(plan: SweepPlan, corpus: Corpus) -> float:

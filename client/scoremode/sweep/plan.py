@@ -188,6 +188,11 @@ class SweepPlan(_Part):
     """The lane of the served models; both: prefill and decode."""
     floor: bool = False
     """Whether the first model's noise floor is measured, in each lane."""
+    prompts: LocalPath | None = None
+    """A jsonl or parquet file, as for `record --prompts`: the first model answers it greedily, and the others are
+    compared with its answers in the decode lane."""
+    max_new_tokens: PositiveInt = 256
+    """The most tokens of an answer."""
     gguf: GgufOptions | None = None
     compare: CompareOptions = CompareOptions()
 

@@ -34,6 +34,11 @@ def text_marks(plan: SweepPlan, corpus: Corpus) -> Marks:
     }
 
 
+def answers_marks(plan: SweepPlan, prompts: Corpus | None, marks: Marks) -> Marks:
+    """The marks of a run on answers to prompts, made of those of the same model's run on the text."""
+    return {**marks, "text": _digest(prompts and prompts.fingerprint, plan.max_new_tokens), "windows": None}
+
+
 def served_marks(plan: SweepPlan, entry: ModelEntry, folder: Path) -> Marks:
     """The marks of a model before it is served: how it will be, and the files of one that is in a local folder."""
     assert entry.model is not None

@@ -2,19 +2,21 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import httpx
 
+from scoremode.accuracy.compare_tasks import TaskComparison
 from scoremode.client import AsyncScoreClient
 from scoremode.comparison import RunComparison, RunFile, check_comparable, compare, load_run, with_logs
 from scoremode.comparison.card import write_card
 from scoremode.comparison.plots import write_plots
 from scoremode.comparison.report import write_report
+from scoremode.comparison.run_file import with_run
 from scoremode.errors import NotFoundError, OutputError, RunError, ScoremodeError, file_errors
 from scoremode.results import NUM_TOP
 from scoremode.runs import (
@@ -30,11 +32,13 @@ from scoremode.runs import (
     evaluate,
     export_llama_cpp,
     in_lane,
+    load_prompts,
     measure_kld,
     measure_noise_floor,
     open_locked,
     patient_client,
     read_card,
+    record_answers,
     record_reference,
 )
 from scoremode.sweep import reuse
@@ -42,12 +46,14 @@ from scoremode.sweep.estimate import estimated_seconds
 from scoremode.sweep.plan import GgufOptions, ModelEntry, SweepPlan, check_local_models
 from scoremode.sweep.processes import ProcessError, measure_file, model_server
 from scoremode.windows import WindowError
-from scoremode.wire import Lane, PerplexityWindow
+from scoremode.wire import AnswerSettings, Lane, PerplexityWindow, Reference
 
 _log = logging.getLogger(__name__)
 
-OpenBar = Callable[[Literal["ppl", "kld"]], AbstractContextManager[OnProgress | None]]
+OpenBar = Callable[[Literal["ppl", "kld", "tokens"]], AbstractContextManager[OnProgress | None]]
 """Opens a progress bar with this figure; gives the function that advances it."""
+_ANSWERS_LANE: Lane = "decode"
+"""Computes as the generation of the answers did."""
 
 
 @dataclass(slots=True)
@@ -70,8 +76,9 @@ async def run_sweep(
     """Measure every model of a plan whose run is not there yet.
 
     The first gets a run of perplexity, and is recorded as a reference. Each other gets a run of KL divergence from it,
-    which has its perplexity too; or one of perplexity, where its server has not the reference. A model that fails is
-    in the result, and the others are still measured.
+    which has its perplexity too; or one of perplexity, where its server has not the reference. If the plan has
+    prompts, the first answers them, and each other gets a run on these answers too. A model that fails is in the
+    result, and the others are still measured.
 
     Args:
         plan: What to measure.
@@ -81,18 +88,19 @@ async def run_sweep(
 
     Raises:
         PlanError: a model that is a local path is not there.
-        CorpusError: the text cannot be read.
+        CorpusError: the text or the prompts cannot be read.
         OutputError: the folder for runs cannot be made.
     """
     check_local_models(plan, folder)
     corpus = plan.text.load(folder, plan.windows.preset, plan.windows.max_windows)
+    prompts = None if plan.prompts is None else load_prompts(folder / plan.prompts)
     output = (folder / plan.output).resolve()
     with file_errors(OutputError, f"make {output / 'references'}"):
         (output / "references").mkdir(parents=True, exist_ok=True)
     if plan.compare.card is not None:
         read_card(output / plan.compare.card)
     with open_locked(output / ".lock"):
-        return await _run(_Sweep(plan, folder, corpus, output, api_key, open_bar))
+        return await _run(_Sweep(plan, folder, corpus, output, api_key, open_bar, prompts))
 
 
 async def _run(sweep: "_Sweep") -> SweepResult:
@@ -111,8 +119,11 @@ async def _run(sweep: "_Sweep") -> SweepResult:
     return sweep.result
 
 
-def compare_runs(plan: SweepPlan, folder: Path, result: SweepResult) -> RunComparison | None:
-    """Compare the runs that are comparable with the first, if there are any, and write what the plan asks for.
+def compare_runs(
+    plan: SweepPlan, folder: Path, result: SweepResult, tasks: TaskComparison | None = None
+) -> RunComparison | None:
+    """Compare the runs that are comparable with the first, if there are any, and write what the plan asks for, with the
+    accuracies on tasks.
 
     The other runs are added to the failures of `result`, with the reason.
     """
@@ -120,13 +131,14 @@ def compare_runs(plan: SweepPlan, folder: Path, result: SweepResult) -> RunCompa
     for label, path in result.runs.items():
         try:
             run = load_run(path, label)
-            check_comparable([*runs[:1], run])
-            runs.append(run)
+            if not run.is_of_answers:
+                check_comparable([*runs[:1], run])
+            runs = with_run(runs, run)
         except RunError as error:
             result.failures[label] = str(error)
     if not runs:
         return None
-    comparison, output = compare(runs), folder / plan.output
+    comparison, output = replace(compare(runs), tasks=tasks), folder / plan.output
     for label, path in result.logs.items():
         try:
             comparison = with_logs(comparison, [(label, str(path))])
@@ -151,9 +163,12 @@ class _Sweep:
     output: Path
     api_key: str | None
     open_bar: OpenBar
+    prompts: Corpus | None = None
     result: SweepResult = field(default_factory=SweepResult)
     reference: str | None = None
     """Name of the first model's, once it is known."""
+    answers_reference: str = ""
+    """Name of the reference that has its answers, likewise."""
     recorded: list[PerplexityWindow] = field(default_factory=list)
     """Of the first model, those of this time."""
     recording_seconds: float = 0.0
@@ -198,63 +213,69 @@ class _Sweep:
         if self.seconds:
             minutes = (len(models) - place) * sum(self.seconds) / len(self.seconds) / 60
             rest = f"; all may take {max(1, round(minutes))} min more"
-        elif place == 0 and (estimate := estimated_seconds(self.plan, self.folder, self.corpus)) is not None:
+        elif place == 0 and (estimate := estimated_seconds(self.plan, self.folder, self.corpus, self.prompts)):
             rest = f"; all may take {max(1, round(estimate / 60))} min, a rough estimate from the model's size"
         _log.info("model %d of %d, %s: %s%s", place + 1, len(models), entry.name, doing, rest)
 
     def _is_first(self, entry: ModelEntry) -> bool:
         return entry is self.plan.models[0]
 
-    def _paths(self, entry: ModelEntry) -> dict[str, tuple[Lane, Path]]:
-        """The files of an entry's runs with their lanes, by the runs' labels."""
+    def _runs(
+        self, entry: ModelEntry, marks: reuse.Marks, reference: str | None
+    ) -> Iterator[tuple[str, Lane, Path, reuse.Marks]]:
+        """The labels of an entry's runs with their lanes and files, and the marks that they must have."""
         lanes = self.plan.lanes
         if self._is_first(entry) and "prefill" not in lanes:
             lanes = ("prefill", *lanes)
-        paths = {}
         for lane in lanes:
             suffix = "" if lane == "prefill" else f"-{lane}"
-            paths[in_lane(entry.name, lane)] = lane, self.output / f"{entry.name}{suffix}.json"
-        return paths
+            path = self.output / f"{entry.name}{suffix}.json"
+            yield in_lane(entry.name, lane), lane, path, {**marks, "reference": reference}
+        if self.prompts is not None and not self._is_first(entry):
+            wanted = reuse.answers_marks(self.plan, self.prompts, marks)
+            wanted["reference"] = reference and self.answers_reference
+            yield f"{entry.name} (answers)", _ANSWERS_LANE, self.output / f"{entry.name}-answers.json", wanted
 
     def _marks(self, entry: ModelEntry, model_marks: reuse.Marks) -> reuse.Marks:
         marks = {**reuse.text_marks(self.plan, self.corpus), **model_marks}
         if self._is_first(entry):
             self.reference = reuse.reference_name(entry, marks)
+            self.answers_reference = reuse.reference_name(entry, reuse.answers_marks(self.plan, self.prompts, marks))
         return marks
 
     def _reuse(self, entry: ModelEntry, marks: reuse.Marks, reference: str | None) -> bool:
-        """Take the run of an earlier sweep, if there is one that need not be measured again; returns whether it is."""
-        wanted = {**marks, "reference": reference}
-        if reference is None or self.plan.models[0].name in self.result.failures:
+        """Take the runs of an earlier sweep that need not be measured again; returns whether the server is not
+        needed."""
+        runs = [*self._runs(entry, marks, reference)]
+        is_at_hand = reference is not None and self.plan.models[0].name not in self.result.failures
+        for label, _, path, wanted in runs:
             # What was compared with the first is not thrown away because that is not at hand today.
-            del wanted["reference"]
-        paths = self._paths(entry)
-        changes = [reuse.changes(path, wanted) for _, path in paths.values()]
-        if changed := next(filter(None, changes), None):
-            _log.info("%s: measured again, because of its %s", entry.name, changed)
-        if any(each != "" for each in changes):
-            return False
+            changed = reuse.changes(path, {name: wanted[name] for name in wanted if is_at_hand or name != "reference"})
+            if changed:
+                _log.info("%s: measured again, because of its %s", label, changed)
+            elif changed is not None:
+                self.result.runs[label] = path
+                _log.info("%s: measured before, %s", label, path)
         if self._is_first(entry) and (
             (self.plan.gguf is not None and not self._base_file().exists())
-            or (entry.url is None and self._is_reference_missing())
+            or (self.prompts is not None if entry.url is not None else self._is_reference_missing())
         ):
             return False
-        for label, (_, path) in paths.items():
-            self.result.runs[label] = path
-            _log.info("%s: measured before, %s", label, path)
-        return True
+        return all(label in self.result.runs for label, *_ in runs)
 
     def _is_reference_missing(self) -> bool:
-        """Whether the first model's reference is missing, or not complete, and another model needs it, as far as is
+        """Whether a reference of the first model is missing, or not complete, and another model needs it, as far as is
         known before its server is asked."""
-        assert self.reference is not None
-        if reuse.is_complete(self.output / "references" / self.reference):
-            return False
-        text = {**reuse.text_marks(self.plan, self.corpus), "reference": self.reference}
+        text = reuse.text_marks(self.plan, self.corpus)
         return any(
-            entry.url is not None or reuse.changes(path, text | reuse.served_marks(self.plan, entry, self.folder)) != ""
+            not reuse.is_complete(self.output / "references" / str(wanted["reference"]))
+            and (entry.url is not None or reuse.changes(path, wanted) != "")
             for entry in self.plan.models[1:]
-            for _, path in self._paths(entry).values()
+            for _, _, path, wanted in self._runs(
+                entry,
+                text | (reuse.served_marks(self.plan, entry, self.folder) if entry.url is None else {}),
+                self.reference,
+            )
         )
 
     async def _reference_at(self, client: AsyncScoreClient, entry: ModelEntry) -> str | None:
@@ -278,9 +299,12 @@ class _Sweep:
             )
         elif self._is_first(entry):
             await self._record(client, entry, reference)
-        for label, (lane, path) in self._paths(entry).items():
-            if reference is not None or lane == "prefill":
-                await self._measure_lane(entry, client, {**marks, "reference": reference}, label, lane, path)
+        for label, lane, path, wanted in self._runs(entry, marks, reference):
+            # Runs that are taken keep their place among those that are measured.
+            if label in self.result.runs:
+                self.result.runs[label] = self.result.runs.pop(label)
+            elif reference is not None or lane == "prefill":
+                await self._measure_lane(entry, client, wanted, label, lane, path)
         self.result.measured.append(entry.name)
         if reference is not None and self._is_first(entry) and self.plan.gguf is not None:
             await self._export(client, reference)
@@ -341,11 +365,24 @@ class _Sweep:
                 on_window=self.recorded.append,
             )
         self.recording_seconds = recorded.seconds
-        for lane in self.plan.lanes if self.plan.floor else ():
-            if recorded.reference.noise_floor_of(lane) is None:
-                _log.info("%s: measuring the noise floor, %s lane", entry.name, lane)
+        floors: list[tuple[Reference, Lane]] = [(recorded.reference, lane) for lane in self.plan.lanes]
+        if self.prompts is not None:
+            _log.info("%s: answering %d prompts", entry.name, self.prompts.num_rows)
+            with self.open_bar("tokens") as on_progress:
+                answered = await record_answers(
+                    client,
+                    self.prompts,
+                    self.answers_reference,
+                    AnswerSettings(max_new_tokens=self.plan.max_new_tokens),
+                    folder=self.output,
+                    on_progress=on_progress,
+                )
+            floors.append((answered.reference, _ANSWERS_LANE))
+        for original, lane in floors if self.plan.floor else ():
+            if original.noise_floor_of(lane) is None:
+                _log.info("%s: measuring the noise floor of %s, %s lane", entry.name, original.name, lane)
                 with self.open_bar("kld") as on_progress:
-                    await measure_noise_floor(client, reference, lane=lane, on_progress=on_progress)
+                    await measure_noise_floor(client, original.name, lane=lane, on_progress=on_progress)
 
     async def _perplexity(self, client: AsyncScoreClient, entry: ModelEntry, output: Output) -> tuple[Evaluation, str]:
         def start_journal(plan: Measurement[WindowNlls]) -> Journal[WindowNlls]:

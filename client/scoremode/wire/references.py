@@ -26,8 +26,8 @@ REFERENCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 """Names of references: they are folders below `--reference-dir`, so none is a path out of it."""
 
 ReferenceName = Annotated[str, StringConstraints(pattern=f"^{REFERENCE_NAME}$")]
-_LEAST_NOISE_FLOOR = 1e-9
-"""Nats, in the mean."""
+_LEAST_NOISE_FLOOR = {"float16": 1e-9, "bfloat16": 1e-7}
+"""Nats, in the mean, by dtype: batches that round differently differ by more."""
 _Word = Annotated[str, StringConstraints(max_length=1024)]
 
 
@@ -245,9 +245,9 @@ class Reference(KeptWithReference, ServedModel, TextInWindows):
         floor = self._stored_floor(lane)
         if floor is None:
             return None
-        # In 16 bits other batches round otherwise, by more than this in the mean.
-        if floor.mean < _LEAST_NOISE_FLOOR and self.dtype != "float32" and not self.is_batch_invariant:
-            return f"the noise floor of {self.name} is 0 and not informative: its batches made no difference"
+        if floor.mean < _LEAST_NOISE_FLOOR.get(self.dtype, 0) and not self.is_batch_invariant:
+            difference = "almost no difference" if floor.mean else "no difference"
+            return f"the noise floor of {self.name} is {floor.mean:.1g} and not informative: batches made {difference}"
         if floor.mean <= self.most_noise_floor:
             return None
         return (

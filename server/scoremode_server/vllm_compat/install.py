@@ -8,7 +8,7 @@ from vllm.distributed import get_tp_group
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from scoremode_server.settings import logprob_bytes
-from scoremode_server.vllm_compat import cpu_kernels, output_processor, processes, scheduler
+from scoremode_server.vllm_compat import cpu_kernels, engine_errors, output_processor, processes, scheduler
 from scoremode_server.vllm_compat.computed_by import describe_worker
 from scoremode_server.worker.sinks import SinkMaker
 
@@ -22,6 +22,7 @@ def install(on_worker_start: Callable[[], Mapping[str, SinkMaker]]) -> None:
         return
     processes.patch()
     cpu_kernels.patch()
+    engine_errors.patch()
     output_processor.patch()
     scheduler.patch()
     init_device = WorkerWrapperBase.init_device

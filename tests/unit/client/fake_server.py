@@ -56,6 +56,7 @@ FLOOR = [0.0, 0.0, 0.0, 1e-4, 1e-4]
 REST_OF_NOISE = [1.0, 0.9, 0.8, 0.3, 0.3, 0.1]
 """The share of its noise that the whole model has, and that is left from each boundary on."""
 TEXT = "The quick brown fox jumps over the lazy dog"
+QUESTION = {"role": "user", "content": "Who?"}
 USAGE = {"prompt_tokens": 0, "cached_tokens": 0, "total_tokens": 0}
 Handler = Callable[[httpx.Request], httpx.Response | None]
 ALLOWED = "STAND_IN_ALLOWED"
@@ -422,6 +423,59 @@ class FakeServer:
         return httpx.Response(200, content=events(*reversed(data), result))
 
 
+class StoredAnswers(StoredReference):
+    def __init__(self, body: dict) -> None:
+        super().__init__({"prompt": "answers", "method": "disjoint", "name": body["name"]})
+        data = body["answers"]["data"]
+        self.request = {**body, "method": "conversation", "context_length": MAX_MODEL_LEN, "stride": MAX_MODEL_LEN}
+        tokens = [(answer["prompt_token_ids"], answer["token_ids"]) for answer in data]
+        self.windows = [(prompt + answer, len(prompt)) for prompt, answer in tokens if answer]
+        self.documents = [row for row, (_, answer) in enumerate(tokens) if answer]
+        self.described: dict = {}
+        """More fields."""
+
+    def json(self) -> dict:
+        answers = self.request["answers"]
+        return {**super().json(), "answers": {**answers, "num_answers": len(answers["data"])}, **self.described}
+
+    def origins(self) -> dict:
+        return {**super().origins(), "documents": self.documents, "roles": ["assistant"] * len(self.windows)}
+
+
+class AnsweringServer(FakeServer):
+    """Answers with the three bytes after the last one of the prompt; also drops connections after `allowed` answers."""
+
+    stored_class = staticmethod(lambda body: (StoredAnswers if body.get("answers") else StoredReference)(body))
+    finish_reason = "stop"
+    text = "text"
+
+    def __call__(self, request):
+        body = json.loads(request.content) if request.content else {}
+        if request.url.path == "/v1/completions":
+            self.requests.append((request.method, request.url.path, body))
+            self.allowed -= 1
+            ids = [] if body["prompt"][-1] == ord("-") else [body["prompt"][-1] + step for step in (1, 2, 3)]
+            choice = {"token_ids": ids, "text": self.text, "finish_reason": self.finish_reason}
+            return ok({"choices": [choice]}) if self.allowed >= 0 else None
+        if request.url.path == "/v1/turns":
+            self.requests.append((request.method, request.url.path, body))
+            if "tool_calls" in body["messages"][-1]:
+                return error(400, "messages[0][1].tool_calls[0] must be a call of a function", param="messages")
+            return ok({"object": "turns", "data": [{"conversation": 0, "token_ids": [1, 2], "turns": []}]})
+        if request.url.path == "/tokenize" and "messages" in body:
+            return ok({"tokens": [1, 2]}) if body["messages"] == [QUESTION] else error(400, "broken")
+        return super().__call__(request)
+
+    def sent(self, route: str) -> list[dict]:
+        """The bodies of requests to a route."""
+        return [body for _, path, body in self.requests if path == route]
+
+    @property
+    def asked(self) -> list[dict]:
+        """The requests for answers."""
+        return self.sent("/v1/completions")
+
+
 def _kld_window(index: int, values: KldPositions, num_top: int) -> dict:
     window = {
         "object": "kld.window",
@@ -550,7 +604,7 @@ def serve(handler: Handler, port: int = 0) -> Iterator[str]:
         server.server_close()
 
 
-class StandIn(FakeServer):
+class StandIn(AnsweringServer):
     """The server of the command: keeps references in files, logs every request, and ends at a window that it may not
     compare, when the answers to those before it have been read."""
 

@@ -7,7 +7,7 @@ import httpx
 import pyarrow
 import pyarrow.parquet
 import pytest
-from fake_server import BOS, INFO, MAX_MODEL_LEN, FakeServer, StoredReference, client_of, compare, error, ok
+from fake_server import BOS, INFO, MAX_MODEL_LEN, QUESTION, AnsweringServer, client_of, compare, error
 
 from scoremode import CorpusError, NotFoundError, OutputError, ResponseError, TransportError, measure_kld
 from scoremode.runs import load_prompts, record_answers
@@ -16,63 +16,10 @@ from scoremode.wire import ServerInfo
 from scoremode.wire.references import AnswerSettings
 from tests import largest_uses as largest
 
-QUESTION, ANSWER = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}
+ANSWER = {"role": "assistant", "content": "I."}
 SETTINGS = AnswerSettings(max_new_tokens=6)
 ROWS = [{"prompt": "ab"}, {"prompt": "-"}, {"prompt": "cde"}]
 """The answer to the second is empty."""
-
-
-class StoredAnswers(StoredReference):
-    def __init__(self, body: dict) -> None:
-        super().__init__({"prompt": "answers", "method": "disjoint", "name": body["name"]})
-        data = body["answers"]["data"]
-        self.request = {**body, "method": "conversation", "context_length": MAX_MODEL_LEN, "stride": MAX_MODEL_LEN}
-        tokens = [(answer["prompt_token_ids"], answer["token_ids"]) for answer in data]
-        self.windows = [(prompt + answer, len(prompt)) for prompt, answer in tokens if answer]
-        self.documents = [row for row, (_, answer) in enumerate(tokens) if answer]
-        self.described: dict = {}
-        """More fields."""
-
-    def json(self) -> dict:
-        answers = self.request["answers"]
-        return {**super().json(), "answers": {**answers, "num_answers": len(answers["data"])}, **self.described}
-
-    def origins(self) -> dict:
-        return {**super().origins(), "documents": self.documents}
-
-
-class AnsweringServer(FakeServer):
-    """Answers with the three bytes after the last one of the prompt; also drops connections after `allowed` answers."""
-
-    stored_class = StoredAnswers
-    finish_reason = "stop"
-    text = "text"
-
-    def __call__(self, request):
-        body = json.loads(request.content) if request.content else {}
-        if request.url.path == "/v1/completions":
-            self.requests.append((request.method, request.url.path, body))
-            self.allowed -= 1
-            ids = [] if body["prompt"][-1] == ord("-") else [body["prompt"][-1] + step for step in (1, 2, 3)]
-            choice = {"token_ids": ids, "text": self.text, "finish_reason": self.finish_reason}
-            return ok({"choices": [choice]}) if self.allowed >= 0 else None
-        if request.url.path == "/v1/turns":
-            self.requests.append((request.method, request.url.path, body))
-            if "tool_calls" in body["messages"][-1]:
-                return error(400, "messages[0][1].tool_calls[0] must be a call of a function", param="messages")
-            return ok({"object": "turns", "data": [{"conversation": 0, "token_ids": [1, 2], "turns": []}]})
-        if request.url.path == "/tokenize" and "messages" in body:
-            return ok({"tokens": [1, 2]}) if body["messages"] == [QUESTION] else error(400, "broken")
-        return super().__call__(request)
-
-    def sent(self, route: str) -> list[dict]:
-        """The bodies of requests to a route."""
-        return [body for _, path, body in self.requests if path == route]
-
-    @property
-    def asked(self) -> list[dict]:
-        """The requests for answers."""
-        return self.sent("/v1/completions")
 
 
 @pytest.fixture

@@ -83,6 +83,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         (folder / name).write_text("an earlier result")
     (folder / "latin.md").write_text("caf\xe9", encoding="latin-1")
     (folder / "utf16.md").write_text("text", encoding="utf-16-le")
+    (folder / "empty.jsonl").touch()
     (folder / "two.md").write_text(2 * "<!-- scoremode -->\n<!-- /scoremode -->\n")
     (folder / "wrong.yaml").write_text("{output: o, text: {text: a}, models: [{name: base}]}")
     models = "{name: int8, model: ./begun}, {name: int4, model: ./int4}"
@@ -150,6 +151,13 @@ def references(made) -> dict[str, Any]:
         ("ANSWERS --layers", 2, "--layers does not work with --prompts", ""),
         ("ANSWERS --reference ../a", 2, REFERENCE_NAMES, ""),
         ("quick a", 2, "the following arguments are required: QUANT", ""),
+        ("quick a b --text-file missing", 2, "--text-file: must be an existing file, got missing", ""),
+        ("quick a b --text-file two.md --by c", 2, "--by does not work with --text-file, which is the whole text", ""),
+        ("quick a b --text-file two.md --preset categories", 2, "--text-file does not work with --preset", ""),
+        ("quick a b --prompts missing", 2, "--prompts: must be an existing file, got missing", ""),
+        ("quick a b --prompts empty.jsonl --preset categories", 1, "--prompts: empty.jsonl has no row with a", ""),
+        ("quick a b --tasks begun", 1, "--tasks: begun/a has no samples_TASK_DATE.jsonl below it; run lm-eval", ""),
+        ("quick a b --task-metric acc", 2, "--task-metric needs --tasks", ""),
         ("quick m m", 1, "error: quick: models: two are called 'm'", ""),
         ("quick a b -- --port 80", 1, "error: quick: serve: --port is set by the sweep", ""),
         ("--dataset d --chat-template-kwargs " + "[" * 1500, 2, "--chat-template-kwargs: must be a JSON object", ""),
@@ -425,7 +433,13 @@ HEAVY = {"arch", "huggingface_hub", "matplotlib", "pandas", "pyarrow", "scipy", 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("command", [["compare", "nope.json"], ["compare", "x.safetensors"], ["compare", "--help"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["compare", "nope.json"], ["compare", "x.safetensors"], ["compare", "--help"]),
+        *(["sweep", "nope.yaml"], ["quick", "m", "m", "--dataset", "pydoc"]),
+    ],
+)
 def test_what_is_told_without_a_comparison_imports_nothing_of_one(tmp_path, command):
     code = f"try: main.main({command})\nexcept SystemExit: pass\nprint('imported', {HEAVY} & {{*sys.modules}})"
     command = [sys.executable, "-c", f"import sys; from scoremode.cli import main\n{code}"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from scoremode.cli.main import parse
-from scoremode.cli.quick import plan
+from scoremode.cli.quick import _answers_folder, plan
 from scoremode.sweep import SweepPlan
 
 
@@ -34,6 +34,18 @@ def test_the_texts_by_category_take_the_place_of_wikitext():
     read = plan_of("a", "b", "--preset", "categories")
     corpus = read.text.load(Path(), read.windows.preset)
     assert (corpus.name, len(corpus.documents), read.window_settings["context_length"]) == ("categories v1", 261, 4096)
+
+
+def test_a_text_and_prompts_of_your_own(tmp_path):
+    (file := tmp_path / "own").touch()
+    read = plan_of("a", "b", "--text-file", str(file), "--prompts", str(file), "--max-new-tokens", "7")
+    assert (read.text.dataset, read.text.text_file, read.prompts, read.max_new_tokens) == (None, *[str(file)] * 2, 7)
+
+
+def test_answers_are_in_a_folder_of_the_models_name_or_of_lm_evals(tmp_path):
+    for name in ("org__m", "one__n", "other__n", "o", "org__o"):
+        (tmp_path / name).mkdir()
+    assert [_answers_folder(tmp_path, name).name for name in "mno"] == ["org__m", "n", "o"]
 
 
 def test_conversations_have_no_preset():

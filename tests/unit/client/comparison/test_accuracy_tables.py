@@ -174,7 +174,9 @@ def test_a_generated_answer_next_to_an_option_is_shown_as_a_text(tmp_path):
 def test_a_report_shows_the_questions_that_flipped(folders, tmp_path, capsys):
     runs = [str(perplexity_run(tmp_path, name, made_up_nlls(seed)).path) for seed, name in enumerate(("one", "two"))]
     command = ["compare", *runs, "--labels", "one,two", "--resamples", "100", "--html", str(tmp_path / "report.html")]
+    command += ["--write-card", str(tmp_path / "card.md")]
     assert main([*command, "--tasks", *folders, "--task-metric", "acc"]) == 0
     assert "two, %" in capsys.readouterr().out
+    assert "| all tasks |  | 200 | 100.00 | 90.00 | -10.00" in (tmp_path / "card.md").read_text()
     text = (tmp_path / "report.html").read_text()
     assert text.count("a|task 7: one is right, two is not (target 0). Question 7\\nAnswer:") == 1

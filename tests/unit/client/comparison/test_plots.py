@@ -126,6 +126,14 @@ def test_axes_have_several_ticks_of_few_digits(sizes, values):
     points = [Point(0, "run", size, value, value, value) for size, value in zip(sizes, values, strict=True)]
     drawing, axes = new_axes(LIGHT)
     size_plots.draw(points, "size", "value", None, drawing, axes, LIGHT)
+    check_ticks(drawing, axes)
+
+
+def test_an_axis_of_many_decades_has_ticks_that_are_apart(comparison):
+    check_ticks(*drawn(comparison, DISTRIBUTION))
+
+
+def check_ticks(drawing, axes):
     drawing.draw_without_rendering()
     for axis in (axes.xaxis, axes.yaxis):
         low, high = axis.get_view_interval()

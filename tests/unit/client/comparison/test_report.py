@@ -184,8 +184,15 @@ def test_each_pair_is_in_the_matrix_both_ways_round(tmp_path):
     comparison = compare([base, worse, alike], num_resamples=100)
     by_ratio, by_kld = pair_matrices(comparison)
     assert by_ratio.labels == ["base", "worse", "alike"]
-    marks = [["", "better", ""], ["worse", "", "worse"], ["", "better", ""]]
+    # Against the original there is no verdict.
+    marks = [["", "", ""], ["", "", "worse"], ["", "better", ""]]
     assert [[cell.mark for cell in row] for row in by_ratio.rows] == marks
+    assert by_ratio.rows[1][0].tip.startswith("worse against base by perplexity: 1.3")
+    write_report(comparison, tmp_path / "report.html")
+    colored = re.findall(r'<td class="(?:better|worse)".*?</td>', (tmp_path / "report.html").read_text())
+    # No color stands without its word.
+    assert len(colored) == 4
+    assert all(re.search(r"<small>(better|worse)</small></td>", cell) for cell in colored)
     pair = comparison.pairs[0].ppl_ratio
     inverse = by_ratio.rows[0][1]
     assert inverse.value == pytest.approx(1 / pair.value)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scoremode.runs import load_prompts
 from scoremode.sweep import SweepPlan, estimate
 from scoremode.sweep.estimate import estimated_seconds
 from scoremode.sweep.sweep import _Sweep
@@ -26,13 +27,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def seconds(folder: Path, **changes: object) -> float | None:
     plan = SweepPlan.model_validate({"models": MODELS, **PLAN, **changes})
-    return estimated_seconds(plan, folder, plan.text.load(folder))
+    prompts = plan.prompts and load_prompts(folder / plan.prompts)
+    return estimated_seconds(plan, folder, plan.text.load(folder), prompts)
 
 
 def test_it_follows_from_the_models_size_and_the_texts_length(folder):
     windows = {"method": "disjoint", "context_length": 8}
     # Two starts of a minute; the original three times, its copy once, 1,000 tokens of 1e6 operations at 1e9 a second.
     assert seconds(folder, windows=windows) == pytest.approx(2 * 60 + 4 * 1.0)
+    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 5)
+    # 1,000 more.
+    with_answers = seconds(folder, windows=windows, prompts="prompts.jsonl", max_new_tokens=200)
+    assert with_answers == pytest.approx(2 * 60 + 4 * 2.0)
     # Windows that overlap by three quarters have four times as many tokens.
     assert seconds(folder, windows={"context_length": 8}) == pytest.approx(2 * 60 + 4 * 4.0)
     assert seconds(folder, windows={"preset": "llama.cpp", "context_length": 8, "max_windows": 5}) == pytest.approx(

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,9 +21,12 @@ from safetensors.numpy import load_file
 
 from scoremode import OutputError
 from scoremode.cli.main import main
+from scoremode.comparison import card, compare, load_run, load_runs
+from scoremode.errors import RunError
 from scoremode.runs import open_locked
-from scoremode.sweep import SweepPlan, SweepResult, compare_runs, run_sweep
+from scoremode.sweep import SweepPlan
 from scoremode.sweep.processes import ProcessError, _resolved, _tied
+from scoremode.sweep.sweep import SweepResult, compare_runs, run_sweep
 from scoremode.wire.base_file import BaseFile
 
 pytestmark = pytest.mark.processes
@@ -143,6 +147,33 @@ async def test_the_next_sweep_resumes_the_same_model_after_a_death(tmp_path: Pat
     assert (tmp_path / "runs" / "logs" / "near.log").read_text().count("POST /v1/kld") == NUM_WINDOWS - 4
     assert record(tmp_path, "near")["statistics"]["num_windows"] == NUM_WINDOWS
     assert not list((tmp_path / "runs").glob("*.begun")), "nor a journal"
+
+
+async def test_answers_are_measured_next_to_the_text_and_alone_where_prompts_are_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    allowed, runs, prompts = tmp_path / "allowed", tmp_path / "runs", tmp_path / "prompts.jsonl"
+    near = {**NEAR, "env": {ALLOWED: str(allowed)}}
+    prompts.write_text('{"prompt": "ab"}\n{"prompt": "cde"}\n')
+    # The server dies after the text.
+    allowed.write_text(str(NUM_WINDOWS))
+    assert list((await sweep(tmp_path, BASE, near, prompts="prompts.jsonl", max_new_tokens=6)).runs) == ["base", "near"]
+    allowed.unlink()
+    for rows, num_asked in ((prompts.read_text(), 2), ('{"prompt": "xyz"}', 1)):
+        prompts.write_text(rows)
+        result = await sweep(tmp_path, BASE, near, prompts="prompts.jsonl", max_new_tokens=6)
+        base_log, near_log = ((runs / "logs" / f"{name}.log").read_text() for name in ("base", "near"))
+        assert near_log.count("POST /v1/kld") == base_log.count("POST /v1/completions") == num_asked
+    comparison = compare_runs(SweepPlan.model_validate({**PLAN, "models": [BASE]}), tmp_path, result)
+    assert [*result.runs, len(comparison.runs)] == ["base", "near", "near (answers)", 2]
+    alone = compare([load_run(runs / "near-answers.json")]).runs[-1]
+    assert comparison.runs[1].agreement_median == alone.agreement_median is not None
+    monkeypatch.chdir(runs)
+    assert main(shlex.split(comparison.command("--card"))[1:]) == 0
+    assert capsys.readouterr().out == (published := card(comparison))
+    assert "- Answers: 1, greedy, at most 6 tokens each; the prompts are prompts.jsonl, sha256 " in published
+    with pytest.raises(RunError, match="none of the runs on a text is of its model"):
+        load_runs([runs / "base.json", runs / "near-answers.json"])
 
 
 async def test_both_lanes_of_each_model_are_measured_and_kept(tmp_path: Path):
