@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from local_server import ServerProcess, server_process
+from tests import example_sink
 
 API_KEY = "secret"
 OTHER_API_KEY = "another secret"
@@ -151,6 +152,7 @@ class Servers:
         # Tests change the process's own while servers are started.
         self._inherited = dict(os.environ)
         self._references: dict[str, Path] = {}
+        self._sinks = example_sink.install(folder())
         self._group = ""
         self._starts = ThreadPoolExecutor(STARTS_AT_ONCE, thread_name_prefix="starts")
         self._running: list[ExitStack] = []
@@ -198,12 +200,14 @@ class Servers:
     def _command(self, server: Server) -> AbstractContextManager[ServerProcess]:
         """The server, to be started."""
         references = ("--reference-dir", str(self.references(server.references))) if server.references else ()
+        # Packages with sinks are found as installed ones are.
+        path = os.pathsep.join(filter(None, (str(self._sinks), self._inherited.get("PYTHONPATH"))))
         return server_process(
             self._model(server.model),
             *server.flags,
             *references,
             log=self._folder() / "server.log",
             command=server.command,
-            environment=KEEP_MEMORY | server.environment,
+            environment=KEEP_MEMORY | {"PYTHONPATH": path} | server.environment,
             inherited=self._inherited,
         )
