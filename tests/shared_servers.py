@@ -152,7 +152,9 @@ class Servers:
         # Tests change the process's own while servers are started.
         self._inherited = dict(os.environ)
         self._references: dict[str, Path] = {}
-        self._sinks = example_sink.install(folder())
+        # Packages with sinks are found as installed ones are.
+        paths = str(example_sink.install(folder())), os.environ.get("PYTHONPATH")
+        self.python_path = os.pathsep.join(filter(None, paths))
         self._group = ""
         self._starts = ThreadPoolExecutor(STARTS_AT_ONCE, thread_name_prefix="starts")
         self._running: list[ExitStack] = []
@@ -200,14 +202,12 @@ class Servers:
     def _command(self, server: Server) -> AbstractContextManager[ServerProcess]:
         """The server, to be started."""
         references = ("--reference-dir", str(self.references(server.references))) if server.references else ()
-        # Packages with sinks are found as installed ones are.
-        path = os.pathsep.join(filter(None, (str(self._sinks), self._inherited.get("PYTHONPATH"))))
         return server_process(
             self._model(server.model),
             *server.flags,
             *references,
             log=self._folder() / "server.log",
             command=server.command,
-            environment=KEEP_MEMORY | {"PYTHONPATH": path} | server.environment,
+            environment=KEEP_MEMORY | {"PYTHONPATH": self.python_path} | server.environment,
             inherited=self._inherited,
         )

@@ -5,6 +5,7 @@ import httpx
 import numpy as np
 import pytest
 
+from local_server import server_process
 from scoremode import BadRequestError, ScoreClient
 from tests import oracle
 from tests.e2e.test_chosen_tokens import log_softmax
@@ -78,3 +79,18 @@ def test_what_cannot_be_computed_is_refused(client, wrong, message):
     with pytest.raises(BadRequestError, match=message):
         client.score([1, 2, 3], **wrong)
     assert client.score([1, 2, 3])[0].num_scored == 2
+
+
+@pytest.mark.slow
+def test_two_ranks_add_up_their_parts_of_the_vocabulary(servers, random_model, wikitext, tmp_path):
+    """A server of its own, with two tensor-parallel workers on the CPU."""
+    flags = ("--tensor-parallel-size", "2", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "4")
+    environment = {"PYTHONPATH": servers.python_path, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with (
+        server_process(random_model, *flags, log=tmp_path / "server.log", environment=environment) as started,
+        ScoreClient(started.url, timeout=300) as client,
+    ):
+        tokens = client.tokenize(wikitext[48_000:50_000])[:100]
+        for lane in ("prefill", "decode"):
+            (score,) = client.score(tokens, statistics=STATISTICS, sinks={"token_mass": SET}, lane=lane)
+            check({name: column[1:] for name, column in score.columns.items()}, log_softmax(random_model, tokens[:-1]))
