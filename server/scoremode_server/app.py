@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from scoremode.wire.protocol import MAX_CANDIDATES, Bounds, ServerInfo
 from scoremode.wire.references import ReferenceRequest
 from scoremode_server.completions import routes as completions
-from scoremode_server.engine.admission import MAX_WAITING_SEQUENCES, Admission, EngineSize
+from scoremode_server.engine.admission import MAX_WAITING_SEQUENCES, Admission, EngineSize, RequestQueue
 from scoremode_server.engine.engine import ScoringEngine, make_store
 from scoremode_server.engine.passes import run_engine
 from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence
@@ -162,12 +162,10 @@ def engine_size(config: VllmConfig, settings: Namespace) -> EngineSize:
 async def _warm_up(client: EngineClient, admission: Admission, limits: Limits) -> None:
     """Score something, so that no user's request waits for kernels to be compiled. Metrics do not count it."""
     for top_logprobs in range(min(1, limits.max_top_logprobs) + 1):
-        warm_up = EnginePass(TokenSequence(context=[0, 1, 0]))
-        async with admission.request() as queue:
-            settings = ScoreSettings(
-                request_id=f"scoremode-warm-up-{top_logprobs}", queue=queue, top_logprobs=top_logprobs
-            )
-            await run_engine(client, warm_up.begin(settings, settings.request_id))
+        request_id = f"scoremode-warm-up-{top_logprobs}"
+        settings = ScoreSettings(request_id=request_id, queue=RequestQueue(admission), top_logprobs=top_logprobs)
+        warm_up = EnginePass(TokenSequence(context=[0, 1, 0])).begin(settings, request_id)
+        await run_engine(client, warm_up)
         warm_up.check()
 
 

@@ -26,8 +26,7 @@ from scoremode_server.completions import logprobs_json
 from scoremode_server.completions.logprobs_json import LogprobsWriter, OpenAI, Style
 from scoremode_server.completions.requests import row_temperature
 from scoremode_server.engine.admission import cancel_and_wait
-from scoremode_server.engine.passes import engine_id
-from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence
+from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence, engine_id
 from scoremode_server.errors import EngineOutputError, RequestError, UnfinishedError
 from scoremode_server.http.requests import accept
 from scoremode_server.rows import own_rows
@@ -79,8 +78,8 @@ class ScoringHandler:
         if isinstance(response, ErrorResponse):
             return response
         content = response.model_dump()
-        parts = filled(content, self.gaps(content, request, scoring.results))
-        num_logprobs = sum(result.rows.token_ids.size for result in scoring.results)
+        parts = filled(content, self.gaps(content, request, scoring.passes))
+        num_logprobs = sum(result.rows.token_ids.size for result in scoring.passes)
         return b"".join(parts) if num_logprobs <= WRITTEN_AT_ONCE else paced(parts, self._long_pacer)
 
     async def respond(self, stock: Any, request: Any, raw_request: Request) -> Any:
@@ -176,13 +175,12 @@ class _EngineThatScores:
     each prompt before it reads an output."""
 
     def __init__(self, handler: ScoringHandler, request: Any, raw_request: Request) -> None:
-        self.results: list[EnginePass] = []
+        self.passes: list[EnginePass] = []
         self.tasks: list[asyncio.Task[None]] = []
         self._handler, self._request, self._raw_request = handler, request, raw_request
         self._owner = handler.core.owner(raw_request.headers)
-        self._passes: list[EnginePass] = []
-        self._settings: list[Callable[..., ScoreSettings]] = []
-        """Settings of each pass, which lack the queue."""
+        self._settings: Callable[..., ScoreSettings] = ScoreSettings
+        """Makes the settings of all passes, which are the same, from their queue."""
         self._finished = asyncio.Event()
 
     def __getattr__(self, name: str) -> Any:
@@ -203,23 +201,20 @@ class _EngineThatScores:
         # Engines that a request is moved between know it by its id, and must find its keys and values.
         is_moved = "kv_transfer_params" in (params.extra_args or {})
         request_id = request_id if is_moved else engine_id(request_id)
-        self._passes.append(
-            EnginePass(TokenSequence(context=token_ids)).prepare(request_id, token_ids, spec, prompt, params)
+        engine_pass = EnginePass(TokenSequence(context=token_ids))
+        self.passes.append(engine_pass.prepare(request_id, token_ids, spec, prompt, params))
+        self._settings = partial(
+            ScoreSettings,
+            request_id=request_id,
+            use_cache=params.n == 1 and prompt["type"] == "token" and not is_moved,
+            options=options,
+            owner="" if is_moved else self._owner,
         )
-        self._settings.append(
-            partial(
-                ScoreSettings,
-                request_id=request_id,
-                use_cache=params.n == 1 and prompt["type"] == "token" and not is_moved,
-                options=options,
-                owner="" if is_moved else self._owner,
-            )
-        )
-        return self._output(len(self._passes) - 1, prompt)
+        return self._output(len(self.passes) - 1, prompt)
 
     async def _output(self, index: int, prompt: Any) -> AsyncIterator[RequestOutput]:
         """The only output of a prompt, without its logprobs."""
-        if len(self._passes) == 1:
+        if len(self.passes) == 1:
             await self._score()
         elif index == 0:
             self.tasks.append(asyncio.create_task(self._score()))
@@ -229,7 +224,7 @@ class _EngineThatScores:
             await self._handler.core.scorer.pacer.wait()
             self._finished.set()
         await self._finished.wait()
-        result = self.results[index]
+        result = self.passes[index]
         # With the last token, which may not have been fed.
         result.output.prompt_token_ids = result.sequence.context
         output = copy(result.output)
@@ -242,16 +237,18 @@ class _EngineThatScores:
         """Score all prompts as one request."""
         handler, core = self._handler, self._handler.core
         request_id = self._raw_request.state.request_metadata.request_id
-        lengths = [each.sequence.num_tokens for each in self._passes]
-        num_values = [length * each.spec.width for length, each in zip(lengths, self._passes, strict=True)]
+        num_tokens = sum(each.sequence.num_tokens for each in self.passes)
+        num_values = [each.sequence.num_tokens * each.spec.width for each in self.passes]
         try:
             core.limits.check_num_values(num_values)
-            async with accept(core.admission, handler.route, request_id, len(lengths), sum(lengths)) as queue:
+            async with accept(core.admission, handler.route, request_id, len(num_values), num_tokens) as queue:
                 await core.answers.reserve(self._raw_request, sum(num_values))
-                for each, settings in zip(self._passes, self._settings, strict=True):
-                    each.sequence.settings = settings(queue=queue)
-                async with aclosing(queue.in_order(map(core.scorer.engine.rows, self._passes))) as in_order:
-                    self.results = [result async for result in in_order]
+                settings = self._settings(queue=queue)
+                for each in self.passes:
+                    each.sequence.settings = settings
+                async with aclosing(queue.in_order(map(core.scorer.engine.rows, self.passes))) as in_order:
+                    async for _ in in_order:
+                        pass
         except UnfinishedError as error:
             handler.stock._raise_if_error(error.finish_reason, request_id)
             raise

@@ -98,10 +98,9 @@ class CachedRequest:
         num_known = self.num_computed if reads else 0
         await run_engine(self.engine, engine_pass, reads_prefix_cache=reads, num_known=num_known)
         self._num_rows_found = engine_pass.num_missing
-        missing = self._missing()
-        if missing and self.is_current:
-            missing = await self._find(computing)
-        if engine_pass.num_missing and (missing or not self.is_current):
+        if self._missing() and self.is_current:
+            await self._find(computing)
+        if engine_pass.num_missing and (self._missing() or not self.is_current):
             self._num_rows_found = 0
             await run_engine(self.engine, engine_pass, suffix="-whole")
             engine_pass.check()
@@ -116,9 +115,9 @@ class CachedRequest:
         hashes = self.block_hashes
         return [block for block in self._needed() if block >= len(hashes) or hashes[block] not in self._blocks_found]
 
-    async def _find(self, computing: Mapping[bytes, "CachedRequest"]) -> list[int]:
+    async def _find(self, computing: Mapping[bytes, "CachedRequest"]) -> None:
         """Find the blocks that the pass left out: in the store, once earlier requests have stored theirs, and by a
-        short pass. Returns the blocks that are still missing."""
+        short pass."""
         needed = self._needed()
         for other in {computing[each] for each in self.block_hashes[needed.start : needed.stop] if each in computing}:
             self.has_waited = True
@@ -127,7 +126,6 @@ class CachedRequest:
         last = needed[-1]
         if self._missing() == [last] and last < len(self.block_hashes) and self.engine_pass.spec.identity is None:
             await self._run_last_block(last)
-        return self._missing()
 
     async def _run_last_block(self, block: int) -> None:
         """Score the tokens up to the end of the only missing block, the last one that a pass left out.

@@ -1,6 +1,5 @@
 """One pass of a sequence through vLLM's engine: the only calls of its `generate`."""
 
-import secrets
 from typing import Any
 
 from vllm.engine.protocol import EngineClient
@@ -11,11 +10,6 @@ from scoremode_server.engine.sequence import EnginePass
 from scoremode_server.errors import EngineOutputError, engine_dead_error
 from scoremode_server.rows import check_finished, complete_rows, received_rows
 from scoremode_server.vllm_compat.engine_client import exempt_from_queue_bounds
-
-
-def engine_id(request_id: str) -> str:
-    """An id for the engine, unique even if two clients use the same request id: an abort must not end both."""
-    return f"{request_id}-{secrets.token_hex(4)}"
 
 
 async def run_engine(engine: EngineClient, engine_pass: EnginePass, **how: Any) -> None:

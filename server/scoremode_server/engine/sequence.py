@@ -4,6 +4,7 @@ A route makes a `TokenSequence`, with the `ScoreSettings` of its HTTP request. A
 `generate` for it. Stages on the way set the fields that have no value yet.
 """
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -31,6 +32,11 @@ _SCORE_MODE = SamplingParams(
 """Parameters of passes whose sampled token is not used."""
 
 
+def engine_id(request_id: str) -> str:
+    """An id for the engine, unique even if two clients use the same request id: an abort must not end both."""
+    return f"{request_id}-{secrets.token_hex(4)}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreSettings:
     """Settings of all sequences of an HTTP request."""
@@ -53,13 +59,13 @@ class ScoreSettings:
     """Whether the wanted rows are of a generated answer, whose first token comes from the step that prefills."""
 
     def num_prefilled(self, first: int) -> int:
-        """How many tokens need not come in chunks. No row from position `first` on then comes from a step with more
-        than a chunk of tokens, except an answer's first."""
+        """How many tokens need not come in chunks, in lanes that have chunks. No row from position `first` on then
+        comes from a step with more than a chunk of tokens, except an answer's first."""
         most = first if self.is_answer else first - 1
         return max(1, most if self.context is None else min(self.context, most))
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class TokenSequence:
     """A sequence of n tokens, and what is wanted of them: the logprobs of its targets, the tokens from `first` on."""
 
@@ -81,10 +87,8 @@ class TokenSequence:
     """The place of its prompt or conversation in the request."""
     continuation_index: int | None = None
     """The place of its continuation, or of its turn in the conversation."""
-    pass_index: int = 0
-    """The place of its pass in the request."""
     column: int = 0
-    """The column of its last token in the last row of the pass; 0 if it is the pass's own last token."""
+    """The column of its last token in the last row of its pass; 0 if it is the pass's own last token."""
     settings: ScoreSettings = field(init=False)
 
     @property
@@ -127,7 +131,7 @@ class TokenSequence:
         return f"continuations[{self.continuation_index}] after prompt[{self.prompt_index}]"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class EnginePass:
     """A pass through the engine, which scores a sequence and others that differ from it in their last token alone.
 
@@ -214,10 +218,10 @@ class EnginePass:
             last_token=sequence.last_token,
             num_top=num_top,
             temperature=settings.temperature,
-            num_candidates=0 if candidates is None else candidates.shape[-1],
+            num_candidates=self.num_candidates,
             candidates=b"" if candidates is None else candidates.tobytes(),
             sinks=sequence.sinks,
             sink_columns=sequence.sink_columns,
             chunk=settings.chunk,
-            context=settings.num_prefilled(first) if settings.chunk else 1,
+            context=settings.num_prefilled(first),
         )

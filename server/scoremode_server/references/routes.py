@@ -29,8 +29,7 @@ from scoremode.wire.references import (
     ServedLayers,
 )
 from scoremode_server.engine.admission import RequestQueue
-from scoremode_server.engine.passes import engine_id
-from scoremode_server.engine.sequence import ScoreSettings
+from scoremode_server.engine.sequence import ScoreSettings, engine_id
 from scoremode_server.errors import NotServedError, RequestError
 from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accept, until_disconnect
 from scoremode_server.http.responses import VALUE_BYTES, ClosingStream, in_own_task, respond, top_entries

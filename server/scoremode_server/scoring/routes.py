@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,7 @@ from scoremode.wire.protocol import (
     Usage,
 )
 from scoremode_server.engine.admission import RequestQueue
-from scoremode_server.engine.passes import engine_id
-from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence
+from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence, engine_id
 from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accept, until_disconnect
 from scoremode_server.http.responses import json_response, respond, top_entries
 from scoremode_server.rows import NO_TOKEN, Rows, json_logprobs, num_words
@@ -107,7 +107,8 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     """Score every token of every prompt, or every token of every continuation of every prompt."""
     async with prepare(raw_request, request.model) as (core, model, options):
         core.limits.check_top_logprobs(request.top_logprobs)
-        sequences, passes = await read_sequences(request, core)
+        sequences, pass_of_each = await read_sequences(request, core)
+    passes = list(dict.fromkeys(pass_of_each))
     num_tokens = sum(each.sequence.num_tokens for each in passes)
     # Logprobs in the answer for each sequence.
     num_values = [
@@ -133,8 +134,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         num_cached = sum([each.num_cached_tokens async for each in core.scorer.scores(passes, settings)])
 
         def write() -> Response:
-            strings = core.tokenizer.strings
-            results = [_result(request, strings, each, passes[each.pass_index]) for each in sequences]
+            results = map(partial(_result, request, core.tokenizer.strings), sequences, pass_of_each)
             return json_response(
                 {
                     "id": request_id,

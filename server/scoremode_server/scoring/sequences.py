@@ -18,7 +18,7 @@ from scoremode_server.worker.sinks import Sink, sink_classes
 
 
 async def read_sequences(request: ScoreRequest, core: Core) -> tuple[list[TokenSequence], list[EnginePass]]:
-    """The sequences of a request, in the order of its prompts or conversations, and the passes that score them.
+    """The sequences of a request, in the order of its prompts or conversations, and the pass that scores each.
     TooLargeError if texts with their continuations are too long in all."""
     if request.logprobs_from != 0 and (request.messages is not None or request.continuations is not None):
         raise RequestError("logprobs_from: logprobs of a turn or a continuation begin where it does", "logprobs_from")
@@ -58,26 +58,24 @@ async def _turns(request: ScoreRequest, core: Core) -> list[TokenSequence]:
 
 
 def _in_passes(request: ScoreRequest, sequences: list[TokenSequence]) -> list[EnginePass]:
-    """The passes of sequences, which get their places in them. Continuations that differ in their last token alone
-    share a pass, as candidates of its last row. A row has one token's rank, and figures of one token, so with ranks
-    and sinks each has a pass of its own."""
+    """Find a pass for each sequence. Continuations that differ in their last token alone share one, as candidates of
+    its last row. A row has one token's rank, and may have figures of one token, so with ranks and sinks each has a pass
+    of its own."""
     passes: list[EnginePass] = []
-    passes_by_beginning: dict[Any, int] = {}
+    pass_by_beginning: dict[Any, EnginePass] = {}
     can_share = request.continuations is not None and not request.return_ranks and not request.sinks
-    for sequence in sequences:
+    for place, sequence in enumerate(sequences):
         last = sequence.last_token
         # Equal contexts are one list.
-        key: Any = (id(sequence.context), tuple(sequence.targets[:-1])) if can_share else len(passes)
-        index = passes_by_beginning.get(key, len(passes))
-        is_new = index < len(passes) and last not in passes[index].columns
+        key: Any = (id(sequence.context), tuple(sequence.targets[:-1])) if can_share else place
+        engine_pass = pass_by_beginning.get(key)
         # All rows of a pass have the same candidates.
-        if is_new and (passes[index].num_candidates + 1) * sequence.num_targets > MAX_CANDIDATES:
-            index = len(passes)
-        if index == len(passes):
-            passes_by_beginning[key] = index
-            passes.append(EnginePass(sequence, {last: 0}))
-        sequence.pass_index = index
-        sequence.column = passes[index].columns.setdefault(last, passes[index].num_candidates + 1)
+        if engine_pass is None or (
+            last not in engine_pass.columns and (engine_pass.num_candidates + 1) * sequence.num_targets > MAX_CANDIDATES
+        ):
+            engine_pass = pass_by_beginning[key] = EnginePass(sequence, {last: 0})
+        sequence.column = engine_pass.columns.setdefault(last, engine_pass.num_candidates + 1)
+        passes.append(engine_pass)
     return passes
 
 

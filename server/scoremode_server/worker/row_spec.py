@@ -109,33 +109,26 @@ def guard_rows(engine: Any) -> None:
     Most routes make parameters by `from_optional`, and the others call `generate` with them: both refuse before a
     stream begins. `add_request` is guarded for all other callers.
     """
-    make_params = SamplingParams.from_optional
-
-    def make_unforged(**fields: Any) -> SamplingParams:
-        params = make_params(**fields)
-        _check(params)
-        return params
-
-    SamplingParams.from_optional = staticmethod(make_unforged)
 
     def guarded(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         place = list(signature(method).parameters).index(name)
 
         @wraps(method)
         def unforged(*args: Any, **options: Any) -> Any:
-            params = args[place] if len(args) > place else options.get(name)
-            if type(params) is not ScoringParams:
-                _check(params)
+            _check(args[place] if len(args) > place else options.get(name))
             return method(*args, **options)
 
         return unforged
 
+    SamplingParams.from_optional = staticmethod(guarded(SamplingParams.from_optional, "extra_args"))
     engine.add_request = guarded(engine.add_request, "params")
     engine.generate = guarded(engine.generate, "sampling_params")
 
 
-def _check(params: Any) -> None:
-    if ROWS in (getattr(params, "extra_args", None) or ()):
+def _check(wanted: Any) -> None:
+    """Refuse sampling parameters, or extra arguments of them, that a client has given a `RowSpec`."""
+    extra_args = wanted if isinstance(wanted, dict) else getattr(wanted, "extra_args", None)
+    if type(wanted) is not ScoringParams and ROWS in (extra_args or ()):
         raise VLLMValidationError(
             f"{ROWS} cannot be set in vllm_xargs or extra_args, because it is the server's own: leave it out",
             parameter=ROWS,

@@ -22,7 +22,7 @@ from scoremode.wire.references import KldRequest, ReferenceRequest
 from scoremode_server.app import published_bounds
 from scoremode_server.completions.requests import CompletionBody
 from scoremode_server.engine.admission import MAX_WAITING_SEQUENCES, Admission, cancel_and_wait
-from scoremode_server.engine.sequence import EnginePass, TokenSequence
+from scoremode_server.engine.sequence import TokenSequence
 from scoremode_server.errors import BusyError
 from scoremode_server.http.json_fields import read_fields
 from scoremode_server.http.responses import dump
@@ -193,11 +193,9 @@ def test_a_client_reads_scores_with_everything(prompt, num_top):
     token_ids, shape = largest.tokens(500), (499, 1 + num_top)
     rows = Rows.from_arrays(np.full(shape, 262_143), np.full(shape, -12.3456789), np.full(499, 262_144))
     sequence = TokenSequence(context=token_ids)
-    scored_by = EnginePass(sequence)
-    scored_by.rows = rows
     strings: Any = SimpleNamespace(texts_of=lambda ids: ["\ufffd" * 20] * len(ids))
     request = ScoreRequest(prompt=prompt, encoding_format="base64", **fields)
-    result = _result(request, strings, sequence, scored_by)
+    result = _result(request, strings, sequence, SimpleNamespace(rows=rows, num_candidates=0))
     assert len(dump(result)) < allowed(lambda client: client.score(prompt, **fields)) - 2**20
 
 

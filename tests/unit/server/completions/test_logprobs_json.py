@@ -45,9 +45,8 @@ def rows(prompt: list[int], width: int) -> Rows:
 
 
 def result_of(prompt: list[int], rows: Rows, hashes: Sequence[bytes] = (), num_cached_blocks: int = 0) -> EnginePass:
-    result = EnginePass(TokenSequence(context=prompt))
+    result = EnginePass(TokenSequence(context=prompt), block_hashes=hashes, num_cached_blocks=num_cached_blocks)
     result.rows, result.output = rows, SimpleNamespace(prompt_token_ids=prompt)
-    result.block_hashes, result.num_cached_blocks = hashes, num_cached_blocks
     return result
 
 

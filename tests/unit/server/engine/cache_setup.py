@@ -17,8 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, openai_logprobs
 from scoremode_server.engine.admission import EngineSize, RequestQueue
 from scoremode_server.engine.engine import ScoringEngine
-from scoremode_server.engine.passes import engine_id
-from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence
+from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence, engine_id
 from scoremode_server.engine.store import BLOCK_OVERHEAD_BYTES, RowStore
 from scoremode_server.errors import UnfinishedError
 from scoremode_server.metrics import Metrics
@@ -57,8 +56,8 @@ class Ask:
             use_cache=self.cached,
             options={"lora_request": LORAS[self.adapter]},
         )
+        sequence = TokenSequence(context=list(self.token_ids), first=self.first)
         if self.scores:
-            sequence = TokenSequence(context=list(self.token_ids), first=self.first)
             return EnginePass(sequence).begin(settings, request_id, block_size)
         params = SamplingParams(
             max_tokens=1,
@@ -67,7 +66,6 @@ class Ask:
             logprobs=self.top,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        sequence = TokenSequence(context=self.fed, first=self.first)
         sequence.settings = settings
         prompt = tokens_input(self.fed, cache_salt=self.salt)
         return EnginePass(sequence).prepare(engine_id(request_id), self.fed, RowSpec(num_top=self.top), prompt, params)
@@ -99,8 +97,7 @@ class Setup:
         first_weights = self.engine.weights[ask.adapter]
         through_cache = ask.cached and self.store.is_usable and len(ask.token_ids) > self.store.block_size
         async with self.scoring.admission.request(1, len(ask.token_ids)) as queue:
-            engine_pass = ask.engine_pass(f"ask-{self.num_asked}", queue, self.store.block_size)
-            answer = await self.scoring.rows(engine_pass)
+            answer = await self.scoring.rows(ask.engine_pass(f"ask-{self.num_asked}", queue, self.store.block_size))
         weights = range(first_weights, self.engine.weights[ask.adapter] + 1)
         assert any(self.is_right(ask, answer, version) for version in weights), (ask, answer.num_cached_tokens)
         assert 0 <= answer.num_cached_tokens < len(ask.fed)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scoremode_server.engine.admission import RequestQueue
 from scoremode_server.engine.sequence import EnginePass
 from scoremode_server.engine.store import BLOCK_OVERHEAD_BYTES
 from tests.unit.server.engine import fake_engine
@@ -122,5 +121,5 @@ async def test_a_row_that_is_nan_is_stored_with_no_block(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(fake_engine, "rows_after", with_nan)
-        await made.scoring.rows(replace(ask, first=3).engine_pass("later rows", RequestQueue(made.scoring.admission)))
+        await made.ask(replace(ask, first=3))
     await made.ask(ask)
