@@ -49,12 +49,13 @@ def run(options: argparse.Namespace) -> int:
     if dataset not in (None, corpora.PYDOC) and local_path(dataset) is None:
         needed.append("datasets")
     require_extras(*needed)
-    from scoremode.sweep import PlanError, checked_plan
+    from scoremode.sweep import checked_plan
 
     checked, tasks = checked_plan(plan(options), "quick"), None
     models = [entry.model or "" for entry in checked.models]
+    # Names of one part are misspelled paths more often than they are on the hub.
     if missing := [model for model in models if "/" not in model and not Path(model).is_dir()]:
-        raise PlanError(f"{missing[0]} is not a folder, and names on the hub are ORGANIZATION/NAME")
+        print(f"ppl-client: {missing[0]} is not a folder here, so servers look for it on the hub", file=sys.stderr)
     if _is_quantized(models[0]) and False in map(_is_quantized, models):
         print(f"ppl-client: {models[0]} is quantized and a copy is not: the original comes first", file=sys.stderr)
     if options.tasks is not None:
