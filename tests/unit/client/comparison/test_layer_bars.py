@@ -115,19 +115,11 @@ def test_runs_that_do_not_fit_are_refused(paths, change, message):
         load_layers(paths)
 
 
-def test_a_file_that_is_cut_short_and_options_of_other_runs_are_refused(paths, tmp_path, capsys):
+def test_equal_labels_and_options_of_other_runs_are_refused(paths, capsys):
     with pytest.raises(RunError, match="2 runs are called 'A'"):
         load_layers(paths, ["A", "A"])
-    assert main(["compare", *map(str, paths), "--card"]) == 1
-    assert "--card does not work with runs of ppl-client layers" in capsys.readouterr().err
     assert main(["compare", *map(str, paths), "--max-kld", "0"]) == 1
     assert "--max-kld does not work with runs of ppl-client layers" in capsys.readouterr().err
-    paths[1].write_text(paths[1].read_text()[:100])
-    assert main(["compare", *map(str, paths)]) == 1
-    assert "fp8.json is not JSON: Unterminated string" in capsys.readouterr().err
-    paths[0].write_text("[" * 200_000)
-    assert main(["compare", *map(str, paths)]) == 1
-    assert "is not" in capsys.readouterr().err
 
 
 def test_a_run_without_any_cost_is_drawn(tmp_path):
