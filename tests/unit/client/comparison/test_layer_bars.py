@@ -122,19 +122,14 @@ def test_equal_labels_and_options_of_other_runs_are_refused(paths, capsys):
     assert "--max-kld does not work with runs of ppl-client layers" in capsys.readouterr().err
 
 
-def test_a_run_without_any_cost_is_drawn(tmp_path):
-    runs = load_layers([write_run(tmp_path / "same.json", [0.0] * 4)])
-    write_report(None, tmp_path / "report.html", layers=runs)
-    assert (tmp_path / "report.html").read_text().count(" nats, not above the floor") == 4
-
-
-def test_the_axis_has_layers_numbers(tmp_path):
-    """Thirty layers of two blocks, and every third number."""
+def test_a_deep_model_without_any_cost_is_drawn(tmp_path):
+    """Thirty layers of two blocks, and every third number on the axis."""
     path = write_run(tmp_path / "deep.json", [0.0] * 4)
-    blocks = [part(f"model.layers.{at // 2}.{'mlp' if at % 2 else 'attn'}", "mlp", 0.01) for at in range(60)]
+    blocks = [part(f"model.layers.{at // 2}.{'mlp' if at % 2 else 'attn'}", "mlp", 0.0) for at in range(60)]
     path.write_text(json.dumps(json.loads(path.read_text()) | {"blocks": blocks}))
     write_report(None, tmp_path / "report.html", layers=load_layers([path]))
     html = (tmp_path / "report.html").read_text()
+    assert html.count(" nats, not above the floor") == 62
     numbers = axis_numbers(ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6]))
     assert numbers == [str(number) for number in range(0, 30, 3)]
 
