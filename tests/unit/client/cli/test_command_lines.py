@@ -180,6 +180,7 @@ def references(made) -> dict[str, Any]:
         ("quick a b --write-card two.md", 2, "two.md: keep one <!-- scoremode --> and one <!-- /scoremode --> ", ""),
         ("sweep card.yaml", 1, "latin.md is not UTF-8 at byte 3: convert it", ""),
         ("compare a.json --markdown", 2, "--markdown is gone: --card prints the published table", ""),
+        ("compare a.json --qbench b.json", 2, "--qbench is gone: use ppl-client kld for models that vLLM serves", ""),
         ("layers --reference r --keep 1", 2, "need --base-weights DIR", ""),
         ("record --reference r --text a --layers --stride 8", 2, "--stride does not work with --layers", ""),
         ("compare", 2, "give finished runs, or --tasks", ""),
