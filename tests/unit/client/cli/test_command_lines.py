@@ -169,7 +169,6 @@ def references(made) -> dict[str, Any]:
             "windows of 9 tokens do not fit in --max-model-len 8",
             "",
         ),
-        ("quick o/m int4 --tasks begun", 1, "int4 is not a folder here, so servers look for it on the hub", ""),
         ("quick a b -- --port 80", 1, "error: quick: serve: --port is set by the sweep", ""),
         ("--dataset d --chat-template-kwargs " + "[" * 1500, 2, "--chat-template-kwargs: must be a JSON object", ""),
         ("quick a b --messages m --preset hf", 2, "--preset does not work with --messages", ""),

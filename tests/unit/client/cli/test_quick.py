@@ -54,12 +54,18 @@ def test_conversations_have_no_preset():
     assert (read.windows.preset, read.text.messages, read.text.by) == (None, "messages", "language")
 
 
-def test_an_original_that_is_quantized_next_to_a_copy_that_is_not_is_told(tmp_path, monkeypatch, capsys):
+def test_names_that_may_be_mistakes_are_told_and_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, config in (("int8", '{"quantization_config": {}}'), ("bf16", "{}")):
         Path(name).mkdir()
         Path(name, "config.json").write_text(config)
     monkeypatch.setattr(quick.sweep, "measure", lambda *_: 0)
-    for order, is_told in (("int8", "./bf16"), True), (("bf16", "./int8"), False), (("int8", "hub/name"), False):
+    notes = {
+        ("int8", "./bf16"): "int8 is quantized and a copy is not: the original comes first",
+        ("bf16", "gpt2"): "gpt2 is not a folder here, so servers look for it on the hub",
+        ("bf16", "./int8"): "",
+        ("int8", "hub/name"): "",
+    }
+    for order, note in notes.items():
         assert main(["quick", *order]) == 0
-        assert ("int8 is quantized and a copy is not" in capsys.readouterr().err) == is_told
+        assert capsys.readouterr().err == (note and f"ppl-client: {note}\n")
