@@ -32,6 +32,8 @@ def serve(arguments: list[str]) -> None:
     except RuntimeError as error:
         raise SystemExit(f"scoremode: {error}") from None
     keep_tensors_off_the_heap()
+    from pydantic import ValidationError
+
     # vLLM's command-line module needs distribution metadata that the CPU build lacks; the subcommand itself does not.
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.logger import configure_logging_from_args
@@ -52,6 +54,9 @@ def serve(arguments: list[str]) -> None:
         command.cmd(namespace)
     except NoKernelError as error:
         raise SystemExit(f"scoremode: {error}") from None
+    except ValidationError as error:
+        # vLLM checks its configuration with pydantic, whose traceback has nothing of the cause.
+        raise SystemExit(f"scoremode: {'; '.join(fault['msg'] for fault in error.errors())}") from None
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise SystemExit(

@@ -30,13 +30,6 @@ def reference(layered: LayeredEngine):
     return layered.record("base", TEXTS)
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-def test_the_model_resumed_from_its_own_stream_is_itself(layered: LayeredEngine, reference, shift):
-    """Exactly, also when it is fed other tokens: then all comes from the stream."""
-    jobs = [(index, boundary) for index in range(2) for boundary in range(NUM_BOUNDARIES)]
-    assert max(kld.max() for kld in layered.kld(reference, jobs, shift)) == 0
-
-
 @pytest.mark.parametrize(
     ("name", "expected_cost"),
     [

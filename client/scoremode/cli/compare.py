@@ -56,9 +56,11 @@ def check(options: argparse.Namespace) -> None:
         (options.markdown, "--markdown is gone: --card prints the published table in Markdown, --csv every figure"),
         (not runs and not tasks, "give finished runs, or --tasks"),
         (
-            not runs and (options.llama_cpp or options.qbench),
-            "--llama-cpp and --qbench need a finished run to be compared with",
+            options.qbench,
+            "--qbench is gone: use ppl-client kld for models that vLLM serves, and --llama-cpp for GGUF files; qbench "
+            "itself draws its results",
         ),
+        (not runs and options.llama_cpp, "--llama-cpp needs a finished run to be compared with"),
         (len({path.resolve() for path in runs}) < len(runs), "a run is named twice"),
         (labels and len(labels) != len(runs), f"--labels has {len(labels or ())} names for {len(runs)} runs"),
         (labels and (not all(labels) or len(set(labels)) < len(runs)), "--labels needs another name for every run"),
@@ -108,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
             num_resamples=options.resamples,
             seed=options.seed,
         )
-        comparison = with_logs(comparison, options.llama_cpp, options.qbench)
+        comparison = with_logs(comparison, options.llama_cpp)
         if any(given(options, ("fail_if", "max_kld", "max_ppl_increase"))):
             lines = exceeded_limits(comparison, options.fail_if)
     if folders := _task_folders(options.tasks or (), [run.label for run in runs]):
@@ -147,7 +149,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _refuse_layers(options: argparse.Namespace, *, is_alone: bool) -> None:
     """Raise RunError for options that do not work with runs of `ppl-client layers`, or not with those alone."""
-    for name in given(options, ("csv", *((*_OF_RUNS, "tasks", "llama_cpp", "qbench") if is_alone else ()))):
+    for name in given(options, ("csv", *((*_OF_RUNS, "tasks", "llama_cpp") if is_alone else ()))):
         if name != "--html":
             alone = " alone" if name != "--csv" else ""
             raise RunError(f"{name} does not work with runs of ppl-client layers{alone}")
@@ -207,14 +209,7 @@ COMMAND = Command(
                     action="append",
                     default=[],
                 ),
-                Option(
-                    "--qbench RESULTS",
-                    "the `results` that ExLlamaV3's eval/qbench.py wrote, on the same text: a row for each of its "
-                    "models; several times",
-                    action="append",
-                    default=[],
-                    is_rare=True,
-                ),
+                Option("--qbench", argparse.SUPPRESS, nargs="?", const=True),
             ],
         ),
         Group(

@@ -158,16 +158,9 @@ def as_text(measurement: KldMeasurement, overlap: Overlap | None = None, num_div
         tables.insert(0, _divergent_table(measurement.most_divergent[:num_divergent]))
     if overlap is not None:
         tables.append(_calibration_table(overlap))
-    return "\n\n".join([_heading(measurement), *map("\n".join, tables)])
-
-
-def _heading(measurement: KldMeasurement) -> str:
-    return two_columns(
-        [
-            *compared_rows(measurement, measurement.lane, measurement.mean_batch),
-            ("time", f"{measurement.seconds:,.1f} s, {measurement.positions_per_second:,.0f} tokens/s"),
-        ]
-    )
+    rows = compared_rows(measurement, measurement.lane, measurement.mean_batch)
+    time = ("time", f"{measurement.seconds:,.1f} s, {measurement.positions_per_second:,.0f} tokens/s")
+    return "\n\n".join([two_columns([*rows, time]), *map("\n".join, tables)])
 
 
 def _quantiles(figures: Mapping[str, Any]) -> list[tuple[str, float | None]]:

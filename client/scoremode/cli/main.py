@@ -83,6 +83,16 @@ def _how_to_resume(error: BaseException) -> str:
     return printable("".join(getattr(error, "__notes__", ())))
 
 
+def _advice(command: Command, word: str) -> str:
+    """Say which option may have been meant, which commands have it, or where a server's flags belong."""
+    option = word.partition("=")[0]
+    if nearest := get_close_matches(option, command.options, n=1, cutoff=0.8):
+        return f"; did you mean {nearest[0]}?"
+    if option.startswith("-") and (others := [name for name, each in COMMANDS.items() if option in each.options]):
+        return f"; it is an option of {', '.join(others)}"
+    return "; flags of the servers come after --" if command.rest and option.startswith("-") else ""
+
+
 def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
     """Read the command line; ends the process with status 2 where it is wrong.
 
@@ -105,7 +115,9 @@ def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
     if command.rest and "--" in words:
         at = words.index("--")
         words, rest = words[:at], words[at + 1 :]
-    options = parser.parse_args(words)
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_advice(command, unknown[0])}")
     if command.rest:
         setattr(options, command.rest, rest)
     try:

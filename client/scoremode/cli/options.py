@@ -101,6 +101,11 @@ class Command:
     rest: str = ""
     """The name of the words after `--`; empty where there may be none."""
 
+    @property
+    def options(self) -> list[str]:
+        """The names of its arguments."""
+        return [option.name for group in self.groups for option in group.options]
+
     def parser(self, prog: str, usage: str | None = None, more: str = "", *, with_rare: bool = False) -> Parser:
         """Parses the options; `with_rare`, its help has the rare ones too."""
         status = f"exit status: 0 if {self.success}, 1 on failure, 2 on wrong usage, 130 on Ctrl-C"

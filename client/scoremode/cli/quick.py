@@ -52,6 +52,12 @@ def run(options: argparse.Namespace) -> int:
     from scoremode.sweep import checked_plan
 
     checked, tasks = checked_plan(plan(options), "quick"), None
+    models = [entry.model or "" for entry in checked.models]
+    # Names of one part are misspelled paths more often than they are on the hub.
+    if missing := [model for model in models if "/" not in model and not Path(model).is_dir()]:
+        print(f"ppl-client: {missing[0]} is not a folder here, so servers look for it on the hub", file=sys.stderr)
+    if _is_quantized(models[0]) and False in map(_is_quantized, models):
+        print(f"ppl-client: {models[0]} is quantized and a copy is not: the original comes first", file=sys.stderr)
     if options.tasks is not None:
         # Before the first server starts.
         from scoremode.accuracy import compare_tasks, load_tasks
@@ -67,6 +73,12 @@ def _answers_folder(folder: Path, name: str) -> Path:
     ends in it."""
     own = [*folder.glob(f"*__{name}")]
     return own[0] if len(own) == 1 and not (folder / name).exists() else folder / name
+
+
+def _is_quantized(model: str) -> bool | None:
+    """Whether a folder's configuration has a quantization; None if it has none, as on the hub."""
+    config = Path(model, "config.json")
+    return b'"quantization_config"' in config.read_bytes() if config.is_file() else None
 
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:

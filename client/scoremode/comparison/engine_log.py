@@ -1,7 +1,7 @@
-"""Reads what llama.cpp's `llama-perplexity` printed and ExLlamaV3's qbench wrote, as figures next to those of runs.
+"""Reads what llama.cpp's `llama-perplexity` printed, as figures next to those of runs.
 
-They have errors of their own, and None for what they lack. They give no values of single tokens, so there are no
-intervals and no verdicts.
+These have errors of their own, and None for what a log does not say. A log has no values of single tokens, so there are
+no intervals and no verdicts.
 """
 
 import math
@@ -11,13 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
-
-from scoremode._texts import encoding_of, first_fault, printable
+from scoremode._texts import encoding_of, printable
 from scoremode.comparison.compare import check_labels
 from scoremode.comparison.figures import EngineLog, Figure, RunComparison, RunFigures
 from scoremode.errors import RunError, file_errors
-from scoremode.kld import over_noise_floor
 
 # None of these can take longer than a line is long, times a constant.
 _NUMBER = r"(-?(?:\d{1,20}(?:\.\d{0,20})?(?:e[+-]?\d{1,3})?|inf|nan))"
@@ -34,10 +31,9 @@ _QUANTILES = {
 }
 _PERCENTAGES = {"delta_p_rms": "RMS Δp", "same_top_p": "Same top p"}
 """What it prints, by the names of figures."""
-_LEAST_PERPLEXITY = 0.999
-"""1, but for rounding."""
 _RANGES = {
-    **dict.fromkeys((_FINAL, _OF_MODEL, _OF_BASE), (_LEAST_PERPLEXITY, math.inf)),
+    # A perplexity is at least 1, but for rounding.
+    **dict.fromkeys((_FINAL, _OF_MODEL, _OF_BASE), (0.999, math.inf)),
     **dict.fromkeys(_PERCENTAGES.values(), (0, 100)),
 }
 """The least and the largest value of what has a range."""
@@ -45,15 +41,6 @@ _RANGES = {
 _LARGEST_DIFFERENCE = 1e-2
 """Allowed difference in ln(perplexity) of one base: llama.cpp clips tokens to 16 nats below the top one, which lowers
 its perplexity a little."""
-
-
-class _QbenchModel(BaseModel):
-    label: str
-    group: str
-    ppl: float | None = Field(None, ge=_LEAST_PERPLEXITY)
-    kld: float | None = None
-    kld_median: float | None = None
-    bpw_layer: float | None = None
 
 
 def load_log(path: Path, label: str) -> RunFigures[EngineLog]:
@@ -72,7 +59,6 @@ def load_log(path: Path, label: str) -> RunFigures[EngineLog]:
         )
     size, base = _SIZE.match(_rest_of_line(text, "file size ")), printed.get(_OF_BASE)
     log = EngineLog(
-        "llama.cpp",
         path,
         printable(label),
         base_perplexity=None if base is None else base.value,
@@ -90,34 +76,6 @@ def load_log(path: Path, label: str) -> RunFigures[EngineLog]:
     )
 
 
-def load_qbench(path: Path) -> list[RunFigures[EngineLog]]:
-    """Read the `results` of ExLlamaV3's eval/qbench.py: a row per model with a perplexity, except its reference, and
-    the noise floor. RunError if it cannot be read, or has no reference."""
-    with file_errors(RunError, f"read {path}"):
-        text = path.read_text(encoding_of(path), errors="replace")
-    try:
-        models = TypeAdapter(list[_QbenchModel]).validate_json(text)
-    except ValidationError as error:
-        raise RunError(f"{path} is not what qbench writes as its results: {first_fault(error)}") from error
-    references = [model.ppl for model in models if model.group == "reference"]
-    if not references or references[0] is None:
-        raise RunError(f"{path} has no model of qbench's group `reference` with a ppl")
-    floor = next((model.kld for model in models if model.group == "noise_floor"), None)
-    return [
-        RunFigures(
-            EngineLog("qbench", path, printable(model.label), references[0], printable(model.group), model.bpw_layer),
-            nll=Figure(math.log(model.ppl), None, None, None),
-            perplexity=Figure(model.ppl, None, None, None),
-            kld=None if model.kld is None else Figure(model.kld, None, None, None),
-            kld_median=model.kld_median,
-            kld_over_noise_floor=over_noise_floor(model.kld, floor),
-        )
-        for model in models
-        # qbench leaves out the perplexity of a model whose logits are not finite.
-        if model.group != "reference" and model.ppl is not None
-    ]
-
-
 def _rest_of_line(text: str, words: str) -> str:
     """The text after some words and an equals sign in the first line that has these words; empty where none has."""
     return text.partition(words)[2].partition("\n")[0].strip(" =")
@@ -132,13 +90,10 @@ def _read_figure(path: Path, name: str, text: str) -> Figure:
     return Figure(value, stderr if match and match[2] else None, None, None)
 
 
-def with_logs(
-    comparison: RunComparison, llama_cpp: Iterable[tuple[str, str]], qbench: Iterable[str] = ()
-) -> RunComparison:
-    """A comparison with more logs of llama-perplexity, by labels and paths, or qbench's results. RunError if one cannot
-    be read, is of other windows than the runs, or of another base than their reference, or a label occurs twice."""
+def with_logs(comparison: RunComparison, llama_cpp: Iterable[tuple[str, str]]) -> RunComparison:
+    """Add logs of llama-perplexity to a comparison, by labels and paths. RunError if one cannot be read, is of other
+    windows than the runs, or of another base than their reference, or a label occurs twice."""
     logs = [load_log(Path(path), label) for label, path in llama_cpp]
-    logs += [figures for path in qbench for figures in load_qbench(Path(path))]
     for figures in logs:
         _check(comparison, figures.run)
     extended = replace(comparison, logs=[*comparison.logs, *logs])
@@ -150,7 +105,7 @@ def _check(comparison: RunComparison, log: EngineLog) -> None:
     run = next((each for each in comparison.files if each.reference is not None), comparison.base)
     reference = run.reference
     windows = ("llama.cpp", log.num_windows, log.context_length)
-    if log.num_windows is not None and (run.method, run.num_windows, run.context_length) != windows:
+    if (run.method, run.num_windows, run.context_length) != windows:
         raise RunError(
             f"{log.path} has {log.num_windows} chunks of {log.context_length} tokens, and {run.path} {run.num_windows} "
             f"windows of {run.context_length} by method {run.method}"

@@ -112,23 +112,22 @@ _FROM_THE_REFERENCE = {name for name in METRICS if name.startswith(("kld", "delt
 
 @dataclass(frozen=True, slots=True)
 class EngineLog:
-    """A run of another engine. What its log or results do not say is None."""
+    """A run of llama.cpp. Figures that its log does not have are None."""
 
-    engine: str
     path: Path
     label: str
     base_perplexity: float | None
     """Of the base that it was compared with."""
     file_type: str | None
     bits_per_weight: float | None
-    gib: float | None = None
-    """Of the weights."""
-    num_windows: int | None = None
-    context_length: int | None = None
+    gib: float | None
+    """Size of the weights."""
+    num_windows: int
+    context_length: int
 
     @property
     def weights(self) -> str:
-        return ", ".join(filter(None, (self.engine, self.file_type)))
+        return ", ".join(filter(None, ("llama.cpp", self.file_type)))
 
 
 M = TypeVar("M", bound=RunFile | EngineLog, covariant=True, default=RunFile)

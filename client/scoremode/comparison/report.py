@@ -101,7 +101,7 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "verdicts": [(row.run.label, verdict_line(comparison, row).removeprefix(row.run.label)) for row in shown],
         "warnings": warnings,
         "matrices": pair_matrices(comparison),
-        "groups": [section for sections in group_tables(comparison) for section in sections],
+        "groups": list(group_tables(comparison)),
         "group_notes": group_notes(comparison),
         "answers": [
             (run.label, parted)

@@ -17,6 +17,7 @@ from scoremode.comparison.figures import (
 )
 from scoremode.comparison.groups import tokens_before
 from scoremode.comparison.run_file import RunFile
+from scoremode.comparison.sizes import is_simulated
 from scoremode.errors import RunError
 from scoremode.kld import NEGLIGIBLE_KLD, times_the_floor
 from scoremode.metrics import exp
@@ -131,8 +132,8 @@ def _increase(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog
 
 def effects(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog]) -> list[str]:
     """The cost of a run: its change of perplexity with the interval, its divergence, for how many tokens its answers
-    are the same or else how often its top token is, and its size; of the base and of a log, which have no change that
-    is paired, the perplexity."""
+    are the same or else how often its top token is, and its size unless it is simulated; of the base and of a log,
+    which have no change that is paired, the perplexity."""
     parts, change = [f"perplexity {plain(figures.perplexity.value).text}"], figures.ppl_change
     if change is not None:
         cell = with_interval(change, scale=100, sign="+")
@@ -144,7 +145,8 @@ def effects(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog])
         parts.append("same answer " + ("to the end" if math.isinf(same) else f"for {same:,.0f} tokens"))
     elif figures.same_top_p is not None:
         parts.append(f"same top {100 * figures.same_top_p.value:.1f} %")
-    if figures.run.gib and comparison.base.gib:
+    has_own_size = not isinstance(figures.run, RunFile) or not is_simulated(figures.run, comparison.base)
+    if figures.run.gib and comparison.base.gib and has_own_size:
         parts.append(f"{100 * figures.run.gib / comparison.base.gib:.0f} % of the size")
     return parts
 

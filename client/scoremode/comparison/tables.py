@@ -75,9 +75,15 @@ class Column:
 
 def as_text(comparison: RunComparison) -> str:
     """Several tables, so that each fits in 120 columns where labels are short, and the summary."""
+    sections = chain(
+        _run_sections(comparison),
+        _pair_sections(comparison),
+        [best_at_each_size(comparison)],
+        group_tables(comparison),
+    )
     return paragraphs(
         _settings(comparison),
-        *(aligned(section) for sections in _tables(comparison) for section in sections),
+        *map(aligned, sections),
         group_notes(comparison),
         summary(comparison),
     )
@@ -176,12 +182,6 @@ def _cells(name: str, values: Iterable[Figure | float | None]) -> list[str]:
     return [cell_of(metric, value, metric.digits).in_text for value in values]
 
 
-def _tables(comparison: RunComparison) -> list[list[list[Column]]]:
-    """The sections of each table."""
-    best = best_at_each_size(comparison)
-    return [_run_sections(comparison), _pair_sections(comparison), [best] if best else [], *group_tables(comparison)]
-
-
 def _run_sections(comparison: RunComparison) -> list[list[Column]]:
     rows = comparison.rows
     label = Column("run", [row.run.label for row in rows], right=False)
@@ -247,8 +247,8 @@ def best_at_each_size(comparison: RunComparison) -> list[Column]:
     ]
 
 
-def group_tables(comparison: RunComparison) -> Iterator[list[list[Column]]]:
-    """Sections of a table for each way in which the text is divided."""
+def group_tables(comparison: RunComparison) -> Iterator[list[Column]]:
+    """The sections of a table for each way in which the text is divided."""
     for by in dict.fromkeys(group.by for group, _ in comparison.groups):
         groups, rows = zip(*(pair for pair in comparison.groups if pair[0].by == by), strict=True)
         labels = [
@@ -256,7 +256,7 @@ def group_tables(comparison: RunComparison) -> Iterator[list[list[Column]]]:
             Column("tokens", [f"{group.num_scored:,}" for group in groups]),
             Column("run", [row.run.label for row in rows], right=False),
         ]
-        yield _known_sections(labels, rows, _GROUP_SECTIONS, comparison.base.label)
+        yield from _known_sections(labels, rows, _GROUP_SECTIONS, comparison.base.label)
 
 
 def group_notes(comparison: RunComparison) -> list[str]:

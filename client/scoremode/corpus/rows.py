@@ -5,14 +5,10 @@ be missing there, or have other numbers. So the file is read twice, first for th
 then with these. That costs little compared with scoring.
 """
 
-import importlib
-import io
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from scoremode.corpus.documents import AnyDocument, Document, DocumentResult, ScoredDocument, UnscoredDocument
-from scoremode.errors import CorpusError, ScoremodeError, extra
-from scoremode.runs import json_row
+from scoremode.errors import CorpusError, ScoremodeError
+from scoremode.runs import json_lines
 
 _BATCH_ROWS = 256
 """Few, because each may be a long document."""
-LONGEST_LINE_BYTES = 64 << 20
-"""A line is held whole, and a compressed file may unpack to one of any length. No server takes a text as long."""
 
 _Block = list[tuple[str, dict[str, Any]]]
 """Some rows of JSON lines, and where each is, in words."""
@@ -93,40 +87,11 @@ def _converted(block: _Block, convert: Callable[[list[dict[str, Any]]], Any], na
 
 
 def _json_blocks(path: Path) -> Iterator[_Block]:
-    """The rows, some at a time. The file is decompressed if its name says so."""
-    block: _Block = []
-    with _read_errors(path), _open_lines(path) as lines:
-        for number in count(1):
-            line = lines.readline(LONGEST_LINE_BYTES + 1)
-            if len(line) > LONGEST_LINE_BYTES:
-                raise CorpusError(f"{path}: line {number} has more than {LONGEST_LINE_BYTES >> 20} MiB")
-            if line.strip():
-                where = f"{path}: line {number}"
-                block.append((where, _storable(json_row(line, where)) or {}))
-            if len(block) == _BATCH_ROWS or (block and not line):
-                yield block
-                block = []
-            if not line:
-                return
-
-
-def _open_lines(path: Path) -> Any:
-    """The content of a file: bytes if it is UTF-8, or else text. JSON's first two characters tell its encoding."""
-    content: Any = io.BufferedReader(pa.input_stream(str(path), compression="detect"))
-    try:
-        beginning = content.peek(4)
-    except OSError as error:
-        if "too much memory" not in str(error):
-            raise
-        # pyarrow's decompressor accepts windows of 128 MiB; `zstd --long=31` makes them 2 GiB large.
-        with extra("corpora"):
-            zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
-        content = zstd.open(path, options={zstd.DecompressionParameter.window_log_max: 31})
-        beginning = content.peek(4)
-    encoding = json.detect_encoding(beginning[:4])
-    if encoding == "utf-8":
-        return content
-    return io.TextIOWrapper(content, encoding, errors="surrogateescape", newline="\n")
+    """The rows, some at a time."""
+    with _read_errors(path):
+        rows = ((where, _storable(row) or {}) for where, row in json_lines(path))
+        while block := list(islice(rows, _BATCH_ROWS)):
+            yield block
 
 
 def _storable(value: Any) -> Any:

@@ -10,7 +10,6 @@ from scoremode.runs.corpora import (
     HUB_ALIASES,
     PROMPT_COLUMNS,
     Corpus,
-    json_row,
     load_corpus,
     load_prompts,
     local_path,
@@ -23,6 +22,7 @@ from scoremode.runs.export import OnBytes, export_llama_cpp
 from scoremode.runs.journal import AppendedFile, Journal, Measurement, check_same_run, open_locked
 from scoremode.runs.lanes import in_lane, lane_difference
 from scoremode.runs.layers import Cost, LayersMeasurement, PartCost, PartKind, few_windows, measure_layers, shares
+from scoremode.runs.lines import json_lines
 from scoremode.runs.output import (
     ARRAYS_SUFFIX,
     JOURNAL_SUFFIX,
@@ -89,7 +89,7 @@ __all__ = [
     "front_matter",
     "identity",
     "in_lane",
-    "json_row",
+    "json_lines",
     "lane_difference",
     "load_corpus",
     "load_prompts",

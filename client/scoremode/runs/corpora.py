@@ -19,6 +19,7 @@ from scoremode.errors import BadRequestError, CorpusError, ScoremodeError, extra
 from scoremode.metrics import count_words
 from scoremode.runs import presets
 from scoremode.runs.conversations import MEDIA, OPTIONAL_COLUMNS, RENDERED, Conversation, read_conversation
+from scoremode.runs.lines import json_lines
 from scoremode.runs.presets import Preset
 from scoremode.wire import Answers, CorpusInfo
 
@@ -396,7 +397,7 @@ def read_file(file: Path, columns: list[str], optional: Collection[str] = ()) ->
     if file.suffix == ".parquet":
         rows = _parquet_rows(file, columns, optional)
     elif file.suffix == ".jsonl":
-        rows = _json_rows(file)
+        rows = (row for _, row in json_lines(file))
     elif file.suffix != ".txt":
         raise CorpusError(f"cannot read {file}: its name should end in one of {', '.join(_SUFFIXES)}")
     elif len(columns) > 1 or optional:
@@ -437,31 +438,11 @@ def _has_values(table: Any, column: str) -> bool:
     )
 
 
-def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
-    # Lines end at line feeds alone: a row may hold U+2028 and its like. Bytes that are not text become surrogates, for
-    # which the row is refused if they are in a column that is read.
-    with file.open(encoding=encoding_of(file), errors="surrogateescape", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield json_row(line, f"cannot read {file}: line {number}")
-
-
 def _without_nulls(value: Any) -> Any:
     """Remove null fields from a value of a table, whose objects all have the fields of each other."""
     if isinstance(value, dict):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
-
-
-def json_row(line: str | bytes, where: str) -> dict[str, Any]:
-    """The row that is a line of a jsonl file."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise CorpusError(f"{where} is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise CorpusError(f"{where} is not a JSON object")
-    return row
 
 
 def _read_text(file: Path) -> str:

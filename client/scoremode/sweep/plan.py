@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -216,6 +217,11 @@ class SweepPlan(_Part):
             raise ValueError(
                 "windows.preset measures the whole text: it takes no messages, by, max_tokens, num_samples"
             )
+        flags = [" ".join([*self.serve, *entry.serve]) for entry in self.models]
+        # The last of equal flags counts.
+        limits = [int(limit) for each in flags for limit in re.findall(r"--max.model.len[ =](\d+)(?!\S)", each)[-1:]]
+        if limits and (context := self.window_settings.get("context_length") or 0) > min(limits):
+            raise ValueError(f"windows of {context} tokens do not fit in --max-model-len {min(limits)}")
         if self.gguf is not None and preset != "llama.cpp" and self.windows.method != "llama.cpp":
             raise ValueError("gguf needs windows.preset: llama.cpp")
         return self

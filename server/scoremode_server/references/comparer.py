@@ -137,7 +137,7 @@ class Comparer:
         elif head.vocab_size != limits.vocab_size:
             reason = f"has a vocabulary of {head.vocab_size} tokens, and the served model one of {limits.vocab_size}"
         elif model.tokenizer_fingerprint != self.references.model.tokenizer_fingerprint:
-            reason = "was made with another tokenizer"
+            reason = "was made with another tokenizer: serve the model with --tokenizer ORIGINAL"
         elif (longest := int((await self.references.text(reference)).num_tokens.max())) > limits.max_model_len:
             reason = f"has windows of {longest} tokens, and the served model takes {limits.max_model_len}"
         else:

@@ -84,6 +84,13 @@ def test_a_copy_without_a_tokenizer_is_one_line_that_says_what_to_do(models, tmp
         serve([str(copy)])
 
 
+def test_what_vllm_refuses_in_its_configuration_is_one_line(models, tmp_path, monkeypatch):
+    start = staticmethod(lambda namespace: ModelConfig(namespace.model, max_model_len=namespace.max_model_len))
+    monkeypatch.setattr(ServeSubcommand, "cmd", start)
+    with pytest.raises(SystemExit, match=r"^scoremode: .*max_model_len \(20000\) is greater than the derived"):
+        serve([str(models.random_llama(tmp_path)), "--max-model-len", "20000"])
+
+
 def test_other_failures_of_a_start_are_vllms_own(monkeypatch, tmp_path):
     def fail(namespace: object) -> None:
         raise ValueError("no memory for the tokenizer's cache")

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from scoremode.cli.main import parse
+from scoremode.cli import quick
+from scoremode.cli.main import main, parse
 from scoremode.cli.quick import _answers_folder, plan
 from scoremode.sweep import SweepPlan
 
@@ -51,3 +52,20 @@ def test_answers_are_in_a_folder_of_the_models_name_or_of_lm_evals(tmp_path):
 def test_conversations_have_no_preset():
     read = plan_of("a", "b", "--dataset", "chats.jsonl", "--messages", "messages", "--by", "language")
     assert (read.windows.preset, read.text.messages, read.text.by) == (None, "messages", "language")
+
+
+def test_names_that_may_be_mistakes_are_told_and_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, config in (("int8", '{"quantization_config": {}}'), ("bf16", "{}")):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(config)
+    monkeypatch.setattr(quick.sweep, "measure", lambda *_: 0)
+    notes = {
+        ("int8", "./bf16"): "int8 is quantized and a copy is not: the original comes first",
+        ("bf16", "gpt2"): "gpt2 is not a folder here, so servers look for it on the hub",
+        ("bf16", "./int8"): "",
+        ("int8", "hub/name"): "",
+    }
+    for order, note in notes.items():
+        assert main(["quick", *order]) == 0
+        assert capsys.readouterr().err == (note and f"ppl-client: {note}\n")

@@ -14,13 +14,17 @@ from scoremode.wire.protocol import SATURATION
 
 SIZE = {"weight_bytes": 1_500_000_000, "num_parameters": 3_000_000_000, "quantization": "awq"}
 A100 = ComputedBy(
+    implementation="vllm",
     device="NVIDIA A100",
     num_devices=1,
     model_runner="v2",
     kernels=["Linear: gemm"],
     attention_backends=["FLASH_ATTN 2"],
 )
-H200 = A100.model_copy(update={"device": "NVIDIA H200", "attention_backends": ["FLASH_ATTN 3"], "num_devices": 8})
+H200 = ComputedBy(
+    implementation="transformers", device="NVIDIA H200", num_devices=8, model_runner="v2", kernels=["Linear: gemm"],
+    attention_backends=["FLASH_ATTN 3"],
+)  # fmt: skip
 NOT_ALIKE = "Not all was computed alike"
 
 
@@ -142,21 +146,23 @@ def test_a_floor_that_rounding_cannot_make_is_not_used_and_named_once(tmp_path, 
     assert any("at or below the noise floor" in sentence for sentence in sentences) == is_used
 
 
-def test_logits_that_are_not_the_models_are_named_wherever_its_figures_are(tmp_path):
-    right, wrong = (
-        {"computed_by": ComputedBy(implementation=name, wrong_logits=fault)}
-        for name, fault in (("vllm", None), ("transformers", "no scale"))
-    )
-    nlls, reference = made_up_nlls(1), made_up_reference(**wrong)
-    native = perplexity_run(tmp_path, "native", nlls, server=right)
-    comparison = compare([native, perplexity_run(tmp_path, "backend", nlls, server=wrong)], num_resamples=100)
-    fault = "scores are not those of the model: no scale"
-    assert verdict_line(comparison, comparison.runs[1]).endswith(f" ({fault})")
-    text = as_text(comparison)
-    assert text.count(f"backend: {fault}.") == 1
-    assert "implementation: vllm (native), transformers (backend)." in text
-    run = kld_run(tmp_path, "other", nlls, made_up_kld(2, 0.1), reference=reference)
-    assert f"reference bytes: {fault}." in summary(compare([run], num_resamples=100))
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({"wrong_logits": "no scale"}, "scores are not those of the model: no scale"),
+        ({"kernels": ["Method: CPUInt8ScaledMMLinearKernel (saturates)"]}, SATURATION),
+    ],
+)
+def test_what_computes_wrongly_is_named_wherever_its_figures_are(tmp_path, fault, words):
+    wrong = {"computed_by": ComputedBy(**fault)}
+    base = perplexity_run(tmp_path, "base", made_up_nlls(1))
+    int8 = perplexity_run(tmp_path, "int8", made_up_nlls(2), server=wrong)
+    comparison = compare([base, int8], num_resamples=100)
+    assert verdict_line(comparison, comparison.runs[1]).endswith(f" ({words})")
+    for text in (as_text(comparison), card(comparison)):
+        assert (text.count(f"int8: {words}."), f"base: {words}" in text) == (1, False)
+    run = kld_run(tmp_path, "other", made_up_nlls(1), made_up_kld(2, 0.1), reference=made_up_reference(**wrong))
+    assert f"reference bytes: {words}." in summary(compare([run], num_resamples=100))
 
 
 def test_lanes_are_told_apart_compared_and_each_has_its_floor(tmp_path):
@@ -185,18 +191,6 @@ def test_lanes_are_told_apart_compared_and_each_has_its_floor(tmp_path):
     assert "decode and prefill by KL divergence: decode differs from prefill: +0.04950 nats in the mean" in found
 
 
-def test_a_kernel_that_computes_wrongly_is_named_wherever_its_figures_are(tmp_path):
-    wrong = {"computed_by": ComputedBy(kernels=["Method: CPUInt8ScaledMMLinearKernel (saturates)"])}
-    runs = [
-        perplexity_run(tmp_path, "base", made_up_nlls(1)),
-        perplexity_run(tmp_path, "int8", made_up_nlls(2), server=wrong),
-    ]
-    comparison = compare(runs, num_resamples=100)
-    assert verdict_line(comparison, comparison.runs[1]).endswith(f" ({SATURATION})")
-    for text in (as_text(comparison), card(comparison)):
-        assert (text.count(f"int8: {SATURATION}."), f"base: {SATURATION}" in text) == (1, False)
-
-
 def test_what_computed_runs_differently_is_named(tmp_path):
     servers = {"one": (A100, {}), "two": (H200, {}), "old": (None, {}), "int4": (A100, {"quantization": "awq"})}
     runs = []
@@ -205,6 +199,7 @@ def test_what_computed_runs_differently_is_named(tmp_path):
         runs.append(perplexity_run(tmp_path, label, made_up_nlls(1), server=server))
     [line] = [line for line in as_text(compare(runs, num_resamples=50)).splitlines() if line.startswith(NOT_ALIKE)]
     assert line == (
-        f"{NOT_ALIKE}, which may be a part of the differences. device: NVIDIA A100 (one, int4), NVIDIA H200 (two); "
+        f"{NOT_ALIKE}, which may be a part of the differences. implementation: vllm (one, int4), transformers (two); "
+        "device: NVIDIA A100 (one, int4), NVIDIA H200 (two); "
         "attention: FLASH_ATTN 2 (one, int4), FLASH_ATTN 3 (two)."
     ), "kernels are another quantization's"

@@ -2,9 +2,7 @@
 
 import csv
 import io
-import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,23 +55,6 @@ def test_tables_have_a_row_for_it_and_leave_empty_what_it_lacks(comparison):
     assert (found["kld"]["value"], found["kld"]["low"]) == ("0.053622", "")
 
 
-def test_each_model_of_qbench_is_a_row_with_its_own_floor(comparison, tmp_path: Path):
-    # As eval/qbench.py writes it, without the fields that no row has.
-    buckets = [{"conf_range": [0.0, 0.25], "share": 0.2, "mean": 0.08, "median": 0.05}]
-    kld = {"kld": 0.02, "kld_median": 0.011, "kld_p10": 0.001, "kld_p90": 0.05, "kld_buckets": buckets}
-    models = [
-        {"label": "HF BF16", "group": "reference", "ppl": 24.531, "bpw_layer": 16.0, "bpw_head": 16.0, "vram_gb": 0.3},
-        {"label": "Noise floor", "group": "noise_floor", "ppl": 24.54, **kld, "kld": 0.0005},
-        {"label": "3.00 bpw", "group": "EXL3", "ppl": 25.1, **kld, "bpw_layer": 3.0, "bpw_head": 6.0, "vram_gb": 0.1},
-    ]
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps(models), encoding="utf-16")
-    *_, floor, exl3 = with_logs(comparison, [], [str(path)]).rows
-    assert (floor.run.label, exl3.run.label, exl3.run.weights) == ("Noise floor", "3.00 bpw", "qbench, EXL3")
-    assert (exl3.perplexity.value, exl3.kld.value, exl3.kld_median, exl3.run.bits_per_weight) == (25.1, 0.02, 0.011, 3)
-    assert exl3.kld_over_noise_floor == pytest.approx(40)
-
-
 LOG = KLD.read_text()
 
 
@@ -103,24 +84,6 @@ def test_a_wrong_figure_is_refused_with_its_file_and_name(comparison, tmp_path: 
     assert str(caught.value).startswith(str(path))
     assert message in str(caught.value)
     assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize(
-    ("group", "ppl", "message"),
-    [
-        *(("reference", ppl, "0.ppl: Input should be greater") for ppl in (-2.0, 0.0)),
-        ("reference", None, "has no model of qbench's group `reference` with a ppl"),
-        ("EXL3", 0.0, "1.ppl: Input should be greater"),
-        ("EXL3", "1.2.3", "1.ppl: Input should be a valid number"),
-    ],
-)
-def test_a_wrong_perplexity_of_qbench_is_refused(comparison, tmp_path: Path, group, ppl, message):
-    path = tmp_path / "results.json"
-    models = [{"label": name, "group": name, "ppl": ppl if name == group else 24.531} for name in ("reference", "EXL3")]
-    path.write_text(json.dumps(models))
-    with pytest.raises(RunError, match=re.escape(message)) as caught:
-        with_logs(comparison, [], [str(path)])
-    assert str(caught.value).startswith(str(path))
 
 
 def test_a_reference_without_a_perplexity_does_not_pass_for_the_base(comparison):

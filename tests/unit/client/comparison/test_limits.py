@@ -22,7 +22,7 @@ INFINITE = np.where(np.arange(len(NLLS)) == 5, -LOWEST_LOGPROB, NLLS)
 
 def log(perplexity=21.0, kld=0.1, base=None, label="gguf"):
     figure = None if kld is None else Figure(kld, None, None, None)
-    of_engine = EngineLog("llama.cpp", None, label, base, None, None)
+    of_engine = EngineLog(None, label, base, None, None, None, 8, 512)
     return RunFigures(
         of_engine, Figure(math.log(perplexity), None, None, None), Figure(perplexity, None, None, None), kld=figure
     )

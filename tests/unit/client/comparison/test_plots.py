@@ -14,6 +14,7 @@ from scoremode.comparison.plot_style import DARK, LIGHT, as_svg, new_axes
 from scoremode.comparison.plots import plots, write_plots
 from scoremode.comparison.run_file import with_bits
 from scoremode.comparison.sizes import Point, is_simulated
+from scoremode.comparison.summary import effects
 from scoremode.comparison.tables import best_at_each_size, short_labels
 from scoremode.comparison.token_plots import confidence_means, running_difference, survival
 from scoremode.errors import RunError
@@ -278,6 +279,8 @@ def test_a_simulated_quantization_is_drawn_where_it_says_its_bits(comparison):
     assert len(markers(drawn(unknown, KLD)[1])) == 5
     [plot] = [plot for plot in plots(unknown) if plot.name == KLD]
     assert "because its files do not say what it would take (--bits does): RTN-3bit." in plot.caption
+    with_size = [figures.run.label for figures in unknown.runs if "of the size" in " ".join(effects(unknown, figures))]
+    assert sorted({*with_size} ^ {figures.run.label for figures in unknown.runs}) == ["RTN-3bit"]
     # Of a wider dtype it is even larger. Where all are simulated, runs have a row each.
     wider = {**of_rounded, "dtype": "float32", "weight_bytes": 2 * original.weight_bytes}
     assert is_simulated(replace(runs[5], server=original.model_copy(update=wider)), runs[0])

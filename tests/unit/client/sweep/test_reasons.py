@@ -66,6 +66,9 @@ def test_the_last_error_is_reported_with_all_of_its_lines(tmp_path, log, message
         ("", "it printed nothing"),
         ("ValueError: \n  first line\n  second", "ValueError: first line second"),
         ("main: loading\nerror: failed to load model", "error: failed to load model"),
+        ("(EngineCore pid=1) torch.OutOfMemoryError: CUDA out of memory", "torch.OutOfMemoryError: CUDA out of memory"),
+        ("a\nValueError: no\nRuntimeError: Engine core initialization failed. See above", "ValueError: no"),
+        ("SystemExit: 1\nErrors: 5", "SystemExit: 1"),
         (
             "WARNING TypeError: not of the end\nscoremode: no tokenizer can be loaded from m: ... (ValueError: no)",
             "scoremode: no tokenizer can be loaded from m: ... (ValueError: no)",

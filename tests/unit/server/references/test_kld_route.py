@@ -140,7 +140,13 @@ def of_head(field: str, value: int) -> dict[str, Any]:
         (of_head("vocab_size", 10**12), 16, {}, 400, f"a vocabulary of {10**12} tokens"),
         ({"result": None}, 16, {}, 400, "is not complete"),
         ({"head": HEAD}, 16, {}, 400, "has a vocabulary of 100 tokens, and the served model one of 1000"),
-        ({}, 16, {"tokenizer_fingerprint": "another"}, 400, "another tokenizer"),
+        (
+            {},
+            16,
+            {"tokenizer_fingerprint": "another"},
+            400,
+            "another tokenizer: serve the model with --tokenizer ORIGINAL",
+        ),
         ({}, 15, {}, 400, "has windows of 16 tokens, and the served model takes 15"),
         # It is the windows' files that do not fit their reference.
         *(

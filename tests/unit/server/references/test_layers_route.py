@@ -58,18 +58,6 @@ async def test_damaged_streams_are_recorded_again(engine, client):
     assert files(engine.directory.root) == before
 
 
-async def test_a_resumed_window_has_the_references_stream(tmp_path, engine, client):
-    await record(client, layers=True)
-    async with client_of(light_app(ReferenceEngine(tmp_path, noise=0.1, fingerprint="of another"))) as other:
-        whole, first, last = [
-            (await other.post(KLD, json={"reference": "base", **more})).json()["statistics"]["kld"]["mean"]
-            for more in ({}, {"from_boundary": 0}, {"from_boundary": 2})
-        ]
-    # Only its head is another.
-    assert whole > 0
-    assert [first, last] == pytest.approx([whole, whole])
-
-
 @pytest.mark.parametrize(
     ("fault", "status", "param", "message"),
     [

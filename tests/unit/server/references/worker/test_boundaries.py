@@ -210,13 +210,6 @@ def test_a_pass_shows_boundaries_at_which_a_request_resumes_exactly(layer, block
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in layers.model.modules())
 
 
-def test_windows_of_all_boundaries_share_a_step():
-    layers = watched(Model())
-    (expected,) = run(layers, [(tokens(1, 5), window := Window())])
-    resumed = run(layers, [(tokens(10 + boundary, 5), Window(window, boundary)) for boundary in range(5)])
-    assert all(torch.equal(each, expected) for each in resumed)
-
-
 class TwoLists(Model):
     def __init__(self):
         super().__init__()
