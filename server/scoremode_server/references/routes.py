@@ -12,15 +12,13 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import State
 
-from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
+from scoremode.kld import POSITION_DTYPES, KldPositions
 from scoremode.windows import turn_prompts
 from scoremode.wire.arrays import encode_array, encode_top_logprobs
-from scoremode.wire.protocol import ServedModel
+from scoremode.wire.protocol import Usage
 from scoremode.wire.references import (
     KldRequest,
     KldResponse,
-    KldStatistics,
-    NoiseFloor,
     Reference,
     ReferenceDeleted,
     ReferenceList,
@@ -33,8 +31,9 @@ from scoremode_server.engine.sequence import ScoreSettings, engine_id
 from scoremode_server.errors import NotServedError, RequestError
 from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accept, until_disconnect
 from scoremode_server.http.responses import VALUE_BYTES, ClosingStream, in_own_task, respond, top_entries
-from scoremode_server.references.answers import agreement, answer_windows
-from scoremode_server.references.comparer import Comparer, MarkedWindow, base_file_of, llama_cpp_header
+from scoremode_server.references.answers import answer_windows
+from scoremode_server.references.comparer import Comparer, base_file_of, llama_cpp_header
+from scoremode_server.references.comparison import Comparison
 from scoremode_server.references.exchange import WorkerFiles
 from scoremode_server.references.files.directory import ReferenceDirectory
 from scoremode_server.references.layers import LayerParts
@@ -231,22 +230,13 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
     references = references_of(raw_request)
     async with prepare(raw_request, request.model) as (core, model, options):
         core.limits.check_top_logprobs(request.top_logprobs)
-        reference = await references.comparer.open(request.reference)
-        windows = _windows(request, reference.manifest.text.num_windows)
+        comparison = await Comparison.begin(
+            references.comparer, references.layers, request, is_adapted=model.lora is not None
+        )
+        num_values = comparison.num_values
         # Streamed windows are written one at a time.
-        num_scored = (reference.text.num_tokens - reference.text.num_context)[windows.start : windows.stop]
-        num_values = (2 * (1 + request.top_logprobs) * num_scored).tolist()
         at_once = [max(num_values)] if request.stream else num_values
         core.limits.check_num_values(at_once, request.encoding_format, "windows")
-        is_own = references.stored.model.may_continue(reference.manifest.model) and model.lora is None
-        if request.as_noise_floor and not is_own:
-            raise RequestError(
-                "a noise floor is of the reference's own model, and this server serves another", "as_noise_floor"
-            )
-        if request.from_boundary is not None:
-            await references.layers.check_resumable(reference, request.from_boundary, request)
-            if request.as_noise_floor:
-                raise RequestError("from_boundary: a noise floor is of the whole model", "from_boundary")
         lane = lane_settings(core.lanes, request)
         # A stream holds the windows that are computed before the client has taken those before them.
         ahead = max(*at_once, BYTES_AHEAD // VALUE_BYTES["base64"])
@@ -255,109 +245,35 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
     request_id = f"kld-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
-        """Each window; then all but `data`. A noise floor is stored in the reference."""
-        # The windows of a noise floor are computed in other batches than when they were recorded: in reverse order, and
-        # in the lane of the recording with fewer in flight. One more than the engine computes keeps it busy.
-        indices = list(windows)[::-1] if request.as_noise_floor else list(windows)
-        most = min(2, len(indices) - 1) or 1 if request.as_noise_floor and request.lane == "prefill" else None
+        """Each window; then all but `data`."""
         settings = ScoreSettings(
             request_id=engine_id(request_id),
             queue=queue,
             # The top token of each side is always compared.
             top_logprobs=max(1, request.top_logprobs),
             options=options,
-            is_answer=reference.manifest.answers is not None,
+            is_answer=comparison.reference.manifest.answers is not None,
             **lane,
         )
-        boundaries = () if request.from_boundary is None else (request.from_boundary,)
-        marked = (MarkedWindow.begin("compare", reference, index, settings, boundaries) for index in indices)
-        positions: dict[int, KldPositions] = {}
-        async with aclosing(references.comparer.compare(reference, marked, settings, most)) as in_order:
+        async with aclosing(comparison.rows(settings)) as in_order:
             async for index, rows in in_order:
-                positions[index] = _positions(rows)
-                yield await asyncio.to_thread(_window, request, index, rows, positions[index])
-        parts = [positions[index] for index in windows]
-        joined = KldPositions.concatenate(parts)
-        figures = await asyncio.to_thread(statistics, joined, list(map(len, parts)), windows.start)
-        if request.as_noise_floor:
-            floor = _noise_floor(
-                figures, agreement(reference, joined), reference.manifest.model, references.stored.model
-            )
-            await references.comparer.references.save(
-                reference, lambda manifest: manifest.noise_floor_changes(request.lane, floor)
-            )
-        num_tokens = int(reference.text.num_tokens[windows.start : windows.stop].sum())
+                yield await asyncio.to_thread(_window, request, index, rows, comparison.positions[index])
+        figures = await comparison.figures()
         yield {
             "id": request_id,
             "object": "kld",
             "created": int(time.time()),
             "model": model.name,
-            "reference": reference.name,
+            "reference": comparison.reference.name,
             "fingerprint": await with_adapter(references.stored.model.fingerprint, model.lora),
-            "windows": [windows.start, windows.stop],
+            "windows": [comparison.windows.start, comparison.windows.stop],
             "num_scored": figures["num_scored"],
             "statistics": figures,
-            "usage": {"prompt_tokens": num_tokens, "cached_tokens": 0, "total_tokens": num_tokens},
+            "usage": Usage(prompt_tokens=comparison.num_tokens, cached_tokens=0, total_tokens=comparison.num_tokens),
             **({"lane": request.lane, "mean_batch": queue.mean_batch} if request.lane != "prefill" else {}),
         }
 
     return await respond(core.admission, KLD_ROUTE, request_id, events, stream=request.stream, with_windows=True)
-
-
-def _noise_floor(
-    figures: KldStatistics, agreement_lengths: list[int] | None, recorded: ServedModel, served: ServedModel
-) -> NoiseFloor:
-    kld = figures["kld"]
-    mean = kld["mean"]
-    if mean is None or None in (kld["p99"], kld["max"]):
-        raise RequestError("the noise floor is infinite", "as_noise_floor")
-    if mean > served.most_noise_floor:
-        differing = served.computes_otherwise(recorded)
-        raise RequestError(
-            f"as_noise_floor: the model diverges from its own recording by {mean:.3g} nats in the mean, and rounding "
-            f"in {served.dtype} gives at most {served.most_noise_floor:g}, so this is not a noise floor and is not "
-            f"stored. Serve the model as it was recorded{differing and f' ({differing})'}, or record it again",
-            "as_noise_floor",
-        )
-    return NoiseFloor.model_validate(
-        {
-            **kld,
-            "num_scored": figures["num_scored"],
-            "created": int(time.time()),
-            "agreement_lengths": agreement_lengths,
-        }
-    )
-
-
-def _windows(request: KldRequest, num_windows: int) -> range:
-    """The indices of the requested windows, of a reference that has `num_windows`."""
-    first, last = request.windows or (0, num_windows)
-    if not 0 <= first < last <= num_windows:
-        raise RequestError(
-            f"windows must be [first, last) within the {num_windows} of the reference, not {[first, last]}", "windows"
-        )
-    if request.as_noise_floor and (first, last) != (0, num_windows):
-        raise RequestError("a noise floor is of all windows", "windows")
-    return range(first, last)
-
-
-def _positions(rows: Rows) -> KldPositions:
-    """The figures of a window's targets, copied: views would keep the table, which has the top tokens too."""
-    reference_ids, reference_logprobs = rows.column("reference_token_ids"), rows.column("reference_logprobs")
-    views = KldPositions(
-        token_ids=rows.token_ids[:, 0],
-        kld=rows.column("kld"),
-        reverse_kld=rows.column("reverse_kld"),
-        acceptance=rows.column("acceptance"),
-        logprobs=rows.logprobs[:, 0],
-        reference_logprobs=reference_logprobs[:, 0],
-        ranks=rows.ranks,
-        reference_ranks=rows.column("reference_ranks"),
-        top_token_ids=rows.token_ids[:, 1],
-        reference_top_token_ids=reference_ids[:, 1],
-        reference_confidence=np.exp(reference_logprobs[:, 1]),
-    )
-    return KldPositions.concatenate([views])
 
 
 def _window(request: KldRequest, index: int, rows: Rows, positions: KldPositions) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from scoremode_server.errors import BusyError
 from scoremode_server.http.json_fields import read_fields
 from scoremode_server.http.responses import dump
 from scoremode_server.references.answers import answer_windows
-from scoremode_server.references.routes import _positions, _window
+from scoremode_server.references.comparison import _positions
+from scoremode_server.references.routes import _window
 from scoremode_server.references.worker.orders import compared_columns
 from scoremode_server.rows import Rows, score_columns
 from scoremode_server.scoring.limits import Limits

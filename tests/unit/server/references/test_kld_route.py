@@ -17,7 +17,7 @@ from scoremode.kld import POSITION_DTYPES, statistics
 from scoremode.wire.protocol import LOWEST_LOGPROB, ComputedBy
 from scoremode_server.engine import engine as engine_module
 from scoremode_server.errors import RequestError
-from scoremode_server.references import routes
+from scoremode_server.references import comparison
 from scoremode_server.references.comparer import Comparer
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
 from scoremode_server.rows import Rows
@@ -112,7 +112,7 @@ async def test_the_arrays_of_a_window_are_freed_when_it_is_written(root, monkeyp
         return statistics(*values)
 
     monkeypatch.setattr(engine_module, "received_rows", rows_received)
-    monkeypatch.setattr(routes, "statistics", counted)
+    monkeypatch.setattr(comparison, "statistics", counted)
     whole = await compared(root, top_logprobs=3, encoding_format=encoding_format)
     assert (len(whole["data"]), len(arrays)) == (NUM_WINDOWS, NUM_WINDOWS)
     assert alive[0] <= 1

@@ -1,0 +1,146 @@
+"""A comparison of windows of a reference with the served model: from a request to figures, and to a noise floor."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scoremode.kld import KldPositions, statistics
+from scoremode.wire.protocol import ServedModel
+from scoremode.wire.references import KldRequest, KldStatistics, NoiseFloor
+from scoremode_server.engine.sequence import ScoreSettings
+from scoremode_server.errors import RequestError
+from scoremode_server.references.answers import agreement
+from scoremode_server.references.comparer import Comparer, MarkedWindow
+from scoremode_server.references.files.directory import StoredReference
+from scoremode_server.references.layers import LayerParts
+from scoremode_server.rows import Rows
+
+
+@dataclass(slots=True)
+class Comparison:
+    """The windows of one request to `/v1/kld`."""
+
+    comparer: Comparer
+    request: KldRequest
+    reference: StoredReference
+    windows: range
+    positions: dict[int, KldPositions] = field(default_factory=dict)
+    """By window, once it is computed."""
+
+    @classmethod
+    async def begin(
+        cls, comparer: Comparer, layers: LayerParts, request: KldRequest, *, is_adapted: bool
+    ) -> "Comparison":
+        """Open the reference, and check that the served model, which an adapter may change, can be compared as
+        requested. RequestError if it cannot."""
+        reference = await comparer.open(request.reference)
+        windows = _windows(request, reference.manifest.text.num_windows)
+        is_own = comparer.references.model.may_continue(reference.manifest.model) and not is_adapted
+        if request.as_noise_floor and not is_own:
+            raise RequestError(
+                "a noise floor is of the reference's own model, and this server serves another", "as_noise_floor"
+            )
+        if request.from_boundary is not None:
+            await layers.check_resumable(reference, request.from_boundary, request)
+            if request.as_noise_floor:
+                raise RequestError("from_boundary: a noise floor is of the whole model", "from_boundary")
+        return cls(comparer, request, reference, windows)
+
+    @property
+    def num_values(self) -> list[int]:
+        """Logprobs in the answer, of each window."""
+        text = self.reference.text
+        num_scored = (text.num_tokens - text.num_context)[self.windows.start : self.windows.stop]
+        return list((2 * (1 + self.request.top_logprobs) * num_scored).tolist())
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.reference.text.num_tokens[self.windows.start : self.windows.stop].sum())
+
+    async def rows(self, settings: ScoreSettings) -> AsyncGenerator[tuple[int, Rows], None]:
+        """Compute the windows, and keep their positions. Yields the index of each and its rows."""
+        indices, most = list(self.windows), None
+        if self.request.as_noise_floor:
+            # Windows are computed in other batches than when they were recorded: in reverse order, and in the lane of
+            # the recording with fewer in flight. One more than the engine computes keeps it busy.
+            indices.reverse()
+            most = min(2, len(indices) - 1) or 1 if self.request.lane == "prefill" else None
+        boundaries = () if self.request.from_boundary is None else (self.request.from_boundary,)
+        windows = (MarkedWindow.begin("compare", self.reference, index, settings, boundaries) for index in indices)
+        async with aclosing(self.comparer.compare(self.reference, windows, settings, most)) as in_order:
+            async for index, rows in in_order:
+                self.positions[index] = _positions(rows)
+                yield index, rows
+
+    async def figures(self) -> KldStatistics:
+        """Sum up the windows once all are computed. A noise floor is stored in the reference."""
+        parts = [self.positions[index] for index in self.windows]
+        joined = KldPositions.concatenate(parts)
+        figures = await asyncio.to_thread(statistics, joined, list(map(len, parts)), self.windows.start)
+        if self.request.as_noise_floor:
+            references, recorded = self.comparer.references, self.reference.manifest.model
+            floor = _noise_floor(figures, agreement(self.reference, joined), recorded, references.model)
+            await references.save(
+                self.reference, lambda manifest: manifest.noise_floor_changes(self.request.lane, floor)
+            )
+        return figures
+
+
+def _noise_floor(
+    figures: KldStatistics, agreement_lengths: list[int] | None, recorded: ServedModel, served: ServedModel
+) -> NoiseFloor:
+    kld = figures["kld"]
+    mean = kld["mean"]
+    if mean is None or None in (kld["p99"], kld["max"]):
+        raise RequestError("the noise floor is infinite", "as_noise_floor")
+    if mean > served.most_noise_floor:
+        differing = served.computes_otherwise(recorded)
+        raise RequestError(
+            f"as_noise_floor: the model diverges from its own recording by {mean:.3g} nats in the mean, and rounding "
+            f"in {served.dtype} gives at most {served.most_noise_floor:g}, so this is not a noise floor and is not "
+            f"stored. Serve the model as it was recorded{differing and f' ({differing})'}, or record it again",
+            "as_noise_floor",
+        )
+    return NoiseFloor.model_validate(
+        {
+            **kld,
+            "num_scored": figures["num_scored"],
+            "created": int(time.time()),
+            "agreement_lengths": agreement_lengths,
+        }
+    )
+
+
+def _windows(request: KldRequest, num_windows: int) -> range:
+    """The indices of the requested windows, of a reference that has `num_windows`."""
+    first, last = request.windows or (0, num_windows)
+    if not 0 <= first < last <= num_windows:
+        raise RequestError(
+            f"windows must be [first, last) within the {num_windows} of the reference, not {[first, last]}", "windows"
+        )
+    if request.as_noise_floor and (first, last) != (0, num_windows):
+        raise RequestError("a noise floor is of all windows", "windows")
+    return range(first, last)
+
+
+def _positions(rows: Rows) -> KldPositions:
+    """The figures of a window's targets, copied: views would keep the table, which has the top tokens too."""
+    reference_ids, reference_logprobs = rows.column("reference_token_ids"), rows.column("reference_logprobs")
+    views = KldPositions(
+        token_ids=rows.token_ids[:, 0],
+        kld=rows.column("kld"),
+        reverse_kld=rows.column("reverse_kld"),
+        acceptance=rows.column("acceptance"),
+        logprobs=rows.logprobs[:, 0],
+        reference_logprobs=reference_logprobs[:, 0],
+        ranks=rows.ranks,
+        reference_ranks=rows.column("reference_ranks"),
+        top_token_ids=rows.token_ids[:, 1],
+        reference_top_token_ids=reference_ids[:, 1],
+        reference_confidence=np.exp(reference_logprobs[:, 1]),
+    )
+    return KldPositions.concatenate([views])
