@@ -9,7 +9,8 @@ colons, may bring another vLLM too:
     bench/build_wheel.sh REVISION wheels && pip install --no-deps --no-index --target FOLDER wheels/scoremode-*.whl
 
 Builds may also differ in flags and environment: `--flags after="--score-cache-bytes 0" --env after="NAME=VALUE"`. A
-build that `--stock` names is served by vLLM's own command without plugins, and gets the loads that it has routes for.
+build that `--stock` names is served by vLLM's own command without plugins, and gets the loads that it has routes for;
+`--without before="statistics sink"` names loads that a build does not know.
 
 All servers of a shape start at once and share the GPU. In every turn each build gets the same requests, drawn anew for
 the turn, in an order that rotates. On a host that others use too, a rate over 0.2 s is hardly less certain than one
@@ -116,6 +117,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--flags", type=assignment, action="append", default=[], metavar="NAME=FLAGS")
     parser.add_argument("--env", type=assignment, action="append", default=[], metavar="NAME=VARIABLES")
     parser.add_argument("--stock", action="append", default=[], metavar="NAME", help="serve this build by stock vLLM")
+    parser.add_argument("--without", type=assignment, action="append", default=[], metavar="NAME=LOADS")
     parser.add_argument("--shapes", nargs="+", choices=NAMES, default=["8b", "1b"])
     parser.add_argument("--together", action="store_true", help="start all shapes at once")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=DEFAULT_LOADS)
@@ -124,6 +126,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--turns", type=int, default=8)
     options, flags = parsed(parser)
     options.builds = read_builds(options)
+    options.without = dict(options.without)
     options.counts = {load: int(count) for load, count in options.count}
     return options, flags
 
@@ -190,7 +193,11 @@ def take_turn(
         for load in options.loads:
             count = min(most_requests, options.counts.get(load) or LOADS[load].usual_count(shape))
             drawn = LOADS[load].draw(source, count, f"{shape} {load} {turn}")
-            names = [name for name, build in options.builds.items() if LOADS[load].is_on_stock or not build.is_stock]
+            names = [
+                name
+                for name, build in options.builds.items()
+                if (LOADS[load].is_on_stock or not build.is_stock) and load not in options.without.get(name, "").split()
+            ]
             for name in rotated(names, turn):
                 rate, used = measure(servers[f"{shape} {name}"], options.builds[name], drawn)
                 if rate.failed:

@@ -48,6 +48,10 @@ PREFILL = {"max_tokens": 1, "temperature": 0}
 ECHO = {**PREFILL, "echo": True, "logprobs": 1}
 SCORE = {"encoding_format": "base64"}
 TOP50 = {**SCORE, "top_logprobs": 50}
+STATISTICS = {**SCORE, "statistics": ["entropy", "std_logprob"]}
+SINK = {**SCORE, "sinks": {"token_mass": [300, 400, 500]}}
+"""The package of docs/extend.md, which a build needs next to Scoremode."""
+DECODE = {**SCORE, "lane": "decode", "context": 33}
 TRL = {**PREFILL, "temperature": 1.0, "prompt_logprobs": 100}
 
 Body = dict[str, Any]
@@ -329,6 +333,9 @@ LOADS: dict[str, Load] = {
     ),
     "prefill": Load(partial(draw_prompts, "/v1/completions", PREFILL), 96, 256, is_on_stock=True),
     "top50": Load(partial(draw_prompts, "/v1/score", TOP50), 96, 256, floor="prefill"),
+    "statistics": Load(partial(draw_prompts, "/v1/score", STATISTICS), 96, 256, floor="score"),
+    "sink": Load(partial(draw_prompts, "/v1/score", SINK), 96, 256, floor="score"),
+    "decode": Load(partial(draw_prompts, "/v1/score", DECODE, length=161), 48),
     "trl": Load(partial(draw_prompts, "/v1/completions", TRL), 32, 64, floor="prefill", is_on_stock=True),
     "mmlu": Load(draw_mmlu, 512, 2048, floor="questions"),
     "questions": Load(partial(draw_mmlu, prefill=True), 512, 2048, is_on_stock=True),
