@@ -6,7 +6,7 @@ import numpy as np
 from vllm import SamplingParams, TokensPrompt
 
 from scoremode_server.offline import read_score, score_params
-from scoremode_server.rows import read_columns, read_rows
+from scoremode_server.rows import complete_rows, received_rows, score_columns
 from scoremode_server.worker.row_spec import RowSpec, ScoringParams
 from tests import oracle
 from tests.engine.conftest import small_engine
@@ -55,7 +55,7 @@ def test_scores_next_to_n_grams_equal_transformers(random_model: Path):
                 for tokens, output, exact in zip(sequences, outputs, expected, strict=True):
                     if make is marked:
                         cached = output.num_cached_tokens if reads_cache else 0
-                        rows, missing = read_rows(tokens, 1, read_columns(output.prompt_logprobs, 1), cached)
+                        rows, missing = complete_rows(tokens, received_rows(output, score_columns(1)), cached)
                         assert missing == cached
                         oracle.assert_close(rows.logprobs[missing:, 0], exact[missing:])
                     elif not reads_cache:
@@ -66,6 +66,6 @@ def test_scores_next_to_n_grams_equal_transformers(random_model: Path):
                 each.skip_reading_prefix_cache = True
             outputs = engine.generate([*generating, *fed], [generation] * 2 + in_lane, use_tqdm=False)[2:]
             for output, exact in zip(outputs, expected, strict=True):
-                oracle.assert_close(read_columns(output.prompt_logprobs, 1)[1][:, 0], exact)
+                oracle.assert_close(received_rows(output, score_columns(1)).logprobs[:, 0], exact)
     finally:
         engine.llm_engine.engine_core.shutdown()

@@ -20,6 +20,7 @@ import torch
 from local_server import ServerError, server_process
 from rounded_model import rounded_model
 from scoremode import ScoreClient
+from tests import example_sink
 from tests.gpu.family import FAMILIES
 
 ROOT = Path(__file__).parents[2]
@@ -129,9 +130,13 @@ def servers(
     """SmolLM2 on V2 with CUDA graphs, and its rounded copy on V1 eagerly, with one folder of references."""
     folder = tmp_path_factory.mktemp("servers")
 
+    # Packages with sinks are found as installed ones are.
+    paths = os.pathsep.join([str(example_sink.install(folder)), os.environ.get("PYTHONPATH", "")])
+
     def start(runner: str, model: Path) -> Served:
+        environment = {**runner_settings(runner), "PYTHONPATH": paths}
         flags = (*FLAGS, *MEMORY, *RUNNERS[runner], "--reference-dir", str(folder / "references"))
-        server = server_process(model, *flags, log=folder / f"{runner}.log", environment=runner_settings(runner))
+        server = server_process(model, *flags, log=folder / f"{runner}.log", environment=environment)
         url = stack.enter_context(server).url
         return Served(model, ScoreClient(url, timeout=300), url)
 

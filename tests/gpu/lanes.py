@@ -24,7 +24,7 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from scoremode_server import enable
-from scoremode_server.rows import Columns, read_columns
+from scoremode_server.rows import Rows, received_rows
 from scoremode_server.worker.row_spec import RowSpec, ScoringParams
 from tests import oracle
 
@@ -41,23 +41,21 @@ def engine_of(model: Path, **settings: Any) -> LLM:
     return LLM(str(model), max_model_len=1024, gpu_memory_utilization=0.05, **settings)
 
 
-def scored_columns(engine: Any, sequences: Sequence[Tokens], specs: Iterable[RowSpec]) -> list[Columns]:
-    """The columns of rows of sequences that the engine has all at once, none of them from its prefix cache."""
+def scored_rows(engine: Any, sequences: Sequence[Tokens], specs: Iterable[RowSpec]) -> list[Rows]:
+    """The rows of sequences that the engine has all at once, none of them from its prefix cache."""
     plain = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
     plain.skip_reading_prefix_cache = True
-    params = [
-        ScoringParams.of(plain, replace(spec, last_token=each[-1]))
-        for each, spec in zip(sequences, specs, strict=False)
-    ]
+    own = [replace(spec, last_token=each[-1]) for each, spec in zip(sequences, specs, strict=False)]
+    params = [ScoringParams.of(plain, spec) for spec in own]
     prompts = [TokensPrompt(prompt_token_ids=list(each[:-1]), cache_salt=uuid.uuid4().hex) for each in sequences]
     outputs = engine.generate(prompts, params, use_tqdm=False)
-    return [read_columns(output.prompt_logprobs, 1) for output in outputs]
+    return [received_rows(output, spec.columns) for output, spec in zip(outputs, own, strict=True)]
 
 
 def lane_logprobs(engine: Any, sequences: Sequence[Tokens], chunk: int, first: int = 1) -> np.ndarray:
     """Logprobs [sequences, n - first] of tokens from `first` on, with `chunk` tokens a step, or as many as fit if 0."""
     spec = RowSpec(first, chunk=chunk, context=max(1, first - 1))
-    return np.stack([logprobs[:, 0] for _, logprobs, _ in scored_columns(engine, sequences, repeat(spec))])
+    return np.stack([rows.logprobs[:, 0] for rows in scored_rows(engine, sequences, repeat(spec))])
 
 
 def generated(engine: Any, prompts: Sequence[Tokens], num_tokens: int) -> tuple[list[list[int]], np.ndarray]:

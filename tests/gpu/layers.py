@@ -25,15 +25,22 @@ from scoremode.wire.references import ReferenceLayers
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference, StoredText
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, TextPlan
 from scoremode_server.references.worker.lease import FIRST_SECONDS
-from scoremode_server.references.worker.orders import SINK, Forget, LeaseCall, ReadHead, ReadWindow, WindowMark
-from scoremode_server.references.worker.packing import ComparedRows
-from scoremode_server.rows import Columns
+from scoremode_server.references.worker.orders import (
+    SINK,
+    Forget,
+    LeaseCall,
+    ReadHead,
+    ReadWindow,
+    WindowMark,
+    compared_columns,
+)
+from scoremode_server.rows import Rows
 from scoremode_server.scoring.model_identity import ModelIdentity
 from scoremode_server.settings import REFERENCE_VARIABLE, WORKER_EXTENSION
 from scoremode_server.worker.row_spec import RowSpec
 from tests import models
 from tests.gpu.family import FAMILIES, SIZES, family_engine
-from tests.gpu.lanes import Tokens, scored_columns
+from tests.gpu.lanes import Tokens, scored_rows
 
 ODD_FAMILIES: dict[str, Any] = {
     "Cohere (norms with one tensor twice)": lambda: transformers.CohereConfig(**SIZES),
@@ -110,10 +117,10 @@ class LayeredEngine:
         self._exchange([], [], LeaseCall("me", self.now, {key: "head"}, held=False, used=False))
         self._wait(key)
         texts = [[(token + shift) % head.vocab_size for token in reference.text.window(index)[0]] for index, _ in jobs]
-        columns = self._generate([*marks, *[None] * len(plain)], [*texts, *plain])
+        rows = self._generate([*marks, *[None] * len(plain)], [*texts, *plain])
         self._exchange([Forget(ticket) for ticket in ("head", *[mark.ticket for mark in marks])], [])
-        compared = [ComparedRows.unpack(each).positions.kld for each in columns[: len(marks)]]
-        return [*compared, *(logprobs[:, 0] for _, logprobs, _ in columns[len(marks) :])]
+        compared = [each.column("kld") for each in rows[: len(marks)]]
+        return [*compared, *(each.logprobs[:, 0] for each in rows[len(marks) :])]
 
     def _mark(self, action: Any, reference: StoredReference, index: int, boundaries: Iterable[int]) -> WindowMark:
         num_fed = len(reference.text.window(index)[0]) - 1
@@ -123,11 +130,8 @@ class LayeredEngine:
             action, reference.name, identity, index, num_fed, ticket, identity, num_fed, tuple(boundaries)
         )
 
-    def _generate(self, marks: Sequence[WindowMark | None], texts: Sequence[Tokens]) -> list[Columns]:
-        specs = (
-            RowSpec() if mark is None else RowSpec(sink=SINK, sink_data=msgspec.to_builtins(mark)) for mark in marks
-        )
-        return scored_columns(self.engine, texts, specs)
+    def _generate(self, marks: Sequence[WindowMark | None], texts: Sequence[Tokens]) -> list[Rows]:
+        return scored_rows(self.engine, texts, map(_spec, marks))
 
     def _exchange(
         self, orders: Sequence[Any], tickets: Sequence[str], lease: LeaseCall | None = None
@@ -144,6 +148,13 @@ class LayeredEngine:
             assert not any(outcomes.values()), outcomes
             waiting, orders = [ticket for ticket, outcome in outcomes.items() if outcome is None], ()
             time.sleep(0.01)
+
+
+def _spec(mark: WindowMark | None) -> RowSpec:
+    if mark is None:
+        return RowSpec()
+    columns = compared_columns(0) if mark.action == "compare" else ()
+    return RowSpec(sinks={SINK: msgspec.to_builtins(mark)}, sink_columns=columns)
 
 
 def result_of(family: str, path: Path, root: Path, options: argparse.Namespace) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from scoremode import AsyncScoreClient, KldPositions, cut_windows
+from scoremode.wire import Lane
 from tests import oracle
 from tests.gpu.conftest import SCALE, Served
 
@@ -50,6 +51,31 @@ def test_top_logprobs_and_candidates_at_a_temperature(served: Served, tokens: li
     for position in range(1, len(sequence)):
         if score.ranks[position] <= 50:
             assert top.logprobs[position, score.ranks[position] - 1] == score.logprobs[position]
+
+
+@pytest.mark.parametrize(("lane", "temperature"), [("prefill", 1.0), ("prefill", 0.5), ("decode", 1.0)])
+def test_statistics_and_the_figure_of_a_package(served: Served, tokens: list[int], lane: Lane, temperature: float):
+    """In the prefill lane a second time with cached keys, values and rows."""
+    sequence, chosen = tokens[300:430], [0, 17, 49_151]
+    exact = (oracle.logits(served.model, sequence) / temperature).log_softmax(-1).numpy()
+    p = np.exp(exact)
+    entropy = -(p * exact).sum(1)
+    expected = {
+        "entropy": entropy,
+        "std_logprob": np.sqrt((p * (exact + entropy[:, None]) ** 2).sum(1)),
+        "token_mass": p[:, chosen].sum(1),
+    }
+    for _ in range(2):
+        (score,) = served.client.score(
+            sequence,
+            statistics=["entropy", "std_logprob"],
+            sinks={"token_mass": chosen},
+            temperature=temperature,
+            lane=lane,
+        )
+        assert score.columns.keys() == expected.keys()
+        for name, column in score.columns.items():
+            oracle.assert_close(column[1:], expected[name], scale=SCALE / temperature)
 
 
 def test_a_prefix_that_is_cached_changes_no_logprob(served: Served, tokens: list[int]):
