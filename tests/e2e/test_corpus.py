@@ -4,6 +4,7 @@ import json
 import math
 from itertools import accumulate, pairwise
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from scoremode.cli.main import main
 from tests import oracle
 from tests.doc_examples import examples, run
+from tests.window_loops import lm_eval_rolling
 
 
 def test_figures_are_those_of_an_oracle(server, client, random_model, wikitext, tmp_path):
@@ -37,6 +39,34 @@ def test_figures_are_those_of_an_oracle(server, client, random_model, wikitext, 
         assert row["nll"] == pytest.approx(-math.fsum(row["token_logprobs"]), rel=1e-6)
         num_windows.add(-(-len(tokens) // 256))
     assert num_windows >= {1, 2}
+
+
+def test_figures_of_distributions_are_those_of_the_authors_formulas(server, client, random_model, wikitext, tmp_path):
+    """For a document of one window of 128 tokens, and for one of several."""
+
+    def score(window):
+        log_p = oracle.logits(random_model, window).log_softmax(-1).numpy()
+        mean = (np.exp(log_p) * log_p).sum(axis=1)
+        variance = (np.exp(log_p) * np.square(log_p)).sum(axis=1) - np.square(mean)
+        return np.stack([log_p[np.arange(len(mean)), window[1:]], mean, variance], axis=1)
+
+    pq.write_table(pa.table({"text": [wikitext[5000:5100], wikitext[6000:7500]]}), tmp_path / "rows.parquet")
+    options = ("--url", server, "--context-length", "128", "--figures", "entropy,min_k,min_k++,fast_detect")
+    assert main(["corpus", "--quiet", str(tmp_path / "rows.parquet"), "--output", str(tmp_path / "out"), *options]) == 0
+    short, long = pq.read_table(tmp_path / "out" / "rows.parquet").to_pylist()
+    assert short["num_tokens"] <= 128 < long["num_tokens"] / 2
+    for row in (short, long):
+        tokens = client.tokenize(row["text"], add_special_tokens=False)
+        windows = lm_eval_rolling(score, tokens, 128, client.info().prefix_token_id)
+        logprobs, mean, variance = np.concatenate([*windows]).T
+        num_lowest = int(len(tokens) * 0.2)
+        expected = {
+            "entropy": -mean.mean(),
+            "min_k": np.sort(logprobs)[:num_lowest].mean(),
+            "min_k_plus_plus": np.sort((logprobs - mean) / np.sqrt(variance))[:num_lowest].mean(),
+            "fast_detect": (logprobs.sum() - mean.sum()) / np.sqrt(variance.sum()),
+        }
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
 RAY_SETTINGS = """

@@ -5,11 +5,13 @@ import asyncio
 from pathlib import Path
 
 from scoremode._texts import two_columns
-from scoremode.cli.options import COUNT, QUIET, SEVERAL_SERVERS, Command, Group, Option, check_servers
+from scoremode.cli.options import COUNT, QUIET, SEVERAL_SERVERS, Command, Group, Option, check_servers, value
 from scoremode.cli.progress import corpus_bar
 from scoremode.cli.running import connected
 from scoremode.corpus import CorpusProgress, score_corpus
-from scoremode.corpus.documents import REQUESTS_IN_FLIGHT
+from scoremode.corpus.documents import FIGURE_COLUMNS, REQUESTS_IN_FLIGHT
+
+_FIGURES = f"some of {', '.join(FIGURE_COLUMNS)}, with commas between them"
 
 
 async def run(options: argparse.Namespace) -> None:
@@ -21,6 +23,7 @@ async def run(options: argparse.Namespace) -> None:
             text_column=options.text_column,
             column_prefix=options.column_prefix,
             per_token=options.per_token,
+            figures=options.figures,
             context_length=options.context_length,
             concurrency=options.concurrency,
             resume=options.resume,
@@ -77,6 +80,14 @@ COMMAND = Command(
                     "--resume",
                     "resume an earlier run: finished files stay as they are, others are continued where they ended",
                     action="store_true",
+                ),
+                Option(
+                    "--figures NAMES",
+                    f"add these columns too: {_FIGURES}; min_k++ becomes min_k_plus_plus",
+                    type=value(
+                        lambda text: text.split(","), lambda names: set(names) <= FIGURE_COLUMNS.keys(), _FIGURES
+                    ),
+                    default=(),
                 ),
                 Option("--per-token", "add token_ids and token_logprobs too", action="store_true"),
                 Option(

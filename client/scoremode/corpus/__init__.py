@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scoremode.client import AsyncScoreClient
-from scoremode.corpus.documents import REQUESTS_IN_FLIGHT, DocumentScorer
+from scoremode.corpus.documents import FIGURE_COLUMNS, REQUESTS_IN_FLIGHT, DocumentScorer, Figure
 from scoremode.corpus.settings import CorpusProgress, OnCorpusProgress, find_inputs
 from scoremode.errors import extra
 from scoremode.runs import Pool, server_header
@@ -20,6 +20,7 @@ async def score_corpus(
     text_column: str = "text",
     column_prefix: str = "",
     per_token: bool = False,
+    figures: Sequence[Figure] = (),
     context_length: int | None = None,
     concurrency: int | None = None,
     resume: bool = False,
@@ -38,6 +39,7 @@ async def score_corpus(
         text_column: The documents.
         column_prefix: Put before the names of the added columns.
         per_token: Add `token_ids` and `token_logprobs` (nats) too, both [num_tokens].
+        figures: Add columns for some of "entropy", "min_k", "min_k++" and "fast_detect"; docs/corpora.md has formulas.
         context_length: Tokens a window; as many as the model takes when left out.
         concurrency: Requests in flight at once at each server, each of some 8,000 tokens.
         resume: Resume an earlier run: finished files stay as they are, others continue after their last whole request.
@@ -48,6 +50,7 @@ async def score_corpus(
 
     Raises:
         WindowError: the model takes no such windows, or has no token to put before a text.
+        ResponseError: the server is older than `statistics`, which figures need.
         ScoremodeError: the last server failed, the servers differ, a file cannot be read or written, or the output is
             of other settings or another model. What is finished stays, and so does what is needed to resume.
     """
@@ -56,11 +59,13 @@ async def score_corpus(
     folder = Path(output)
     files = find_inputs([Path(path) for path in inputs], folder)
     pool = await Pool.connect(clients, concurrency or REQUESTS_IN_FLIGHT)
-    scorer = DocumentScorer(pool, context_length=context_length)
+    scorer = DocumentScorer(pool, context_length=context_length, figures=figures)
     settings = {
         "text_column": text_column,
         "column_prefix": column_prefix,
         "per_token": per_token,
+        # None equals the header of an earlier version, which has no such field.
+        "figures": [figure for figure in FIGURE_COLUMNS if figure in figures] or None,
         "context_length": scorer.context_length,
         "model": pool.clients[0].model or pool.info.model,
         **server_header(pool.info),

@@ -10,25 +10,41 @@ from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import compress
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scoremode._tasks import Result, results_of
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import APIStatusError, ResponseError, ScoremodeError
+from scoremode.errors import APIStatusError, CorpusError, ResponseError, ScoremodeError
 from scoremode.metrics import bits_per_byte, exp
 from scoremode.results import Score
 from scoremode.runs import Pool
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
-from scoremode.wire import INTERNAL_ERROR
+from scoremode.wire import INTERNAL_ERROR, Statistic
 
 _REQUEST_BYTES = 32_768
 """Of text in a request of several documents: some 8,000 tokens, a step of the engine."""
 REQUESTS_IN_FLIGHT = 32
 """At each server: with requests of this size more than an engine is handed at once, and less than it keeps waiting."""
 _REFUSED = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY})
+
+Figure = Literal["entropy", "min_k", "min_k++", "fast_detect"]
+FIGURE_COLUMNS: dict[Figure, str] = {
+    "entropy": "entropy",
+    "min_k": "min_k",
+    "min_k++": "min_k_plus_plus",
+    "fast_detect": "fast_detect",
+}
+"""The optional figures and their columns; docs/corpora.md has formulas and sources."""
+_STATISTICS: list[Statistic] = ["entropy", "std_logprob"]
+_NO_STATISTICS = (
+    f"the server did not return the statistics {' and '.join(_STATISTICS)}, which all figures but min_k need: upgrade "
+    "its Scoremode"
+)
+_ONE_OF = 5
+"""Min-K% and Min-K%++ average the lowest one of this many tokens: k = 20 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +62,9 @@ class ScoredDocument:
     nll: float
     """Nats, summed over all tokens."""
     token_ids: NDArray[np.int32]
-    token_logprobs: NDArray[np.float32]
+    token_scores: NDArray[np.float32]
+    """[1 or 3, num_tokens] in nats: each token's logprob and, if a figure needs them, the entropy H of its distribution
+    and the standard deviation of ln p there."""
 
     @property
     def perplexity(self) -> float:
@@ -55,6 +73,45 @@ class ScoredDocument:
     @property
     def bits_per_byte(self) -> float:
         return bits_per_byte(self.nll, self.num_bytes)
+
+    @property
+    def token_logprobs(self) -> NDArray[np.float32]:
+        logprobs: NDArray[np.float32] = self.token_scores[0]
+        return logprobs
+
+    @property
+    def entropy(self) -> float:
+        """Mean of the tokens' H."""
+        return float(self.token_scores[1].mean(dtype=np.float64))
+
+    @property
+    def min_k(self) -> float:
+        """Min-K% Prob."""
+        return _mean_of_lowest(self.token_logprobs)
+
+    @property
+    def min_k_plus_plus(self) -> float:
+        """Min-K%++. A token counts as 0 if its deviation is 0: all tokens that can follow are then equally likely, so
+        each one's logprob is the mean."""
+        above_mean, deviations = self._spread()
+        return _mean_of_lowest(np.divide(above_mean, deviations, out=np.zeros_like(above_mean), where=deviations > 0))
+
+    @property
+    def fast_detect(self) -> float:
+        """Fast-DetectGPT's analytic score; 0 if every deviation is 0."""
+        above_mean, deviations = self._spread()
+        deviation = math.sqrt(np.square(deviations).sum())
+        return float(above_mean.sum() / deviation) if deviation else 0.0
+
+    def _spread(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Each token's logprob minus its mean under the distribution, which is -H, and the deviation from this mean."""
+        logprobs, entropies, deviations = self.token_scores.astype(np.float64)
+        return logprobs + entropies, deviations
+
+
+def _mean_of_lowest(values: NDArray[Any]) -> float:
+    count = max(1, len(values) // _ONE_OF)
+    return float(np.sort(values)[:count].mean(dtype=np.float64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +137,10 @@ def cut_into_requests(documents: Sequence[AnyDocument]) -> Iterator[tuple[int, i
 
 
 class DocumentScorer:
-    def __init__(self, pool: Pool, *, context_length: int | None = None) -> None:
+    def __init__(self, pool: Pool, *, context_length: int | None = None, figures: Sequence[Figure] = ()) -> None:
+        if unknown := set(figures) - FIGURE_COLUMNS.keys():
+            raise CorpusError(f"figures: {min(unknown)!r} is not one of {', '.join(FIGURE_COLUMNS)}")
+        self._statistics = _STATISTICS if set(figures) - {"min_k"} else None
         max_model_len = pool.info.max_model_len
         self.context_length = resolve_context_length("rolling", context_length or max_model_len - 1, max_model_len)
         prefix_token_id = pool.info.prefix_token_id
@@ -119,7 +179,9 @@ class DocumentScorer:
         try:
             answers = await self.pool.ask(
                 [document.text for document in documents],
-                lambda client, texts: _answer(client, client.score([[self.prefix_token_id]], texts)),
+                lambda client, texts: _answer(
+                    client, client.score([[self.prefix_token_id]], texts, statistics=self._statistics)
+                ),
             )
         except _RefusalError:
             if len(documents) == 1:
@@ -141,9 +203,8 @@ class DocumentScorer:
         if not answer.num_scored == len(answer.token_ids) > 0:
             raise ResponseError(f"the server scored {answer.num_scored} of {len(answer.token_ids)} tokens")
         token_ids = np.array(answer.token_ids, np.int32)
-        return ScoredDocument(
-            document.num_bytes, answer.num_scored, -answer.sum_logprob, token_ids, answer.logprob_array
-        )
+        scores = self._token_scores(answer)
+        return ScoredDocument(document.num_bytes, answer.num_scored, -answer.sum_logprob, token_ids, scores)
 
     async def _tokenize_and_score(self, document: Document) -> DocumentResult:
         try:
@@ -166,15 +227,29 @@ class DocumentScorer:
             )
         except _RefusalError as error:
             return UnscoredDocument(str(error))
-        logprobs = np.concatenate([window for part in parts for window in part])
-        nll = -math.fsum(logprobs.tolist())
-        return ScoredDocument(num_bytes, len(tokens), nll, np.array(tokens, np.int32), logprobs)
+        scores = np.concatenate([window for part in parts for window in part], axis=1)
+        nll = -math.fsum(scores[0].tolist())
+        return ScoredDocument(num_bytes, len(tokens), nll, np.array(tokens, np.int32), scores)
 
     async def _score_windows(self, tokens: list[int], windows: Sequence[Window]) -> list[NDArray[np.float32]]:
-        """The logprobs of each window's targets."""
-        sequences = [window.token_ids(tokens) for window in windows]
-        answers = await self.pool.ask(sequences, lambda client, sequences: _answer(client, client.score(sequences)))
-        return [answer.logprob_array[window.first_scored :] for answer, window in zip(answers, windows, strict=True)]
+        """Return the scores of each window's targets."""
+        answers = await self.pool.ask(
+            [window.token_ids(tokens) for window in windows],
+            lambda client, sequences: _answer(client, client.score(sequences, statistics=self._statistics)),
+        )
+        return [
+            self._token_scores(answer, window.first_scored) for answer, window in zip(answers, windows, strict=True)
+        ]
+
+    def _token_scores(self, answer: Score, first: int = 0) -> NDArray[np.float32]:
+        """Return the `token_scores` from a position on."""
+        columns = [answer.columns.get(name, np.array(None)) for name in self._statistics or ()]
+        if any(column.ndim != 1 for column in columns):
+            raise ResponseError(_NO_STATISTICS)
+        scores: NDArray[np.float32] = np.stack([answer.logprob_array, *columns])[:, first:]
+        if not np.isfinite(scores).all():
+            raise ResponseError("a token's score in the server's answer is infinite or NaN")
+        return scores
 
 
 class _RefusalError(ScoremodeError):
@@ -185,6 +260,8 @@ async def _answer(client: AsyncScoreClient, answer: Awaitable[Result]) -> Result
     try:
         return await answer
     except APIStatusError as error:
+        if error.param == "statistics":
+            raise ResponseError(_NO_STATISTICS) from error
         # By `retry_for` the request was sent until a server whose engine dies would be gone: this one computes NaN.
         is_error_of_text = error.status_code == INTERNAL_ERROR and client.retries.retry_for is not None
         if error.status_code in _REFUSED or is_error_of_text:

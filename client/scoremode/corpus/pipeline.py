@@ -59,7 +59,9 @@ class Pipeline:
         """Everything that decides an output's rows and figures, except the input file."""
         self._scorer = scorer
         self._on_progress = on_progress
-        self._added = added_schema(settings["column_prefix"], per_token=settings["per_token"])
+        self._added = added_schema(
+            settings["column_prefix"], per_token=settings["per_token"], figures=settings["figures"] or ()
+        )
         self._most_pieces = _PIECES_PER_REQUEST * scorer.pool.concurrency
         self._pieces: deque[_Piece | OutputFile | ScoremodeError] = deque()
         """Not yet written. An output stands for its end, an error for why no more is read."""

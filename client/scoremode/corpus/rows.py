@@ -15,7 +15,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from scoremode.corpus.documents import AnyDocument, Document, DocumentResult, ScoredDocument, UnscoredDocument
+from scoremode.corpus.documents import (
+    FIGURE_COLUMNS,
+    AnyDocument,
+    Document,
+    DocumentResult,
+    Figure,
+    ScoredDocument,
+    UnscoredDocument,
+)
 from scoremode.errors import CorpusError, ScoremodeError
 from scoremode.runs import json_lines
 
@@ -101,9 +109,10 @@ def _storable(value: Any) -> Any:
     return [_storable(part) for part in value] if isinstance(value, list) else value
 
 
-def added_schema(prefix: str, *, per_token: bool) -> pa.Schema:
+def added_schema(prefix: str, *, per_token: bool, figures: Sequence[Figure] = ()) -> pa.Schema:
     """The added columns, null where a document has no figures."""
-    columns = {**FIGURES, **(PER_TOKEN if per_token else {})}
+    more = {FIGURE_COLUMNS[figure]: pa.float64() for figure in figures}
+    columns = {**FIGURES, **more, **(PER_TOKEN if per_token else {})}
     return pa.schema([pa.field(prefix + name, type_) for name, type_ in columns.items()])
 
 
@@ -133,10 +142,10 @@ def documents_of(column: pa.Array) -> list[AnyDocument]:
 
 def added_columns(results: Sequence[DocumentResult], schema: pa.Schema) -> pa.RecordBatch:
     scored = [result if isinstance(result, ScoredDocument) else None for result in results]
-    names = [*FIGURES, *PER_TOKEN][: len(schema)]
+    prefix = schema.names[0].removesuffix("num_tokens")
     arrays = [
-        pa.array([result and getattr(result, name) for result in scored], field.type)
-        for name, field in zip(names, schema, strict=True)
+        pa.array([result and getattr(result, field.name.removeprefix(prefix)) for result in scored], field.type)
+        for field in schema
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 

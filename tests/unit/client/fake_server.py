@@ -2,7 +2,8 @@
 
 Tokens are the bytes of a text after a BOS (256). The logprob of a token depends on the token, on the one before it and
 on its position, so that a window cut in the wrong place gives another figure; all are multiples of 1/8, which float32
-holds exactly. References and comparisons are computed from whole distributions over the 257 tokens, in float64.
+holds exactly. Statistics depend on the token before and on the position. References and comparisons are computed from
+whole distributions over the 257 tokens, in float64.
 """
 
 import argparse
@@ -68,6 +69,12 @@ def logprob(tokens: list[int], position: int) -> float:
     return -(1 + (3 * tokens[position] + 5 * tokens[position - 1] + position) % 29) / 8
 
 
+def statistics_at(tokens: list[int], position: int) -> dict[str, float]:
+    """The entropy and the standard deviation at a position, in nats; every fifth deviation is 0."""
+    before = tokens[position - 1]
+    return {"entropy": (2 * before + position) % 13 / 8, "std_logprob": (before + 3 * position) % 5 / 4}
+
+
 def rank(tokens: list[int], position: int) -> int:
     """A made-up rank, one per logprob."""
     return round(-8 * logprob(tokens, position))
@@ -77,16 +84,21 @@ def token_text(token: int) -> str:
     return "<s>" if token == BOS else chr(token)
 
 
-def nlls(text: str, context_length: int = MAX_MODEL_LEN - 1) -> list[float]:
-    """NLL of every byte, in nats, in lm-eval's `rolling` windows, written a second time."""
-    tokens, values = list(text.encode()), []
+def rolling_targets(text: str, context_length: int = MAX_MODEL_LEN - 1) -> list[tuple[list[int], int]]:
+    """The window and the position in it of every byte, in lm-eval's `rolling` windows, written a second time."""
+    tokens, targets = list(text.encode()), []
     for start in range(0, len(tokens), context_length):
         end = min(start + context_length, len(tokens))
         # A later window has the token before its first target, and the last one reaches back until it is full.
         context = [BOS] if start == 0 else tokens[end - context_length - 1 : start]
         window = [*context, *tokens[start:end]]
-        values += [-logprob(window, position) for position in range(len(context), len(window))]
-    return values
+        targets += [(window, position) for position in range(len(context), len(window))]
+    return targets
+
+
+def nlls(text: str, context_length: int = MAX_MODEL_LEN - 1) -> list[float]:
+    """NLL of every byte, in nats, in these windows."""
+    return [-logprob(*target) for target in rolling_targets(text, context_length)]
 
 
 def log_probabilities(tokens: list[int], first: int, noise: float) -> np.ndarray:
@@ -208,7 +220,9 @@ def encoded(values: object, dtype: str) -> str:
     return base64.b64encode(np.asarray(values, dtype).tobytes()).decode()
 
 
-def score_response(sequences: list[list[int]], return_ranks: bool = False, num_context: int = 0) -> dict:
+def score_response(
+    sequences: list[list[int]], return_ranks: bool = False, num_context: int = 0, wanted: Collection[str] = ()
+) -> dict:
     """The answer to `/v1/score` with `encoding_format: base64`, for prompts or, after some context, continuations."""
     results = []
     for index, tokens in enumerate(sequences):
@@ -223,8 +237,17 @@ def score_response(sequences: list[list[int]], return_ranks: bool = False, num_c
             "token_ids": tokens[num_context:],
             "logprobs": encoded(logprobs[num_context:], "<f4"),
         }
-        results.append({**result, "ranks": ranks[num_context:]} if return_ranks else result)
+        if return_ranks:
+            result["ranks"] = ranks[num_context:]
+        if wanted:
+            result["columns"] = {name: _column(tokens, name, num_context) for name in wanted}
+        results.append(result)
     return {"id": "score-1", "object": "score", "created": 0, "model": "bytes", "data": results, "usage": USAGE}
+
+
+def _column(tokens: list[int], name: str, first: int) -> dict:
+    values = [float("nan"), *(statistics_at(tokens, position)[name] for position in range(1, len(tokens)))]
+    return {"dtype": "float32", "shape": [len(tokens) - first], "values": encoded(values[first:], "<f4")}
 
 
 class StoredReference:
@@ -376,7 +399,7 @@ class FakeServer:
                 return None
             self.num_scored += len(sequences)
         num_context = body.get("logprobs_from") or 0 if texts is None else len(body["prompt"][0])
-        return ok(score_response(sequences, body.get("return_ranks", False), num_context))
+        return ok(score_response(sequences, body.get("return_ranks", False), num_context, body.get("statistics", ())))
 
     def record(self, body: dict) -> httpx.Response:
         stored = self.references.setdefault(body["name"], self.stored_class(body))

@@ -185,6 +185,12 @@ def references(made) -> dict[str, Any]:
         ("compare", 2, "give finished runs, or --tasks", ""),
         ("compare --tasks a=x", 2, "--tasks needs a folder for the base and one per other model", ""),
         ("corpus a.parquet", 2, "the following arguments are required: --output", ""),
+        (
+            "corpus a.parquet --output b --figures min_k,kld",
+            2,
+            "--figures: must be some of entropy, min_k, min_k++,",
+            "",
+        ),
         ("IDLE --text ''", 1, "no text", ""),
         ("IDLE TEXT --output missing/new.json", 1, "missing/new.json: No such file", ""),
         ("IDLE TEXT --output /dev/null", 1, "cannot write /dev/null: it is", ""),

@@ -62,9 +62,10 @@ def parquet(tmp_path):
 
 async def test_each_row_has_its_figures_and_the_order_is_kept(parquet, output, monkeypatch):
     monkeypatch.setattr(output_file, "_ROW_GROUP_ROWS", 20)
-    done = await run([parquet], output, per_token=True)
+    done = await run([parquet], output, per_token=True, figures=["min_k++", "min_k", "entropy", "min_k"])
     table = pq.read_table(output / "rows.parquet")
-    assert table.column_names == ["text", "row", *FIGURES, "token_ids", "token_logprobs"]
+    more = ["entropy", "min_k", "min_k_plus_plus", "token_ids", "token_logprobs"]
+    assert table.column_names == ["text", "row", *FIGURES, *more]
     assert table.column("text").to_pylist() == TEXTS
     for row, nll in zip(table.to_pylist(), NLLS, strict=True):
         tokens = list(row["text"].encode())
@@ -123,9 +124,10 @@ async def test_a_folder_is_read_at_any_depth_and_files_may_be_empty(tmp_path, ou
 
 async def test_figures_of_two_models_are_in_one_file(output, tmp_path, parquet):
     await run([parquet], output, column_prefix="a_")
-    await run([output / "rows.parquet"], tmp_path / "both", column_prefix="b_")
+    await run([output / "rows.parquet"], tmp_path / "both", column_prefix="b_", figures=["fast_detect"])
     written = pq.read_table(tmp_path / "both" / "rows.parquet")
-    assert written.column_names[-8:] == [prefix + name for prefix in ("a_", "b_") for name in FIGURES]
+    names = [prefix + name for prefix in ("a_", "b_") for name in FIGURES]
+    assert written.column_names[-9:] == [*names, "b_fast_detect"]
     assert written.column("a_nll").to_pylist() == written.column("b_nll").to_pylist() == NLLS
     assert {b"scoremode.a_", b"scoremode.b_"} <= set(written.schema.metadata)
 
@@ -155,11 +157,12 @@ async def test_the_servers_that_are_left_score_the_documents_of_one_that_fails(p
 
 async def test_a_resumed_run_has_the_same_result(tmp_path, output, parquet):
     inputs = [write_parquet(tmp_path / "in" / "first.parquet", TEXTS[:10]), parquet]
-    await run(inputs, tmp_path / "whole", per_token=True)
-    await interrupted(inputs, output, per_token=True)
+    settings = {"per_token": True, "figures": ["entropy", "min_k", "min_k++", "fast_detect"]}
+    await run(inputs, tmp_path / "whole", **settings)
+    await interrupted(inputs, output, **settings)
     written = (output / "first.parquet").stat().st_mtime_ns
     again = FakeServer()
-    done = await run(inputs, output, again, per_token=True, resume=True)
+    done = await run(inputs, output, again, **settings, resume=True)
     assert (output / "first.parquet").stat().st_mtime_ns == written
     for name in ("first.parquet", "rows.parquet"):
         assert pq.read_table(output / name).equals(pq.read_table(tmp_path / "whole" / name))
@@ -188,6 +191,7 @@ async def test_files_of_other_runs_are_neither_resumed_nor_overwritten(parquet, 
     before = contents(output)
     for fingerprint, settings, message in (
         ("fingerprint of bytes", {"resume": True, "per_token": True}, "per_token is False instead of True"),
+        ("fingerprint of bytes", {"resume": True, "figures": ["min_k"]}, r"figures is None instead of \['min_k'\]"),
         ("other", {"resume": True}, r"server\.fingerprint is 'fingerprint of bytes' instead of 'other'"),
         ("fingerprint of bytes", {}, "--resume"),
     ):
@@ -230,6 +234,7 @@ async def test_the_reader_waits_for_the_writer(tmp_path, output, monkeypatch):
         ("missing.parquet", "out", {}, "no such file or folder"),
         ("broken.parquet", "out", {}, "cannot read .*broken.parquet"),
         ("a/rows.parquet", "a", {}, "which is read"),
+        ("a", "out", {"figures": ["kld"]}, "'kld' is not one of entropy, min_k, min_k"),
         ("a", "out", {"text_column": "body"}, "no column 'body' .* there are: text"),
         ("scored.parquet", "out", {}, r"has a column 'perplexity' already.*--column-prefix"),
     ],
