@@ -91,7 +91,7 @@ def _load_task(task: str, path: Path, metrics: Sequence[str], filters: Sequence[
     for record in records:
         try:
             if samples.setdefault(int(record["doc_id"]), sample := _sample(record, metric)) is not sample:
-                raise RunError(f"{path}: question {record['doc_id']} is there twice; repeats cannot be compared")
+                raise RunError(f"{path}: question {record['doc_id']} occurs twice; repeats cannot be compared")
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise RunError(f"{path}: a line is not what lm-eval writes with --log_samples: {error!r}") from error
     return TaskSamples(task, printable(metric), printable(chosen), path, samples)
