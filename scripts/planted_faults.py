@@ -89,7 +89,7 @@ CLIENT_FAULTS = {
     "sweep/reuse.py < sweep/test_reuse.py": [
         ("file.stat().st_size, file.stat().st_mtime_ns)", "file.stat().st_size, 0)")
     ],
-    "sweep/sweep.py < sweep/test_run_sweep.py": [(" and self._is_reference_missing())", " and False)")],
+    "sweep/sweep.py < sweep/test_run_sweep.py": [("else self._is_reference_missing())", "else False)")],
 }
 
 SERVER_FAULTS = {

@@ -43,7 +43,7 @@ class TaskSamples:
 
     task: str
     metric: str
-    """Empty if none of the task's metrics is yes or no; then there are no samples."""
+    """Empty if none of the task's metrics is yes or no; then `samples` is empty too."""
     filter: str
     path: Path
     samples: dict[int, Sample]

@@ -25,8 +25,8 @@ class InputFile:
 def find_inputs(paths: Sequence[Path], output: Path) -> list[InputFile]:
     """Find the files at these paths, and in folders at these paths at any depth, in order.
 
-    In a folder, names that begin with `.` or `_` are skipped. CorpusError if there are no files, a file has another
-    suffix, two would become one output, or the output would be read.
+    In a folder, names that begin with `.` or `_` are skipped. CorpusError if no file is found, one has another suffix,
+    two would become one output, or the output would be read.
     """
     files = [file for path in paths for file in _files_of(path, output)]
     sources: dict[str, Path] = {}
