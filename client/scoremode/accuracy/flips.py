@@ -1,6 +1,6 @@
 """Tests whether one of two models answers the same questions worse, and whether so few questions could have shown it.
 
-Only questions that one model answers right count: `lost` if the base does, `gained` if the other model does.
+A question counts if only one model answers it right: `lost` if that is the base, `gained` if it is the other model.
 
 | figure | formula |
 |---|---|
@@ -28,7 +28,7 @@ LEVEL = 0.05
 """Significance level of the two-sided test."""
 POWER = 0.8
 _NEGLIGIBLE = 1e-9
-"""`power` leaves out numbers of flips at either end that have this chance in total."""
+"""`power` leaves out the smallest and the largest numbers of flips, which have this chance at each end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def power(num_questions: int, rate: float, difference: float) -> float:
     """The chance that the exact test shows this true difference of accuracies, over all numbers of flips."""
     lowest, highest = binom.ppf([_NEGLIGIBLE, 1 - _NEGLIGIBLE], num_questions, rate)
     num_flips = np.arange(lowest, highest + 1)
-    # For each number of flips, the most of one kind for which p is still below the level.
+    # For each number of flips, the largest number of losses (or gains) that is small enough for p < LEVEL.
     most = binom.ppf(LEVEL / 2, num_flips, 0.5)
     most -= binom.cdf(most, num_flips, 0.5) >= LEVEL / 2
     one_way = 0.5 * (1 + difference / rate)

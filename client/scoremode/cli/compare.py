@@ -148,7 +148,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse_layers(options: argparse.Namespace, *, is_alone: bool) -> None:
-    """Raise RunError for options that runs of `ppl-client layers` do not have, or need other runs as well."""
+    """Raise RunError for `--csv`, which runs of `ppl-client layers` do not support, and for options that need other
+    runs if there are none."""
     for name in given(options, ("csv", *((*_OF_RUNS, "tasks", "llama_cpp") if is_alone else ()))):
         if name != "--html":
             alone = " alone" if name != "--csv" else ""

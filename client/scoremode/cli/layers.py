@@ -48,7 +48,7 @@ def check(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, write the output and print the tables."""
-    # A recipe needs both checkpoints: read them once before hours of work.
+    # A recipe needs both checkpoints: check that they can be read, before hours of work.
     if options.keep is not None or options.keep_gib is not None:
         tensor_bytes(options.base_weights)
         tensor_bytes(options.weights)

@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _answers_folder(folder: Path, name: str) -> Path:
-    """The folder of a model's answers: NAME, or else the only ORG__NAME, as lm-eval names it after a path."""
+    """The folder of a model's answers: `name`, or else the only one called PATH__`name`, as lm-eval names folders."""
     own = [*folder.glob(f"*__{name}")]
     return own[0] if len(own) == 1 and not (folder / name).exists() else folder / name
 

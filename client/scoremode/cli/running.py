@@ -46,7 +46,7 @@ the window's targets."""
 def measure_lanes(
     options: argparse.Namespace, measure: Callable[[argparse.Namespace, Output | None], Coroutine[Any, Any, Measured]]
 ) -> None:
-    """Measure in one lane; or in prefill, then decode, and print in what they differ."""
+    """Measure in one lane; or in prefill, then decode, and print how they differ."""
     measured = measure_each([*_each_lane(options)] if options.lane == "both" else [options], measure)
     if len(measured) > 1:
         (prefill, positions), (decode, _) = measured

@@ -83,7 +83,7 @@ class CorpusProgress:
     seconds: float = 0.0
     """Duration of this session so far."""
     first_error: str | None = None
-    """Why a document got no figures: the first such document in this session."""
+    """The error of this session's first document without figures."""
 
     @property
     def perplexity(self) -> float | None:

@@ -198,7 +198,7 @@ class ScoremodeLM(TemplateLM):
             by_context[tuple(context[-(self.max_length + 1 - len(continuation)) :])].append(index)
 
         def size(context: tuple[int, ...], places: Sequence[int], *, alone: bool = True) -> int:
-            """The number of tokens sent; or, if that is more, the same share of MAX_TOKENS as of the server's bound."""
+            """The number of tokens sent; or MAX_TOKENS times the used share of the server's bound, if that is more."""
             own = sum(len(requests[index][2]) for index in places)
             all_tokens = len(places) * len(context) + own
             return max(alone * len(context) + own, -(-all_tokens * MAX_TOKENS // self._info.bounds.scoring_tokens))
