@@ -87,9 +87,9 @@ CLIENT_FAULTS = {
         ('promote_options="permissive"', 'promote_options="default"')
     ],
     "sweep/reuse.py < sweep/test_reuse.py": [
-        ("each.stat().st_size, each.stat().st_mtime_ns)", "each.stat().st_size, 0)")
+        ("file.stat().st_size, file.stat().st_mtime_ns)", "file.stat().st_size, 0)")
     ],
-    "sweep/sweep.py < sweep/test_run_sweep.py": [(" and self._is_reference_missing())", " and False)")],
+    "sweep/sweep.py < sweep/test_run_sweep.py": [("else self._is_reference_missing())", "else False)")],
 }
 
 SERVER_FAULTS = {

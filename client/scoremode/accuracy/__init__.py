@@ -1,4 +1,4 @@
-"""Accuracies on tasks: lm-eval's answers to the same questions, compared."""
+"""Compares accuracies on tasks, from lm-eval's answers to the same questions."""
 
 from scoremode.accuracy.compare_tasks import compare_tasks
 from scoremode.accuracy.samples import load_tasks

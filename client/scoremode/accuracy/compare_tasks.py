@@ -1,4 +1,4 @@
-"""Models compared by their answers to the same questions, task by task and over all tasks."""
+"""Compares models by their answers to the same questions, task by task and over all tasks."""
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
@@ -10,7 +10,7 @@ from scoremode.errors import RunError
 
 @dataclass(frozen=True, slots=True)
 class FlippedAnswer:
-    """A question that one of two models answers right."""
+    """A question that only one of two models answers right."""
 
     task: str
     doc_id: int
@@ -20,7 +20,7 @@ class FlippedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """A model's answers to one task's questions next to the base's."""
+    """A model's figures on a task, compared with the base."""
 
     task: str
     metric: str
@@ -30,24 +30,24 @@ class TaskRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelTasks:
-    """Compares a model with the base by its answers."""
+    """A model compared with the base on all of their tasks."""
 
     label: str
     rows: list[TaskRow]
     """One per task; p-values and verdicts are adjusted for their number (Holm)."""
     pooled: TaskRow
-    """All questions of all tasks, whose verdict is the model's."""
+    """Counts all questions of all tasks; its verdict is the model's."""
     flipped: list[FlippedAnswer]
 
     @property
     def all_rows(self) -> list[TaskRow]:
-        """Those of tables: the pooled one last, where there are several tasks."""
+        """The rows that tables show: with several tasks, the pooled one comes last."""
         return [*self.rows, self.pooled] if len(self.rows) > 1 else self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class TaskComparison:
-    """Every model but the base against the base."""
+    """Every other model compared with the base."""
 
     base: str
     models: list[ModelTasks]
@@ -60,10 +60,10 @@ def compare_tasks(models: Mapping[str, Mapping[str, TaskSamples]], smallest_diff
 
     Args:
         models: Answers by label and task.
-        smallest_difference: Of accuracies, 0 to 1. Where no difference is shown, the verdict is "too few questions" if
-            so many could not have shown this one.
+        smallest_difference: A difference of accuracies, 0 to 1. If none is shown, and so few questions could not have
+            shown this one, the verdict is "too few questions".
     """
-    unjudged = sorted({task for tasks in models.values() for task, each in tasks.items() if not each.metric})
+    unjudged = sorted({task for tasks in models.values() for task, samples in tasks.items() if not samples.metric})
     warnings = [f"Left out, as no metric is yes or no: {', '.join(unjudged)}."] if unjudged else []
     judged = {label: {task: tasks[task] for task in tasks if task not in unjudged} for label, tasks in models.items()}
     (base, base_tasks), *others = judged.items()
@@ -71,10 +71,8 @@ def compare_tasks(models: Mapping[str, Mapping[str, TaskSamples]], smallest_diff
     for label, tasks in others:
         shared = [task for task in base_tasks if task in tasks]
         if not shared:
-            named, named_base = (", ".join(each) or "none" for each in (tasks, base_tasks))
-            raise RunError(
-                ". ".join([f"{label} and {base} have no task in common: {named}, and {named_base}", *warnings])
-            )
+            own, of_base = (", ".join(names) or "none" for names in (tasks, base_tasks))
+            raise RunError(". ".join([f"{label} and {base} have no task in common: {own}, and {of_base}", *warnings]))
         if missing := sorted(set(base_tasks) ^ set(tasks)):
             warnings.append(f"Left out, as {label} or {base} does not have it: {', '.join(missing)}.")
         pairs = [(base_tasks[task], tasks[task]) for task in shared]
@@ -84,14 +82,14 @@ def compare_tasks(models: Mapping[str, Mapping[str, TaskSamples]], smallest_diff
 
 
 def _model(label: str, pairs: list[tuple[TaskSamples, TaskSamples]], smallest_difference: float) -> ModelTasks:
-    # Takes a second, which a comparison without tasks need not wait for.
+    # Imported here because it takes a second, which comparisons without tasks save.
     from statsmodels.stats.multitest import multipletests
 
     flips = [_flips(base, other) for base, other in pairs]
-    adjusted = multipletests([exact_p(each) for each in flips], method="holm")[1].tolist()
+    adjusted = multipletests(list(map(exact_p, flips)), method="holm")[1].tolist()
     rows = [
-        TaskRow(base.task, base.metric, base.filter, task_figures(each, smallest_difference, p))
-        for (base, _), each, p in zip(pairs, flips, adjusted, strict=True)
+        TaskRow(base.task, base.metric, base.filter, task_figures(task_flips, smallest_difference, p))
+        for (base, _), task_flips, p in zip(pairs, flips, adjusted, strict=True)
     ]
     total = Flips(*map(sum, zip(*map(astuple, flips), strict=True)))
     flipped = [
@@ -109,7 +107,7 @@ def _flips(base: TaskSamples, other: TaskSamples) -> Flips:
 
 
 def _check(label: str, base: TaskSamples, other: TaskSamples) -> list[str]:
-    """Refuse answers to other questions; warn of other prompts for the same."""
+    """Raise RunError unless both answer the same questions by the same metric. Return a warning if prompts differ."""
     place = f"{other.path}: task {base.task}"
     if (base.metric, base.filter) != (other.metric, other.filter):
         raise RunError(

@@ -1,6 +1,6 @@
-"""Two models' right and wrong answers to the same questions: is one worse, and could so few questions have shown it?
+"""Tests whether one of two models answers the same questions worse, and whether so few questions could have shown it.
 
-Only questions whose answer flips say anything: `lost`, which the base answers right and the other wrong, and `gained`.
+A question counts if only one model answers it right: `lost` if that is the base, `gained` if it is the other model.
 
 | figure | formula |
 |---|---|
@@ -25,10 +25,10 @@ from scipy.stats import binom, binomtest
 TaskVerdict = Literal["better", "worse", "no difference shown", "too few questions"]
 
 LEVEL = 0.05
-"""Of the two-sided test."""
+"""Significance level of the two-sided test."""
 POWER = 0.8
 _NEGLIGIBLE = 1e-9
-"""Chance of the numbers of flips that power leaves out."""
+"""`power` leaves out the smallest and the largest numbers of flips, which have this chance at each end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Flips:
 
     num_questions: int
     num_right: int
-    """Of the base."""
+    """Questions that the base answers right."""
     lost: int
     gained: int
 
@@ -53,7 +53,7 @@ class Flips:
 
     @property
     def difference(self) -> float:
-        """The accuracy of the other model less that of the base, -1 to 1."""
+        """The other model's accuracy minus the base's, -1 to 1."""
         return (self.gained - self.lost) / self.num_questions
 
     @property
@@ -64,22 +64,22 @@ class Flips:
 
 @dataclass(frozen=True, slots=True)
 class TaskFigures:
-    """Figures that a model's answers give, to one task's questions or to those of all tasks."""
+    """A model's figures on one task, or on the questions of all tasks."""
 
     flips: Flips
     p: float
-    """Adjusted for the number of tasks, where it is one of several."""
+    """Adjusted for the number of tasks if there are several."""
     interval: tuple[float, float]
     smallest_shown: float
-    """The difference that so many questions show four times in five."""
+    """The smallest difference that this number of questions shows four times in five."""
     verdict: TaskVerdict
     num_needed: int | None
-    """Questions that would show `smallest_difference`, where there are too few."""
+    """The number of questions that would show `smallest_difference`; None unless there are too few."""
 
 
 def task_figures(flips: Flips, smallest_difference: float, p: float | None = None) -> TaskFigures:
-    """Figures and verdict: where no difference of accuracies is shown, so many questions should have shown
-    `smallest_difference`, 0 to 1. `p` replaces the test's own."""
+    """Compute figures and a verdict: "too few questions" if no difference is shown, and `smallest_difference` (0 to 1)
+    could not have been shown either. `p` replaces the test's own."""
     p = exact_p(flips) if p is None else p
     smallest_shown = smallest_difference_shown(flips.num_questions, flips.rate)
     verdict: TaskVerdict = "worse" if flips.difference < 0 else "better"
@@ -93,7 +93,7 @@ def task_figures(flips: Flips, smallest_difference: float, p: float | None = Non
 
 
 def exact_p(flips: Flips) -> float:
-    """The exact McNemar test, two-sided."""
+    """The p-value of the exact McNemar test, two-sided."""
     num_flips = flips.lost + flips.gained
     return float(binomtest(flips.lost, num_flips).pvalue) if num_flips else 1.0
 
@@ -104,8 +104,8 @@ def score_interval(flips: Flips) -> tuple[float, float]:
     z = float(ndtri(1 - LEVEL / 2))
 
     def distance(difference: float) -> float:
-        """In standard errors, less z, of the observed difference from this one."""
-        # The most likely rate of losses if this were the difference.
+        """How many standard errors the observed difference is from this one, minus z."""
+        # The most likely rate of losses if this is the true difference.
         linear = (2 * n + lost - gained) * difference - lost - gained
         root = math.sqrt(linear**2 + 8 * n * lost * difference * (1 - difference))
         rate = (root - linear) / (4 * n)
@@ -120,10 +120,10 @@ def score_interval(flips: Flips) -> tuple[float, float]:
 
 
 def power(num_questions: int, rate: float, difference: float) -> float:
-    """The chance that the exact test shows a difference of accuracies, over all numbers of flips."""
+    """The chance that the exact test shows this true difference of accuracies, over all numbers of flips."""
     lowest, highest = binom.ppf([_NEGLIGIBLE, 1 - _NEGLIGIBLE], num_questions, rate)
     num_flips = np.arange(lowest, highest + 1)
-    # The most losses of so many flips for which p is below the level.
+    # For each number of flips, the largest number of losses (or gains) that is small enough for p < LEVEL.
     most = binom.ppf(LEVEL / 2, num_flips, 0.5)
     most -= binom.cdf(most, num_flips, 0.5) >= LEVEL / 2
     one_way = 0.5 * (1 + difference / rate)
@@ -135,18 +135,18 @@ def power(num_questions: int, rate: float, difference: float) -> float:
 def smallest_difference_shown(num_questions: int, rate: float) -> float:
     """The smallest difference of accuracies that the test shows with `POWER`; 1 where it shows none.
 
-    Answers flip at `rate`, or as often as the difference alone needs, if that is more.
+    Answers flip at `rate`, or at the rate that the difference itself needs, if that is larger.
     """
 
-    def lack(difference: float) -> float:
+    def surplus(difference: float) -> float:
         return power(num_questions, max(rate, difference), difference) - POWER
 
-    return float(brentq(lack, 1 / (1000 * num_questions), 1.0, xtol=1e-7)) if lack(1.0) > 0 else 1.0
+    return float(brentq(surplus, 1 / (1000 * num_questions), 1.0, xtol=1e-7)) if surplus(1.0) > 0 else 1.0
 
 
 @lru_cache(maxsize=256)
 def questions_needed(difference: float, rate: float) -> int:
-    """The fewest questions, to three digits, that show a difference of accuracies with `POWER`."""
+    """The smallest number of questions, to three digits, that shows a difference of accuracies with `POWER`."""
 
     def is_shown(num_questions: int) -> bool:
         return smallest_difference_shown(num_questions, rate) <= difference

@@ -1,6 +1,6 @@
-"""lm-eval's `--log_samples` files, read back: for each question, the answer and whether it was right.
+"""Reads lm-eval's `--log_samples` files: for each question, the answer and whether it is right.
 
-They are what any of its backends writes: `samples_TASK_DATE.jsonl`, below the folder that `--output_path` named.
+All of its backends write them, as `samples_TASK_DATE.jsonl` below the folder of `--output_path`.
 """
 
 import re
@@ -19,11 +19,11 @@ _RIGHT = {"1": True, "1.0": True, "True": True, "0": False, "0.0": False, "False
 
 @dataclass(frozen=True, slots=True)
 class SampleAnswer:
-    """An option with its logprob, or a text that was generated."""
+    """An option with its logprob, or a generated text."""
 
     text: str
     logprob: float | None
-    """Nats, of the whole option; None for a generated text."""
+    """Logprob of the whole option in nats; None for a generated text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,21 @@ class TaskSamples:
 
     task: str
     metric: str
-    """Empty for a task without one that is yes or no, which has no samples then."""
+    """Empty if none of the task's metrics is yes or no; then `samples` is empty too."""
     filter: str
     path: Path
     samples: dict[int, Sample]
-    """By lm-eval's `doc_id`."""
+    """Keyed by lm-eval's `doc_id`."""
 
 
 def load_tasks(folder: Path, metrics: Sequence[str] = (), filters: Sequence[str] = ()) -> dict[str, TaskSamples]:
-    """The latest samples of every task below a folder. RunError if there are none, a file is not lm-eval's, or the
-    metric or filter is not clear.
+    """Read the latest samples of every task below a folder. RunError if there are none, a file is not lm-eval's, or it
+    is ambiguous which metric or filter to use.
 
     Args:
-        folder: What `--output_path` named, or a folder in it.
-        metrics: The first of these that a task has is used. With none, the only one that is yes or no.
-        filters: Likewise, of lm-eval's filters.
+        folder: The folder of `--output_path`, or one in it.
+        metrics: The first of these that a task has judges its answers. Without any, its only yes-or-no metric does.
+        filters: lm-eval's filters, chosen in the same way.
     """
     latest: dict[str, tuple[str, Path]] = {}
     for path in folder.rglob("samples_*.jsonl"):
@@ -81,8 +81,8 @@ def _load_task(task: str, path: Path, metrics: Sequence[str], filters: Sequence[
     offered = dict.fromkeys(str(record.get("filter")) for record in records)
     chosen = _choice(path, task, "filter", list(offered), filters)
     records = [record for record in records if str(record.get("filter")) == chosen]
-    named = records[0].get("metrics")
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    metric_names = records[0].get("metrics")
+    names = [name for name in metric_names if isinstance(name, str)] if isinstance(metric_names, list) else []
     yes_or_no = [name for name in names if all(str(record.get(name)) in _RIGHT for record in records)]
     if not yes_or_no:
         return TaskSamples(task, "", chosen, path, {})
@@ -91,7 +91,7 @@ def _load_task(task: str, path: Path, metrics: Sequence[str], filters: Sequence[
     for record in records:
         try:
             if samples.setdefault(int(record["doc_id"]), sample := _sample(record, metric)) is not sample:
-                raise RunError(f"{path}: question {record['doc_id']} is there twice; repeats cannot be compared")
+                raise RunError(f"{path}: question {record['doc_id']} occurs twice; repeats cannot be compared")
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise RunError(f"{path}: a line is not what lm-eval writes with --log_samples: {error!r}") from error
     return TaskSamples(task, printable(metric), printable(chosen), path, samples)
@@ -118,7 +118,7 @@ def _sample(record: Mapping[str, Any], metric: str) -> Sample:
 
 
 def _answer(option: dict[str, Any], answer: object) -> SampleAnswer:
-    """Options have [logprob, is_greedy] as strings, generated texts are strings."""
+    """Read one answer: [logprob, is_greedy] for an option, both as strings; a string for a generated text."""
     if isinstance(answer, list):
         return SampleAnswer(printable(str(option["arg_1"])), float(answer[0]))
     return SampleAnswer(printable(str(answer)), None)

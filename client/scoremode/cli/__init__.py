@@ -1,1 +1,1 @@
-"""`ppl-client`: its main program, and for each command its options, its run and what it prints."""
+"""`ppl-client`: the main program, and one module per command with its options, its run and its output."""

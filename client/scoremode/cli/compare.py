@@ -23,31 +23,31 @@ _NAMES = partial(str.split, sep=",")
 _OF_RUNS = ("card", "html", "plots", "write_card", "base", "fail_if", "max_kld", "max_ppl_increase", "bits")
 _SIZES: dict[str, Literal["gib", "bits_per_weight"]] = {"gib": "gib", "bpw": "bits_per_weight"}
 LIMIT_EXCEEDED = 3
-"""The exit status."""
+"""Exit status if a limit is exceeded."""
 TASK_OPTIONS = [
     Option(
         "--task-metric A,B,...",
-        "which metrics judge the answers: the first that a task has; needed where a task has several",
+        "metrics that judge the answers, a task's by the first that it has; needed if a task has several",
         type=_NAMES,
         default=[],
         is_rare=True,
     ),
     Option(
         "--task-filter A,B,...",
-        "which of lm-eval's filters, likewise",
+        "lm-eval's filters, chosen in the same way",
         type=_NAMES,
         default=[],
         is_rare=True,
     ),
     Option(
         "--smallest-difference POINTS",
-        "in points: with fewer questions than could show it the verdict is 'too few questions'; default: %(default)g",
+        "percentage points: the verdict tells if there are too few questions to show them; default: %(default)g",
         type=MORE_THAN_0,
         default=1.0,
         is_rare=True,
     ),
 ]
-"""How answers to lm-eval's tasks are judged."""
+"""Options that decide how answers to lm-eval's tasks are judged."""
 
 
 def check(options: argparse.Namespace) -> None:
@@ -63,7 +63,7 @@ def check(options: argparse.Namespace) -> None:
         (not runs and options.llama_cpp, "--llama-cpp needs a finished run to be compared with"),
         (len({path.resolve() for path in runs}) < len(runs), "a run is named twice"),
         (labels and len(labels) != len(runs), f"--labels has {len(labels or ())} names for {len(runs)} runs"),
-        (labels and (not all(labels) or len(set(labels)) < len(runs)), "--labels needs another name for every run"),
+        (labels and (not all(labels) or len(set(labels)) < len(runs)), "--labels needs a different name for every run"),
         (len(tasks) == 1, "--tasks needs a folder for the base and one per other model"),
         (
             len(tasks) != len(runs) and any("=" not in task for task in tasks),
@@ -79,17 +79,17 @@ def check(options: argparse.Namespace) -> None:
 
 @extra("report")
 def run(options: argparse.Namespace) -> int:
-    """Write the report and the plots first, and the tables to stdout last; returns 3 if a limit is exceeded. RunError
-    if a run or a task's samples cannot be read or compared."""
+    """Write the report and the plots, then print the tables. Returns 3 if a limit is exceeded. RunError if a run or a
+    task's samples cannot be read or compared."""
     labels = dict(zip(options.runs, options.labels or (), strict=False))
-    # Before the imports, which take seconds.
-    of_layers = [path for path in options.runs if run_kind(path) == "layers"]
-    paths = [path for path in options.runs if path not in of_layers]
-    if of_layers:
+    # Options are refused before the imports, which take seconds.
+    layers_paths = [path for path in options.runs if run_kind(path) == "layers"]
+    paths = [path for path in options.runs if path not in layers_paths]
+    if layers_paths:
         _refuse_layers(options, is_alone=not paths)
     from scoremode.comparison.layers import layers_as_text, load_layers
 
-    layers = load_layers(of_layers, [labels[path] for path in of_layers] if labels else None)
+    layers = load_layers(layers_paths, [labels[path] for path in layers_paths] if labels else None)
     from scoremode.accuracy import compare_tasks, load_tasks
     from scoremode.comparison import as_csv, as_text, card, compare, load_runs, with_logs
     from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_text
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
         tasks = compare_tasks(models, options.smallest_difference / 100)
         comparison = comparison and replace(comparison, tasks=tasks)
     try:
-        # Each takes a second to import, and is not always asked for.
+        # Imported only if needed: each takes a second.
         if comparison is not None:
             if options.plots is not None:
                 from scoremode.comparison.plots import write_plots
@@ -148,7 +148,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse_layers(options: argparse.Namespace, *, is_alone: bool) -> None:
-    """Raise RunError for options that do not work with runs of `ppl-client layers`, or not with those alone."""
+    """Raise RunError for `--csv`, which runs of `ppl-client layers` do not support, and for options that need other
+    runs if there are none."""
     for name in given(options, ("csv", *((*_OF_RUNS, "tasks", "llama_cpp") if is_alone else ()))):
         if name != "--html":
             alone = " alone" if name != "--csv" else ""
@@ -156,12 +157,12 @@ def _refuse_layers(options: argparse.Namespace, *, is_alone: bool) -> None:
 
 
 def _task_folders(tasks: Sequence[str], labels: Sequence[str]) -> dict[str, Path]:
-    """The folders of tasks by the names that were given with them, or by the labels of the runs."""
+    """Map models to the folders of their answers: by the name given with a folder, or by the runs' labels in order."""
     folders: dict[str, Path] = {}
     for place, task in enumerate(tasks):
         label, separator, folder = task.partition("=")
         if not separator and place >= len(labels):
-            raise RunError(f"--tasks: {task} needs a name (NAME=DIR), because runs of ppl-client layers have no tasks")
+            raise RunError(f"--tasks: {task} needs a name (NAME=DIR): runs of ppl-client layers have no tasks")
         if not separator:
             label, folder = labels[place], task
         if printable(label) in folders:
@@ -172,8 +173,8 @@ def _task_folders(tasks: Sequence[str], labels: Sequence[str]) -> dict[str, Path
 
 COMMAND = Command(
     "compare",
-    "Several finished runs next to each other, from the files that `ppl-client` and `ppl-client kld` wrote with "
-    "--output: their figures, each with two errors, and for every pair whether a difference is shown.",
+    "Compare finished runs, from the files that `ppl-client` and `ppl-client kld` wrote with --output: figures, each "
+    "with two errors, and for every pair whether a difference is shown.",
     [
         Group(
             "",
@@ -187,8 +188,8 @@ COMMAND = Command(
                 ),
                 Option(
                     "--labels A,B,...",
-                    "the names of the runs, in their order; default: the models' names, or the files' where they are "
-                    "equal",
+                    "names for the runs, in order; default: the models' names, or the files' if models have the same "
+                    "name",
                     type=_NAMES,
                 ),
                 Option(
@@ -203,8 +204,8 @@ COMMAND = Command(
             [
                 Option(
                     "--llama-cpp NAME=LOG",
-                    "what `llama-perplexity` printed, with --kl-divergence or without, on the same text and windows: a "
-                    "row of its own, without intervals; several times",
+                    "add a row, without intervals, from the output of `llama-perplexity` on the same text and windows, "
+                    "with --kl-divergence or without; may be repeated",
                     type=value(lambda text: text.partition("=")[::2], all, "NAME=FILE"),
                     action="append",
                     default=[],
@@ -217,7 +218,7 @@ COMMAND = Command(
             [
                 Option(
                     "--tasks [NAME=]DIR",
-                    "accuracies on tasks, question by question: the folders that lm-eval wrote with --log_samples "
+                    "compare accuracies on tasks, question by question: folders that lm-eval wrote with --log_samples "
                     "--output_path, one per model, the base first; without names, in the order of the runs",
                     nargs="+",
                 ),
@@ -230,9 +231,8 @@ COMMAND = Command(
                 Option("--markdown", argparse.SUPPRESS, action="store_true"),
                 Option(
                     "--card",
-                    "print the table that is published with a quantized model, where its figures are from, and the "
-                    "YAML of a Hugging Face model card; --card full, after the runs: with all columns, also in "
-                    "--write-card",
+                    "print a Hugging Face model card for a quantized model: YAML, a table, and where its figures are "
+                    "from; --card full, after the runs, has all columns, and so has --write-card then",
                     type=value(str, "full".__eq__, "full or nothing, and runs come before it"),
                     nargs="?",
                     const=True,
@@ -248,15 +248,15 @@ COMMAND = Command(
                 Option("--plots DIR", "write the plots as SVG and PNG", type=Path),
                 Option(
                     "--x SIZE",
-                    "what plots are drawn against: gib, of weight files, or bpw, bits per weight; default: %(default)s",
+                    "draw plots against gib, the size of weight files, or bpw, bits per weight; default: %(default)s",
                     choices=tuple(_SIZES),
                     default="gib",
                     is_rare=True,
                 ),
                 Option(
                     "--bits NAME=BITS",
-                    "bits per weight that a run of this name would have, whose files hold simulated quantization: "
-                    "otherwise it is left out of plots against size; several times",
+                    "bits per weight for a run with simulated quantization, whose files have the original's size: "
+                    "without it the run is left out of plots against size; may be repeated",
                     type=value(_name_and_bits, lambda pair: pair[0] and pair[1] > 0, "NAME=BITS"),
                     action="append",
                     default=[],
@@ -276,18 +276,19 @@ COMMAND = Command(
             [
                 Option(
                     "--fail-if VERDICT",
-                    "exit with status 3 if a run is worse than the base by perplexity, however little, or differs from "
-                    "it",
+                    "exit with status 3 if a run's perplexity is worse than the base's, however little, or differs "
+                    "from it",
                     choices=("worse", "differs"),
                 ),
                 Option(
                     "--max-kld NATS",
-                    "likewise if a run's mean KL divergence is larger; sentences say whether its interval is within",
+                    "likewise if a run's mean KL divergence is larger; the summary then says whether the whole "
+                    "interval is within",
                     type=at_least(0, float),
                 ),
                 Option(
                     "--max-ppl-increase PERCENT",
-                    "likewise if a run's perplexity is larger than the base's by more; sentences as for --max-kld",
+                    "likewise if a run's perplexity exceeds the base's by more; the summary as for --max-kld",
                     type=at_least(0, float),
                 ),
             ],
@@ -296,9 +297,15 @@ COMMAND = Command(
             "intervals",
             [
                 Option(
-                    "--resamples N", "of the text; default: %(default)s", type=at_least(100), default=4000, is_rare=True
+                    "--resamples N",
+                    "resamples of the text; default: %(default)s",
+                    type=at_least(100),
+                    default=4000,
+                    is_rare=True,
                 ),
-                Option("--seed N", "of the resamples; default: %(default)s", type=at_least(0), default=0, is_rare=True),
+                Option(
+                    "--seed N", "seed of the resamples; default: %(default)s", type=at_least(0), default=0, is_rare=True
+                ),
             ],
         ),
     ],

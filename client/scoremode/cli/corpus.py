@@ -103,7 +103,7 @@ COMMAND = Command(
             [
                 Option(
                     "--context-length N",
-                    "longer documents are cut into windows of so many tokens; default: what the model takes",
+                    "cut longer documents into windows of N tokens; default: what the model takes",
                     type=COUNT,
                 ),
                 Option(

@@ -16,9 +16,9 @@ RUNS = Path(__file__).with_name("example.zip")
 def run(options: argparse.Namespace) -> None:
     """Unpack the runs, write the report and the card next to them, and print the verdicts."""
     folder: Path = options.output
-    # Before the imports, which take seconds.
+    # Checked before the imports, which take seconds.
     if folder.exists():
-        raise OutputError(f"{folder} is there already: give another folder with --output")
+        raise OutputError(f"{folder} exists already: give another folder with --output")
     from scoremode.comparison import compare, load_runs, verdict_line
     from scoremode.comparison.card import write_card
     from scoremode.comparison.report import write_report

@@ -35,7 +35,7 @@ COMMAND = Command(
                 ),
                 Option(
                     "--llama-cpp FILE",
-                    "the base file; two bytes a token of the vocabulary and position",
+                    "the base file; it has two bytes per position and token of the vocabulary",
                     type=Path,
                     required=True,
                 ),

@@ -1,6 +1,6 @@
 """`ppl-client kld`: KL divergence of a served model from a reference.
 
-The tables are llama.cpp's, label for label and format for format, so that two can be laid side by side.
+Labels and formats of the tables are llama.cpp's, so that both programs' output can be compared line by line.
 """
 
 import argparse
@@ -68,7 +68,7 @@ _QUANTILES = {
     "Minimum": "min",
 }
 MOST_DIVERGENT = 10
-"""Tokens that are shown."""
+"""Number of tokens that are shown by default."""
 
 
 def check(options: argparse.Namespace) -> None:
@@ -95,14 +95,14 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Measur
     for line in _compared(measurement):
         print(f"\n{line}")
     positions = measurement.positions
-    # By rounding a model diverges from itself more in the other lane.
+    # The reference's own model is compared by NLL: in the lane that was not recorded, rounding alone makes it diverge.
     nats = -positions.logprobs if measurement.reference.is_of(measurement.server) else positions.kld
     return nats, np.concatenate([np.arange(1, size + 1) for size in measurement.window_sizes])
 
 
 def _compared(measurement: KldMeasurement) -> list[str]:
-    """The agreement of answers, if the reference has some, and one line on the cost of the model against the reference;
-    none for the reference's own model."""
+    """Lines on the agreement of answers, if the reference has some, and on what the model costs against the reference,
+    unless it is the reference's own."""
     if measurement.as_noise_floor and measurement.reference.answers is None:
         return []
     try:
@@ -119,7 +119,7 @@ def _compared(measurement: KldMeasurement) -> list[str]:
 
 
 def as_text(measurement: KldMeasurement, overlap: Overlap | None = None, num_divergent: int = MOST_DIVERGENT) -> str:
-    """The models, the tokens that diverge most, llama.cpp's three tables, and tables of what these leave out."""
+    """The models, the tokens that diverge most, llama.cpp's three tables, and tables of other figures."""
     figures, clustered = measurement.statistics, "stderr_clustered"
     kld, delta_p = figures["kld"], figures["delta_p"]
     tables = [
@@ -164,7 +164,7 @@ def as_text(measurement: KldMeasurement, overlap: Overlap | None = None, num_div
 
 
 def _quantiles(figures: Mapping[str, Any]) -> list[tuple[str, float | None]]:
-    """The quantiles under llama.cpp's labels, of which Δp has two more."""
+    """The quantiles with llama.cpp's labels; Δp has two more of them."""
     return [(label, figures[name]) for label, name in _QUANTILES.items() if name in figures]
 
 
@@ -214,8 +214,8 @@ def _noise_floor(measurement: KldMeasurement) -> str:
         return reason or "this comparison, kept with the reference"
     if floor is None:
         return f"{reason or 'not measured'} (ppl-client kld --floor, on a server of the base model)"
-    said = f"mean KLD {floor.mean:.3g} of the base from itself, 99.0% {floor.p99:.3g}"
-    return said if multiple is None else f"{said}; this is {times_the_floor(multiple)} the floor"
+    in_words = f"mean KLD {floor.mean:.3g} of the base from itself, 99.0% {floor.p99:.3g}"
+    return in_words if multiple is None else f"{in_words}; this is {times_the_floor(multiple)} the floor"
 
 
 def _divergent_table(tokens: Sequence[DivergentToken]) -> list[str]:
@@ -237,7 +237,7 @@ def _divergent_table(tokens: Sequence[DivergentToken]) -> list[str]:
 
 
 def _shown(text: str | None, token_id: int = 0) -> str:
-    """In quotes and on one line."""
+    """A token's text in quotes and on one line, or its id."""
     return f"token {token_id}" if text is None else printable(json.dumps(text, ensure_ascii=False))
 
 
@@ -288,14 +288,14 @@ COMMAND = Command(
                 *output_options("write the result as JSON, and the values of every token next to it as safetensors"),
                 Option(
                     "--most-divergent N",
-                    f"tokens that are shown, {NUM_MOST_DIVERGENT} at most; default: %(default)s",
+                    f"how many tokens to show, {NUM_MOST_DIVERGENT} at most; default: %(default)s",
                     type=value(int, range(NUM_MOST_DIVERGENT + 1).__contains__, f"from 0 to {NUM_MOST_DIVERGENT}"),
                     default=MOST_DIVERGENT,
                     is_rare=True,
                 ),
                 Option(
                     "--top-logprobs N",
-                    "top tokens in --output; default: %(default)s",
+                    "top tokens per position in --output; default: %(default)s",
                     type=at_least(0),
                     default=NUM_TOP,
                     is_rare=True,

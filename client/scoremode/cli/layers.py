@@ -48,7 +48,7 @@ def check(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, write the output and print the tables."""
-    # Before hours of work: a recipe needs both checkpoints.
+    # A recipe needs both checkpoints: check that they can be read, before hours of work.
     if options.keep is not None or options.keep_gib is not None:
         tensor_bytes(options.base_weights)
         tensor_bytes(options.weights)
@@ -79,7 +79,7 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Layers
 
 
 def as_text(measurement: LayersMeasurement) -> str:
-    """The models, the cost of every part with the share of those up to it, and sums by kind."""
+    """The models, the parts by cost with each one's share and the shares so far, and sums by kind."""
     whole = measurement.whole
     heading = [
         *compared_rows(measurement, "prefill", None),
@@ -114,17 +114,17 @@ def _kinds(measurement: LayersMeasurement) -> list[str]:
 
 
 def recipe_as_text(recipe: Recipe, measurement: LayersMeasurement) -> str:
-    """The kept blocks, the divergence to expect, and both lists."""
+    """The kept blocks, the divergence to expect, and settings for llm-compressor and vLLM."""
     lines = [
         "",
         f"====== Keep {len(recipe.kept)} blocks in 16 bits: {recipe.extra_bytes / 2**30:.4f} GiB more ======",
         *(
-            f"{printable(each.block.name)}  {each.block.cost:.6f} nats, {each.extra_bytes:,} bytes"
-            for each in recipe.kept
+            f"{printable(choice.block.name)}  {choice.block.cost:.6f} nats, {choice.extra_bytes:,} bytes"
+            for choice in recipe.kept
         ),
         f"Expected KLD: {recipe.predicted.in_words} instead of {measurement.whole.in_words}",
         "",
-        "llm-compressor, recipe.yaml:" if recipe.modifier else "llm-compressor, of a scheme that is not known:",
+        "llm-compressor, recipe.yaml:" if recipe.modifier else "llm-compressor, for an unknown scheme:",
         recipe.modifier or f"ignore: {json.dumps(recipe.ignore)}",
         "",
         "vLLM, quantizing online:",
@@ -135,15 +135,15 @@ def recipe_as_text(recipe: Recipe, measurement: LayersMeasurement) -> str:
 
 COMMAND = Command(
     "layers",
-    "What each block of a served model's decoder layers costs of its KL divergence from a reference that was recorded "
-    "with --layers, and which blocks to keep in 16 bits.",
+    "Measure how much of a served model's KL divergence from a reference each block of its decoder layers costs, and "
+    "choose blocks to keep in 16 bits. The reference must be recorded with --layers.",
     [
         Group(
             "measurement",
             [
                 Option(
                     "--reference NAME",
-                    "recorded with --layers; every server must have it",
+                    "the reference, recorded with --layers; every server must have it",
                     type=REFERENCE,
                     required=True,
                 ),
@@ -154,7 +154,7 @@ COMMAND = Command(
             "recipe",
             [
                 Option("--keep N", "choose the N blocks to keep, by nats per byte", type=COUNT),
-                Option("--keep-gib GIB", "choose the blocks to keep that fit this much more", type=MORE_THAN_0),
+                Option("--keep-gib GIB", "choose blocks to keep that add at most this size", type=MORE_THAN_0),
                 Option("--base-weights DIR", "the original's checkpoint", type=Path),
                 Option("--weights DIR", "the served model's checkpoint", type=Path),
             ],

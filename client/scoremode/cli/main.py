@@ -32,7 +32,7 @@ COMMANDS = {
 _COMMANDS = """
 
 commands, each with its own --help:
-  perplexity  the perplexity of a text; done if no command is named, as below
+  perplexity  the perplexity of a text; the default, with the options below
   record      record a model's distributions over a text, to compare others with
   kld         another model's KL divergence from what was recorded
   layers      what each layer of that model costs, and which to keep in 16 bits
@@ -52,11 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with lines_on_stderr():
             return command.run(options) or 0
-    except (KeyboardInterrupt, asyncio.CancelledError) as error:  # The second is SIGTERM's, in a sweep.
+    except (KeyboardInterrupt, asyncio.CancelledError) as error:  # In a sweep, SIGTERM raises the second.
         print(f"ppl-client: interrupted{command.if_interrupted}{_how_to_resume(error)}", file=sys.stderr)
         return 130
     except UnicodeEncodeError as error:
-        # Not what is around it, which may be a key.
+        # Only the character is shown: the text around it may be a key.
         character = printable(error.object[error.start : error.end])
         print(f"ppl-client: error: a text, name or path has {character}, not valid Unicode", file=sys.stderr)
         return 1
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def complete() -> None:
-    """Tell a shell what may follow, and end the process. It needs the extra `completion`."""
+    """Print completions for a shell, and end the process. Needs the extra `completion`."""
     import argcomplete
 
     parser = argparse.ArgumentParser()
@@ -88,15 +88,15 @@ def _advice(command: Command, word: str) -> str:
     option = word.partition("=")[0]
     if nearest := get_close_matches(option, command.options, n=1, cutoff=0.8):
         return f"; did you mean {nearest[0]}?"
-    if option.startswith("-") and (others := [name for name, each in COMMANDS.items() if option in each.options]):
+    if option.startswith("-") and (others := [name for name, other in COMMANDS.items() if option in other.options]):
         return f"; it is an option of {', '.join(others)}"
     return "; flags of the servers come after --" if command.rest and option.startswith("-") else ""
 
 
 def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
-    """Read the command line; ends the process with status 2 where it is wrong.
+    """Parse the command line; ends the process with status 2 if it is wrong.
 
-    The command is the one that the first argument names, and `perplexity` where that is an option.
+    The first argument names the command. If it is an option, the command is `perplexity`.
     """
     is_named = bool(arguments) and not arguments[0].startswith("-")
     name = arguments[0] if is_named else "perplexity"

@@ -1,4 +1,4 @@
-"""Commands as `main` takes them, and the options that several share: types of values, groups, and contradictions."""
+"""Classes that declare commands and options, and what several commands share: options, types of values, checks."""
 
 import argparse
 import re
@@ -36,21 +36,21 @@ from scoremode.wire import (
 DEFAULT_URL = "http://localhost:8000"
 DEFAULT_METHOD: Method = "sliding"
 SOURCES = ("dataset", "text", "text_file")
-"""Options that name a text, of which one is given."""
+"""Options that name a text; exactly one is given."""
 _WIDTH = 80
 
 
 class UsageError(Exception):
-    """Options that are each right contradict one another."""
+    """Options are valid one by one, but contradict one another."""
 
 
 class Option:
     """An argument of a command.
 
     Args:
-        name: Its name, and after a space the word that stands for its value in the help.
+        name: Its name, followed by a space and a placeholder for its value if it has one.
         help: Its line in the help.
-        is_rare: Whether that line is in `--help-all` alone.
+        is_rare: Whether only `--help-all` shows it.
         **settings: Other arguments of `argparse.ArgumentParser.add_argument`.
     """
 
@@ -73,7 +73,7 @@ class Group:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, which a usage of twelve lines would hide."""
+    """Prints an error in one line. argparse would print a usage of twelve lines with it."""
 
     hint = ""
     """Added to every message."""
@@ -91,15 +91,15 @@ class Command:
     run: Callable[[argparse.Namespace], int | None]
     """Returns the exit status; None for 0."""
     check: Callable[[argparse.Namespace], None] | None = None
-    """Raises UsageError where options contradict one another, and fills in what they leave open."""
+    """Raises UsageError if options contradict one another, and fills in defaults that depend on other options."""
     success: str = "every window was scored and the output is written"
-    """When the exit status is 0."""
+    """When the exit status is 0, for the help."""
     if_interrupted: str = ""
-    """How to resume it, where that does not depend on what was kept."""
+    """How to resume after Ctrl-C, for the message; empty if that depends on the journals."""
     example: str = ""
-    """A command line that works as it is, where there is a server."""
+    """A command line that works as it is if a server runs."""
     rest: str = ""
-    """The name of the words after `--`; empty where there may be none."""
+    """The option that gets the words after `--`; empty if none are allowed."""
 
     @property
     def options(self) -> list[str]:
@@ -107,7 +107,7 @@ class Command:
         return [option.name for group in self.groups for option in group.options]
 
     def parser(self, prog: str, usage: str | None = None, more: str = "", *, with_rare: bool = False) -> Parser:
-        """Parses the options; `with_rare`, its help has the rare ones too."""
+        """Make the parser of its options. `with_rare` shows rare ones in the help too."""
         status = f"exit status: 0 if {self.success}, 1 on failure, 2 on wrong usage, 130 on Ctrl-C"
         parser = Parser(
             prog=prog,
@@ -120,7 +120,8 @@ class Command:
         return parser
 
     def _usage(self) -> str:
-        """Name what must be given: argparse's own usage has all options, in lines that are too long."""
+        """Format the usage with required arguments only. argparse's own lists all options, in lines that are too
+        long."""
         options = [(option.name, option.settings) for group in self.groups for option in group.options]
         needed = [f"{name} {settings['metavar']}" for name, settings in options if settings.get("required")]
         words = [settings["metavar"] + " ..." * ("nargs" in settings) for name, settings in options if name[0] != "-"]
@@ -140,7 +141,8 @@ class Command:
 
 
 def value(convert: Callable[[str], Any], is_allowed: Callable[[Any], object], wanted: str) -> Callable[[str], Any]:
-    """The type of an option's value, for argparse: what `convert` makes of the text, if that is allowed."""
+    """Make an option's `type` for argparse, which converts the text and refuses values that are not allowed. `wanted`
+    says which are."""
 
     def checked(text: str) -> Any:
         with suppress(ValueError):
@@ -188,7 +190,7 @@ def _server(url_help: str) -> Group:
             Option("--api-key KEY", API_KEY_HELP),
             Option(
                 "--timeout SECONDS",
-                "without a byte from the server; default: %(default)g",
+                "give up after this long without a byte from the server; default: %(default)g",
                 type=MORE_THAN_0,
                 default=DEFAULT_TIMEOUT,
                 is_rare=True,
@@ -198,9 +200,9 @@ def _server(url_help: str) -> Group:
     )
 
 
-ONE_SERVER = _server("of the server, with or without /v1")
+ONE_SERVER = _server("address of the server, with or without /v1")
 SEVERAL_SERVERS = _server(
-    "with or without /v1; several times for several servers of the same model, over which the windows are spread"
+    "address of a server, with or without /v1; may be repeated, to spread the work over servers of the same model"
 )
 TEXT = Group(
     "text",
@@ -228,18 +230,18 @@ DATASET = Group(
         Option("--num-samples N", "the first N rows only", type=COUNT),
         Option(
             "--messages COLUMN",
-            "column of the dataset with conversations, of which the assistant's turns are scored",
+            "column of the dataset with conversations; the assistant's turns are scored",
             type=NAME,
         ),
         Option(
             "--chat-template-kwargs JSON",
-            "for the chat template of conversations",
+            "arguments of the chat template of conversations",
             type=value(json_object, lambda value: value is not None, "a JSON object"),
             is_rare=True,
         ),
         Option(
             "--by COLUMN",
-            "column with a label of each row, for tables by it; rows are then not joined",
+            "column with a label for each row, to group figures by; rows are then not joined",
             type=NAME,
             is_rare=True,
         ),
@@ -258,7 +260,7 @@ WINDOWS = [
     Option("--max-tokens N", "the first N tokens of the text only", type=COUNT),
     Option(
         "--max-windows N",
-        "the first N windows of a preset only, which no figure is comparable with",
+        "the first N windows of a preset only; the figures are then comparable with no others",
         type=COUNT,
         is_rare=True,
     ),
@@ -280,7 +282,7 @@ PACE = [
     ),
     Option(
         "--decode-batch N",
-        "with another lane than prefill: windows in flight at once, as --concurrency",
+        "windows in flight at once, like --concurrency, for lanes other than prefill",
         type=COUNT,
         is_rare=True,
     ),
@@ -290,8 +292,8 @@ CALIBRATION = Group(
     [
         Option(
             "--calibration FILE",
-            "what a quantization was calibrated on (parquet, jsonl or txt): say which windows share text with it, and "
-            "the figures without them",
+            "the text that a quantization was calibrated on (parquet, jsonl or txt): print which windows share text "
+            "with it, and the figures without them",
             type=Path,
             is_rare=True,
         ),
@@ -309,7 +311,7 @@ CALIBRATION = Group(
 
 
 def output_options(help: str) -> list[Option]:
-    """The options of a run's output, whose file `help` describes."""
+    """The options of a run's output. `help` describes its file."""
     return [
         Option("--output FILE", help, type=Path),
         Option(
@@ -323,7 +325,7 @@ def output_options(help: str) -> list[Option]:
 
 
 def given(options: argparse.Namespace, names: Iterable[str]) -> Iterator[str]:
-    """The options among these that are given, as they are written: 0 and an empty text are values too."""
+    """Yield those of these options that were given, as they are spelled. 0 and an empty text count as given."""
     for name in names:
         if (content := getattr(options, name)) is not None and content is not False and content != []:
             yield f"--{name.replace('_', '-')}"
@@ -344,7 +346,7 @@ def require(options: argparse.Namespace, names: Iterable[str], needed: str, why:
 
 
 def check_report(options: argparse.Namespace) -> None:
-    """Check before the work that a report and a card can be written."""
+    """Check, before the work, that the report and the card can be written."""
     if options.write_card is not None and options.write_card.suffix != ".md":
         raise UsageError(f"--write-card: {options.write_card} must end in .md")
     for path in filter(None, (options.html, options.write_card)):
@@ -358,7 +360,7 @@ def check_report(options: argparse.Namespace) -> None:
 
 
 def check_servers(options: argparse.Namespace) -> None:
-    """Take the default server where none is named."""
+    """Fill in the default server. UsageError if one is named twice."""
     options.urls = options.urls or [DEFAULT_URL]
     if len(set(options.urls)) < len(options.urls):
         raise UsageError("--url names a server twice")
@@ -371,14 +373,14 @@ def check_one_server(options: argparse.Namespace, subject: str, why: str) -> Non
 
 
 def check_source(options: argparse.Namespace) -> None:
-    """Refuse another text next to the preset that has its own."""
+    """Refuse options for a text if the preset has its own."""
     if options.preset == CATEGORIES:
         others = (*SOURCES, "dataset_config", "num_samples", "messages", "chat_template_kwargs", "by")
         refuse(options, [name for name in others if name in options], "preset", " categories, which has its own text")
 
 
 def check_text(options: argparse.Namespace) -> None:
-    """Take the method and the windows of a preset, or the default method."""
+    """Check the options for text and windows, and fill in the preset's, or the default method."""
     check_source(options)
     if options.preset != CATEGORIES and not [*given(options, SOURCES)]:
         raise UsageError("give one of --dataset, --text, --text-file and --preset categories")
@@ -397,5 +399,5 @@ def check_text(options: argparse.Namespace) -> None:
 def check_measurement(options: argparse.Namespace) -> None:
     """Check the options of a measurement in lanes, with an output."""
     if options.decode_batch is not None and (options.concurrency is not None or options.lane == "prefill"):
-        raise UsageError("--decode-batch needs --lane decode, verify or both, and takes the place of --concurrency")
+        raise UsageError("--decode-batch needs --lane decode, verify or both, and replaces --concurrency")
     require(options, ("resume",), "output", ": the journal is next to it")

@@ -59,7 +59,7 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Measur
 
 
 def as_text(evaluation: Evaluation, overlap: Overlap | None = None) -> str:
-    """An evaluation in two columns; with `overlap`, also without the windows that share calibration text."""
+    """Format an evaluation in two columns; with `overlap`, also its figures without windows of calibration text."""
     plan, result, text = evaluation.plan, evaluation.result, evaluation.text_metrics
     rows = [
         ("model", plan.model),

@@ -1,4 +1,4 @@
-"""Prints on stderr while `ppl-client` works: a progress bar, and one line per event."""
+"""Shows on stderr what `ppl-client` is doing: a progress bar, and one line per event."""
 
 import logging
 import sys
@@ -24,7 +24,7 @@ from scoremode.corpus import CorpusProgress, OnCorpusProgress
 from scoremode.runs import OnBytes, OnProgress, Progress
 
 SECONDS_PER_LINE = 30.0
-"""Between lines on progress where stderr is not a terminal, which shows a bar instead."""
+"""Interval of progress lines if stderr is not a terminal. A terminal has a bar."""
 
 _FIGURES: dict[str, Callable[[Progress], str]] = {
     "ppl": lambda progress: f"{progress.perplexity:.4f}",
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class _LinesOnStderr(logging.Handler):
-    """Not logging's own handler: that would keep the stderr of now, which a progress bar replaces while it is shown."""
+    """Prints to the current stderr, which a progress bar replaces. logging's own handler would keep the old one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"ppl-client: {printable(' '.join(record.getMessage().split()))}", file=sys.stderr, flush=True)
@@ -44,7 +44,7 @@ class _LinesOnStderr(logging.Handler):
 
 @contextmanager
 def lines_on_stderr() -> Iterator[None]:
-    """Print what the package logs: waiting for servers, servers that are dropped, journals that are resumed."""
+    """Print what the package logs, such as waiting for servers, dropped servers and resumed journals."""
     logger = logging.getLogger("scoremode")
     handler, level = _LinesOnStderr(), logger.level
     logger.addHandler(handler)
@@ -57,13 +57,13 @@ def lines_on_stderr() -> Iterator[None]:
 
 
 def _rate(num_tokens: int, seconds: float) -> str:
-    """Tokens per second of this session, in which windows of earlier ones took no time."""
+    """Tokens per second in this session; `num_tokens` must not count those of earlier sessions."""
     return f"{num_tokens / seconds:,.0f}" if num_tokens and seconds else "-"
 
 
 def progress_bar(figure: Literal["ppl", "kld", "tokens"], *, quiet: bool) -> AbstractContextManager[OnProgress]:
     """Show a bar of windows with the perplexity or the mean KL divergence so far, or of answers with their tokens,
-    unless `quiet`; gives what advances it."""
+    unless `quiet`. Gives the function that advances it."""
 
     def fields(progress: Progress) -> dict[str, Any]:
         return {
@@ -78,7 +78,8 @@ def progress_bar(figure: Literal["ppl", "kld", "tokens"], *, quiet: bool) -> Abs
 
 
 def corpus_bar(*, quiet: bool) -> AbstractContextManager[OnCorpusProgress]:
-    """Show a bar of files with the documents and the perplexity so far, unless `quiet`; gives what advances it."""
+    """Show a bar of files with the documents and the perplexity so far, unless `quiet`. Gives the function that
+    advances it."""
 
     def fields(progress: CorpusProgress) -> dict[str, Any]:
         return {
@@ -132,6 +133,6 @@ def _bar(
 
 
 def _shown(*columns: ProgressColumn, quiet: bool) -> ProgressBar:
-    """A bar that goes when it is done: what a command prints then says more, and so does an error."""
+    """Make a bar that disappears at the end: then the command prints its results, or an error."""
     console = Console(stderr=True)
     return ProgressBar(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)

@@ -1,4 +1,4 @@
-"""`ppl-client quick`: an original and its quantizations, from checkpoints to a verdict, by a plan made of options."""
+"""`ppl-client quick`: makes a plan of its options, and sweeps an original and its quantizations."""
 
 import argparse
 import shutil
@@ -53,13 +53,13 @@ def run(options: argparse.Namespace) -> int:
 
     checked, tasks = checked_plan(plan(options), "quick"), None
     models = [entry.model or "" for entry in checked.models]
-    # Names of one part are misspelled paths more often than they are on the hub.
+    # A name without a slash is more often a misspelled path than a model on the hub.
     if missing := [model for model in models if "/" not in model and not Path(model).is_dir()]:
         print(f"ppl-client: {missing[0]} is not a folder here, so servers look for it on the hub", file=sys.stderr)
     if _is_quantized(models[0]) and False in map(_is_quantized, models):
         print(f"ppl-client: {models[0]} is quantized and a copy is not: the original comes first", file=sys.stderr)
     if options.tasks is not None:
-        # Before the first server starts.
+        # Answers are read, and refused, before the first server starts.
         from scoremode.accuracy import compare_tasks, load_tasks
 
         names, judges = [entry.name for entry in checked.models], (options.task_metric, options.task_filter)
@@ -69,20 +69,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _answers_folder(folder: Path, name: str) -> Path:
-    """The folder of a model's answers, which has its name; or else the only one whose name lm-eval made of a path that
-    ends in it."""
+    """The folder of a model's answers: `name`, or else the only one called PATH__`name`, as lm-eval names folders."""
     own = [*folder.glob(f"*__{name}")]
     return own[0] if len(own) == 1 and not (folder / name).exists() else folder / name
 
 
 def _is_quantized(model: str) -> bool | None:
-    """Whether a folder's configuration has a quantization; None if it has none, as on the hub."""
+    """Whether a model's config.json names a quantization; None without the file, such as for a name on the hub."""
     config = Path(model, "config.json")
     return b'"quantization_config"' in config.read_bytes() if config.is_file() else None
 
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a plan that is equal to these options."""
+    """The fields of a plan that does what these options say."""
     files = [model for model in options.models if model.endswith(".gguf")]
     models = [options.original, *(model for model in options.models if model not in files)]
     preset = options.preset or (None if options.messages else _PRESET)
@@ -107,7 +106,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _names(models: Sequence[str]) -> list[str]:
-    """The last parts of paths and hub names, as many of them as tell the models apart."""
+    """Name models by the last part of their path or hub name, or by all of it if last parts are equal."""
     names = [model_name(model).rpartition("/")[2] for model in models]
     return [
         name if names.count(name) == 1 else model.strip("./~").replace("/", "-")
@@ -119,8 +118,8 @@ COMMAND = Command(
     "quick",
     "Serve an original and its quantizations one after another, measure them on one text, and compare them: tables, a "
     "report, a card, and a verdict on each. The original is measured twice, for the noise floor. The same command "
-    "again resumes. Words after -- are flags of `scoremode serve` for every model. `ppl-client sweep` does it by a "
-    "file.",
+    "again resumes. Words after -- are flags of `scoremode serve` for every model. `ppl-client sweep` does the same "
+    "from a file.",
     [
         Group(
             "models",
@@ -140,14 +139,18 @@ COMMAND = Command(
                 Option("--dataset NAME|PATH", f"as for ppl-client; default: {_DATASET}"),
                 Option("--text-file FILE", "a file that holds the text, UTF-8, in place of a dataset", type=FILE),
                 Option("--messages COLUMN", "column of the dataset with conversations", type=NAME),
-                Option("--by COLUMN", "column with a label of each row, with --messages", type=NAME),
+                Option("--by COLUMN", "column with a label for each row, with --messages", type=NAME),
                 Option(
                     "--preset",
-                    f"whose windows and figures, with --messages none; categories has its own text; default: {_PRESET}",
+                    f"as for ppl-client, none with --messages; categories has its own text; default: {_PRESET}",
                     choices=PRESETS,
                 ),
                 Option("--context-length N", "default: the preset's", type=COUNT),
-                Option("--max-windows N", "the first N windows only, which no figure is comparable with", type=COUNT),
+                Option(
+                    "--max-windows N",
+                    "the first N windows only; the figures are then comparable with no others",
+                    type=COUNT,
+                ),
                 Option("--lane LANE", "default: %(default)s", choices=(*LANES, "both"), default="prefill"),
             ],
         ),
@@ -156,13 +159,13 @@ COMMAND = Command(
             [
                 Option(
                     "--prompts FILE",
-                    "prompts in a jsonl or parquet file, in the first column of "
-                    f"{', '.join(PROMPT_COLUMNS)}: for how many tokens copies give the same answers as the original",
+                    "measure for how many tokens copies give the same answers as the original, to the prompts in a "
+                    f"jsonl or parquet file, in its first column of {', '.join(PROMPT_COLUMNS)}",
                     type=FILE,
                 ),
                 Option(
                     "--max-new-tokens N",
-                    "the most tokens of an answer; default: %(default)s",
+                    "limit on the tokens of an answer; default: %(default)s",
                     type=COUNT,
                     default=256,
                     is_rare=True,
@@ -192,7 +195,7 @@ COMMAND = Command(
                     "write the card too: between <!-- scoremode --> and <!-- /scoremode --> in the file, or at its end",
                     type=Path,
                 ),
-                Option("--api-key KEY", "of all servers", default=None),
+                Option("--api-key KEY", "API key of all servers", default=None),
                 QUIET,
             ],
         ),

@@ -1,4 +1,4 @@
-"""`ppl-client record`: a served model's distributions, recorded as a reference."""
+"""`ppl-client record`: records a served model's distributions as a reference."""
 
 import argparse
 import asyncio
@@ -41,7 +41,7 @@ from scoremode.wire import AnswerSettings
 
 LAYERS_CONTEXT = 1024
 LAYERS_TOKENS = 4 * LAYERS_CONTEXT + 1
-"""Four windows: method `disjoint` leaves out a window that ends with the text."""
+"""Four windows, and one token more: method `disjoint` leaves out a window that ends with the text."""
 
 
 def check(options: argparse.Namespace) -> None:
@@ -130,8 +130,8 @@ COMMAND = Command(
                 *TEXT.options,
                 Option(
                     "--prompts FILE",
-                    "prompts in a jsonl or parquet file, which the served model answers greedily: the text is its "
-                    f"answers; they are in the first column of {', '.join(PROMPT_COLUMNS)}, or in that of --messages",
+                    "record the served model's greedy answers to the prompts in a jsonl or parquet file, in its first "
+                    f"column of {', '.join(PROMPT_COLUMNS)}, or in that of --messages",
                     type=Path,
                 ),
             ],
@@ -141,7 +141,7 @@ COMMAND = Command(
         Group(
             "answers",
             [
-                Option("--max-new-tokens N", "the most tokens of an answer; needed with --prompts", type=COUNT),
+                Option("--max-new-tokens N", "limit on the tokens of an answer; needed with --prompts", type=COUNT),
                 Option(
                     "--decode-batch N",
                     "prompts in flight at once; default: as many sequences as the server runs at once, at most "
@@ -157,7 +157,7 @@ COMMAND = Command(
                 ),
                 Option(
                     "--seed S",
-                    "of the first sampled answer; each has one more than the one before",
+                    "seed of the first sampled answer; each next answer's is one more",
                     type=at_least(0),
                     is_rare=True,
                 ),

@@ -1,4 +1,4 @@
-"""Shared by commands that measure: clients, corpora, lanes, outputs, and the rows of their tables."""
+"""Functions that commands which measure share: clients, corpora, lanes, outputs, and the rows of their tables."""
 
 import argparse
 import asyncio
@@ -39,13 +39,14 @@ Rows = list[tuple[str, str]]
 """Names and values of a table of two columns."""
 
 Measured = tuple[NDArray[np.floating[Any]], NDArray[np.integer[Any]]]
-"""Nats of each target, and its position in its window; of a KL divergence, its position among the window's targets."""
+"""Nats and positions of all targets. A position is the target's in its window, or for a KL divergence its number among
+the window's targets."""
 
 
 def measure_lanes(
     options: argparse.Namespace, measure: Callable[[argparse.Namespace, Output | None], Coroutine[Any, Any, Measured]]
 ) -> None:
-    """Measure in one lane, or in both one after the other and print what they differ in."""
+    """Measure in one lane; or in prefill, then decode, and print how they differ."""
     measured = measure_each([*_each_lane(options)] if options.lane == "both" else [options], measure)
     if len(measured) > 1:
         (prefill, positions), (decode, _) = measured
@@ -66,7 +67,7 @@ def measure_each(
         hints = [output.abort() for output in written]
         error.add_note(next(filter(None, reversed(hints)), ""))
         raise
-    # Not before all runs are finished: a command that resumes them has the windows of the first from its journal.
+    # The journals stay until all runs are finished: resuming them needs the first one's too.
     for output in written:
         output.remove_journal()
     return measured
@@ -85,7 +86,7 @@ def _each_lane(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
 async def connected(
     options: argparse.Namespace, bar: AbstractContextManager[OnStep]
 ) -> AsyncIterator[tuple[list[AsyncScoreClient], OnStep]]:
-    """A client for each server, and the progress bar to be advanced."""
+    """Connect to each server and show the progress bar. Gives the clients, and the function that advances the bar."""
     settings = {name: getattr(options, name) for name in ("model", "api_key", "timeout", "retry_for")}
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(patient_client(url, **settings)) for url in options.urls]
@@ -95,7 +96,7 @@ async def connected(
 def write_and_print(
     run: FinishedRun | LayersMeasurement, overlap: Overlap | None, urls: Sequence[str], output: Output | None, text: str
 ) -> None:
-    """Write a finished run, and print it: a number that took hours is shown even where it cannot be written."""
+    """Write a finished run, and print it even if it cannot be written: it may have taken hours."""
     try:
         if output is not None:
             shared = {} if overlap is None else overlap.record()
@@ -122,7 +123,8 @@ def corpus_of(options: argparse.Namespace) -> Corpus:
 
 
 async def calibration_of(options: argparse.Namespace, client: AsyncScoreClient) -> Calibration | None:
-    """Read before anything is measured: the file may be missing, and `client` be lost during the run."""
+    """Read and tokenize the calibration text, before anything is measured: the file may be missing, and `client` may
+    fail during the run."""
     if (path := options.calibration) is None:
         return None
     texts = read_rows(path, options.calibration_column)
@@ -134,7 +136,7 @@ def windows_of(options: argparse.Namespace) -> WindowSettings:
 
 
 def run_settings(options: argparse.Namespace, output: Output | None, on_progress: OnProgress) -> dict[str, Any]:
-    """Arguments that `evaluate` and `measure_kld` have in common."""
+    """The arguments that `evaluate` and `measure_kld` have in common."""
     return {
         "return_token_texts": output is not None,
         "concurrency": options.decode_batch or options.concurrency,

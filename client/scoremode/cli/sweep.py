@@ -1,4 +1,4 @@
-"""`ppl-client sweep`: the models of a plan, served and measured one after another."""
+"""`ppl-client sweep`: serves and measures the models of a plan, one after another."""
 
 import argparse
 import asyncio
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, tasks: "TaskComparison | None" = None) -> int:
-    """Measure the models of a plan and compare them, with the tables on stdout last; returns 1 if a model failed."""
+    """Measure the models of a plan, compare them, and print the tables last; returns 1 if a model failed."""
     from scoremode.comparison import as_text
     from scoremode.comparison.accuracy_tables import tasks_as_text
     from scoremode.sweep.sweep import compare_runs, run_sweep
@@ -51,7 +51,7 @@ def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, tasks:
 
 
 async def _stopped_by_sigterm(measuring: Coroutine[Any, Any, "SweepResult"]) -> "SweepResult":
-    """Stop as Ctrl-C does, which shells have background commands ignore: servers stop before the process ends."""
+    """Let SIGTERM stop the servers too, as Ctrl-C does: background commands of a shell ignore Ctrl-C."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -67,7 +67,7 @@ COMMAND = Command(
             "",
             [
                 Option("plan PLAN", "a YAML file; docs/ppl-client.md describes its fields", type=Path),
-                Option("--api-key KEY", f"of all servers; {API_KEY_HELP}"),
+                Option("--api-key KEY", f"API key of all servers; {API_KEY_HELP}"),
                 QUIET,
             ],
         )

@@ -1,4 +1,4 @@
-"""Corpora, document by document: what `ppl-client corpus` runs, as a library. Needs pyarrow, once it is called."""
+"""Scores corpora document by document, for `ppl-client corpus` and as a library. Calls need pyarrow."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,14 +29,14 @@ async def score_corpus(
     """Score every document of parquet and jsonl files, and write its row with its figures.
 
     Each row gets `num_tokens`; `nll`, the sum over all tokens in nats; `perplexity`, exp of NLL / tokens; and
-    `bits_per_byte`, NLL / (ln 2 * UTF-8 bytes). They are those of `/v1/perplexity` with method `rolling` for the
-    document alone, and null for a document without text or one that a server refuses.
+    `bits_per_byte`, NLL / (ln 2 * UTF-8 bytes). They equal those of `/v1/perplexity` with method `rolling` for the
+    document alone. They are null for a document without text or one that a server refuses.
 
     Args:
-        clients: One, or one for each server; all serve the same.
+        clients: One client, or one per server; all servers have the same model.
         inputs: Files (.parquet, .jsonl, .jsonl.zst, .jsonl.gz), or folders with such files at any depth.
-        output: A folder, in which every input becomes a parquet file, in its order.
-        text_column: The documents.
+        output: A folder. Every input becomes a parquet file in it, with the rows in their order.
+        text_column: The column with the documents.
         column_prefix: Put before the names of the added columns.
         per_token: Add `token_ids` and `token_logprobs` (nats) too, both [num_tokens].
         figures: Add columns for some of "entropy", "min_k", "min_k++" and "fast_detect"; docs/corpora.md has formulas.

@@ -1,8 +1,8 @@
-"""Scores of whole documents, short and long, on the servers of a pool. Knows no files.
+"""Scores whole documents, short and long, on the servers of a pool. Knows no files.
 
 A document's figures are those of `rolling` windows: each of its tokens is scored once, the first after the model's
-prefix token. A document that fits the context is one such window, so that many of them go in a request as texts. A
-longer one is tokenized first, and cut.
+prefix token. A document that fits the context is one window: many of these are sent in one request as texts. A longer
+document is tokenized first, then cut into windows.
 """
 
 import math
@@ -25,9 +25,9 @@ from scoremode.windows import Window, WindowError, cut_windows, resolve_context_
 from scoremode.wire import INTERNAL_ERROR, Statistic
 
 _REQUEST_BYTES = 32_768
-"""Of text in a request of several documents: some 8,000 tokens, a step of the engine."""
+"""Bytes of text in a request of several documents: some 8,000 tokens, one step of the engine."""
 REQUESTS_IN_FLIGHT = 32
-"""At each server: with requests of this size more than an engine is handed at once, and less than it keeps waiting."""
+"""Per server. Requests of this size then exceed what an engine is sent at once, but not what a server queues."""
 _REFUSED = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY})
 
 Figure = Literal["entropy", "min_k", "min_k++", "fast_detect"]
@@ -125,7 +125,7 @@ DocumentResult = ScoredDocument | UnscoredDocument
 
 
 def cut_into_requests(documents: Sequence[AnyDocument]) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of neighbors whose texts are about as long as a request should be, in order."""
+    """Yield, in order, (first, last + 1) of consecutive documents that together have the length of a request."""
     first = num_bytes = 0
     for index, document in enumerate(documents):
         num_bytes += document.num_bytes
@@ -150,12 +150,11 @@ class DocumentScorer:
         self.pool = pool
 
     async def score(self, documents: Sequence[AnyDocument]) -> list[DocumentResult]:
-        """Score any number of documents, many in a request where they fit the context. One that a server refuses has no
-        figures."""
+        """Score any number of documents, many per request if they fit the context. A document that a server refuses
+        gets no figures."""
         with_text = [document for document in documents if isinstance(document, Document)]
-        # A document that fits is taken to have three bytes a token at most. One with more is tokenized before it is
-        # scored, which takes a second request. Any other is sent as text; the server refuses the request if it is too
-        # long after all.
+        # A document with up to three bytes per token of the context probably fits, and is sent as text. If it is too
+        # long after all, the server refuses the request. A longer one is tokenized first, in a request of its own.
         limit = 3 * self.context_length
         short, long = await results_of(
             [
@@ -186,13 +185,13 @@ class DocumentScorer:
         except _RefusalError:
             if len(documents) == 1:
                 return [await self._tokenize_and_score(documents[0])]
-            # One of them is too long or otherwise at fault, or all together are too long.
+            # One document is at fault, such as too long, or the request as a whole is too long.
             half = len(documents) // 2
             first, second = await results_of(map(self._score_request, (documents[:half], documents[half:])))
             return first + second
         too_long = [len(answer.token_ids) > self.context_length for answer in answers]
         pairs = list(zip(documents, answers, strict=True))
-        # A task for each of the others would take longer than to read them.
+        # Only documents that are too long get a task: a task for each of the others would take longer than reading it.
         again = (
             self._score_tokens(answer.token_ids, document.num_bytes) for document, answer in compress(pairs, too_long)
         )
@@ -253,7 +252,7 @@ class DocumentScorer:
 
 
 class _RefusalError(ScoremodeError):
-    """A healthy server does not score what it was sent."""
+    """A healthy server refuses to score a text."""
 
 
 async def _answer(client: AsyncScoreClient, answer: Awaitable[Result]) -> Result:
@@ -262,7 +261,7 @@ async def _answer(client: AsyncScoreClient, answer: Awaitable[Result]) -> Result
     except APIStatusError as error:
         if error.param == "statistics":
             raise ResponseError(_NO_STATISTICS) from error
-        # By `retry_for` the request was sent until a server whose engine dies would be gone: this one computes NaN.
+        # Still 500 after retrying for `retry_for`: a dead engine would have exited, so this text itself fails (NaN).
         is_error_of_text = error.status_code == INTERNAL_ERROR and client.retries.retry_for is not None
         if error.status_code in _REFUSED or is_error_of_text:
             raise _RefusalError(str(error)) from error

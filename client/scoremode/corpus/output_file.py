@@ -1,8 +1,8 @@
-"""One file's rows with their added columns, in a parquet file that appears whole or not at all.
+"""Writes one file's rows with their added columns, to a parquet file that appears whole or not at all.
 
-Until then the figures are in a journal that outlives the run, should it be killed: a stream of Arrow record batches,
-each the figures of the rows after those of the batch before. A batch is handed to the operating system in one piece, so
-a process that is killed leaves at most one torn batch, the last.
+Until then a journal keeps the figures, in case the run is killed: a stream of Arrow record batches, in the order of the
+rows. A batch is handed to the operating system in one piece, so a process that is killed leaves at most one torn batch,
+the last.
 """
 
 import json
@@ -23,12 +23,12 @@ _ROW_GROUP_ROWS = 65_536
 
 
 def journal_of(path: Path) -> Path:
-    """Hidden, so that readers of the folder as a dataset skip it."""
+    """The journal's path. It is hidden, so that readers of the folder as a dataset skip it."""
     return path.with_name(f".{path.name}.journal")
 
 
 class FiguresJournal(AppendedFile):
-    """The journal of one output file: the figures of earlier sessions, and a place for those of this one."""
+    """The journal of one output file: it has the figures of earlier sessions, and those of this one are added."""
 
     def __init__(self, path: Path, header: Mapping[str, object], schema: pa.Schema) -> None:
         super().__init__(path)
@@ -50,13 +50,13 @@ class FiguresJournal(AppendedFile):
         self.num_done += figures.num_rows
 
     def _read(self, header: Mapping[str, object], schema: pa.Schema) -> tuple[int, list[pa.RecordBatch]]:
-        """The size of the file without a torn end, and the batches that are there."""
+        """Return the size of the file without a torn end, and its batches."""
         batches: list[pa.RecordBatch] = []
         with pa.memory_map(str(self.path)) as source:
             try:
                 own_header = json.loads((pa.ipc.read_schema(source).metadata or {}).get(HEADER_KEY, b"{}"))
             except (OSError, ValueError, RecursionError, pa.ArrowException):
-                # Torn within the header, or no journal; one that is killed there has no more than that.
+                # A run that was killed while it wrote the header left no more bytes than a header has.
                 if source.size() <= len(schema.serialize()):
                     return 0, batches
                 raise OutputError(f"{self.path} is not a journal of this version of ppl-client; move it away") from None
@@ -86,25 +86,25 @@ class OutputFile:
         self._waiting: list[pa.Table] = []
         self._waiting_rows = self._waiting_bytes = 0
         try:
-            # Rows by the thousand compress to little, and pages are read by filters: zstd as most readers have it.
+            # Most readers have zstd, which compresses thousands of rows well.
             self._writer = pq.ParquetWriter(self._temporary, self._schema, compression="zstd")
         except OSError as error:
             self._journal.close()
             raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
     def take_earlier(self, num_rows: int) -> pa.Table:
-        """The figures of the next rows that an earlier session left, or as many as there are."""
-        taken, self._earlier = self._earlier.slice(0, num_rows), self._earlier.slice(num_rows)
-        return taken
+        """Take from the journal the figures of the next rows, or fewer if an earlier session left fewer."""
+        figures, self._earlier = self._earlier.slice(0, num_rows), self._earlier.slice(num_rows)
+        return figures
 
     def add(self, rows: pa.RecordBatch, figures: pa.RecordBatch | pa.Table, *, is_new: bool) -> None:
-        """Take the next rows. Their figures are in the journal first if they are new."""
+        """Add the next rows. New figures are written to the journal first."""
         if is_new:
             self._journal.add(figures)
         table = pa.Table.from_arrays([*rows.columns, *figures.columns], schema=self._schema)
         self._waiting.append(table)
         self._waiting_rows += table.num_rows
-        # Looked at once for each table: pyarrow goes through all of its chunks.
+        # Read once per table, because pyarrow goes through all of its chunks.
         self._waiting_bytes += table.nbytes
         if self._waiting_rows >= _ROW_GROUP_ROWS or self._waiting_bytes >= _ROW_GROUP_BYTES:
             self._write_waiting()
@@ -137,7 +137,7 @@ class OutputFile:
 
 
 def check_finished(path: Path, header: Mapping[str, object]) -> None:
-    """Refuse to take a finished file for that of a run."""
+    """Raise OutputError unless a finished file is this run's; delete a journal that is left."""
     try:
         metadata = pq.read_schema(path).metadata or {}
         own_header = json.loads(metadata[_header_key(header)])
@@ -150,6 +150,6 @@ def check_finished(path: Path, header: Mapping[str, object]) -> None:
 
 
 def _header_key(header: Mapping[str, object]) -> bytes:
-    """Another model's figures in the same file have another prefix, and keep their header."""
+    """The metadata key of a header. It has the prefix of columns, so another model's figures keep their header."""
     prefix = header["column_prefix"]
     return HEADER_KEY + f".{prefix}".encode() if prefix else HEADER_KEY

@@ -1,7 +1,7 @@
-"""From input files to output files: rows are read, scored and written at the same time, and stay in order.
+"""Reads rows of input files, scores them, and writes them to output files, all at the same time and in order.
 
-Files are cut into pieces of about one request, and the next file is read while pieces of the last are scored. Pieces
-are written in their order. Nothing more is read while many are not written, so memory does not grow with the files.
+Files are cut into pieces of about one request. The next file is read while pieces of the one before are scored. Reading
+pauses while too many pieces are unwritten, so memory does not grow with the files.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _HELD_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some rows, and their figures: of an earlier session, or still being scored."""
+    """Some rows, with figures from an earlier session or a task that scores them."""
 
     output: OutputFile
     rows: pa.RecordBatch
@@ -64,7 +64,7 @@ class Pipeline:
         )
         self._most_pieces = _PIECES_PER_REQUEST * scorer.pool.concurrency
         self._pieces: deque[_Piece | OutputFile | ScoremodeError] = deque()
-        """Not yet written. An output stands for its end, an error for why no more is read."""
+        """Unwritten pieces. An output here marks its end, and an error why reading stopped."""
         self._held = 0
         self._open: list[OutputFile] = []
         self._started = time.perf_counter()
@@ -84,8 +84,8 @@ class Pipeline:
                 await self._write(self._pieces.popleft())
         finally:
             scoring = [piece.scoring for piece in self._pieces if isinstance(piece, _Piece) and piece.scoring]
-            for each in scoring:
-                each.cancel()
+            for task in scoring:
+                task.cancel()
             await asyncio.gather(*scoring, return_exceptions=True)
             for output in self._open:
                 output.abort()
@@ -106,12 +106,12 @@ class Pipeline:
                         yield piece
                 yield output
         except ScoremodeError as error:
-            # Raised in the order of rows, so that earlier results are kept.
+            # Yielded, to be raised after all rows before it are written.
             yield error
 
     def _open_file(self, file: InputFile) -> tuple[Iterator[pa.RecordBatch], OutputFile] | None:
         path, size = self._folder / file.output_name, file.path.stat().st_size
-        # Flat, so that each difference has a name.
+        # A flat header, so that an error can name each difference.
         header = {"object": "ppl-client.corpus", "format": 1, "input": file.name, "input_bytes": size, **self._settings}
         if path.exists():
             check_finished(path, header)

@@ -1,8 +1,8 @@
-"""The rows of an input file, batch by batch: parquet, and JSON lines; their texts, and the columns that are added.
+"""Reads the rows of parquet and JSON lines batch by batch, and makes the columns that are added to them.
 
-pyarrow infers the types of JSON lines, some rows at a time. What it infers of some may not fit the next: a column may
-be missing there, or have other numbers. So the file is read twice, first for the types that fit all of its lines, and
-then with these. That costs little compared with scoring.
+pyarrow infers the types of JSON lines from some rows at a time. They may not fit the next rows, where a column may be
+missing or have other numbers. So the file is read twice: first for types that fit all lines, then with these. That
+costs little compared with scoring.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,17 +28,17 @@ from scoremode.errors import CorpusError, ScoremodeError
 from scoremode.runs import json_lines
 
 _BATCH_ROWS = 256
-"""Few, because each may be a long document."""
+"""Few, because each row may be a long document."""
 
 _Block = list[tuple[str, dict[str, Any]]]
-"""Some rows of JSON lines, and where each is, in words."""
+"""Some rows of JSON lines, each after its place in words."""
 
 FIGURES = {"num_tokens": pa.int64(), "nll": pa.float64(), "perplexity": pa.float64(), "bits_per_byte": pa.float64()}
 PER_TOKEN = {"token_ids": pa.list_(pa.int32()), "token_logprobs": pa.list_(pa.float32())}
 
 
 def open_rows(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """The schema of a file, and its rows in order. JSON lines are all read once, for the types of their columns."""
+    """Return a file's schema and its rows in order. JSON lines are read once for the schema."""
     if path.suffix != ".parquet":
         schema = _json_schema(path)
         return schema, _json_batches(path, schema)
@@ -53,7 +53,7 @@ def _read_errors(path: Path) -> Iterator[None]:
         yield
     except ScoremodeError:
         raise
-    # pyarrow and each decompressor have their own.
+    # pyarrow and each decompressor have exceptions of their own.
     except Exception as error:
         raise CorpusError(f"cannot read {path}: {error}") from error
 
@@ -83,19 +83,19 @@ def _with_column(schema: pa.Schema, name: str, rows: Sequence[dict[str, Any]]) -
 
 
 def _converted(block: _Block, convert: Callable[[list[dict[str, Any]]], Any], name: str = "") -> Any:
-    """Convert some rows; a CorpusError names the first that pyarrow fails at."""
+    """Convert some rows. If pyarrow fails, CorpusError names the first row at fault."""
     try:
         return convert([row for _, row in block])
     except (pa.ArrowException, OverflowError, UnicodeError) as error:
         if len(block) > 1:
-            # Fails if a row before the last is at fault.
+            # This raises if a row before the last is at fault.
             _converted(block[:-1], convert, name)
         message = " ".join(str(error).split())
         raise CorpusError(f"{block[-1][0]}: column {name!r} cannot be read with one type: {message}") from error
 
 
 def _json_blocks(path: Path) -> Iterator[_Block]:
-    """The rows, some at a time."""
+    """Yield the rows, some at a time."""
     with _read_errors(path):
         rows = ((where, _storable(row) or {}) for where, row in json_lines(path))
         while block := list(islice(rows, _BATCH_ROWS)):
@@ -117,8 +117,8 @@ def added_schema(prefix: str, *, per_token: bool, figures: Sequence[Figure] = ()
 
 
 def check_columns(schema: pa.Schema, text_column: str, added: Sequence[str], where: str) -> None:
-    """Refuse rows without the text, or with a column of a name that is added."""
-    if not schema.names:  # A file of JSON lines without a line.
+    """Raise CorpusError if the text column is missing, or a column already has the name of an added one."""
+    if not schema.names:  # An empty file of JSON lines.
         return
     if schema.names.count(text_column) != 1:
         raise CorpusError(f"no column {text_column!r} in {where}; there are: {', '.join(schema.names)}")
@@ -127,16 +127,16 @@ def check_columns(schema: pa.Schema, text_column: str, added: Sequence[str], whe
     is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
     if not any(is_type(value_type) for is_type in is_text):
         raise CorpusError(f"column {text_column!r} of {where} is {type_}, not text")
-    if taken := [name for name in added if name in schema.names]:
+    if duplicates := [name for name in added if name in schema.names]:
         raise CorpusError(
-            f"{where} has a column {taken[0]!r} already: give the new ones another name by --column-prefix"
+            f"{where} has a column {duplicates[0]!r} already: give the new ones another name by --column-prefix"
         )
 
 
 def documents_of(column: pa.Array) -> list[AnyDocument]:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    # As bytes: their number is wanted, and one text that is not UTF-8 should not cost the others.
+    # Texts are read as bytes: their number is needed, and one that is not UTF-8 must not fail the others.
     return [_document(text) for text in column.cast(pa.large_binary()).to_pylist()]
 
 

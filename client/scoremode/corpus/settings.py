@@ -14,19 +14,19 @@ SUFFIXES = (".parquet", ".jsonl", ".jsonl.zst", ".jsonl.gz")
 class InputFile:
     path: Path
     name: str
-    """Its place below the folder that was named, or its own name, with `/`."""
+    """Path below the folder that was named, with `/`; for a file that was named, its own name."""
 
     @property
     def output_name(self) -> str:
-        """Where its rows go, below the output folder."""
+        """The path of its output below the output folder."""
         return f"{self.name.removesuffix(_suffix(self.name) or '')}.parquet"
 
 
 def find_inputs(paths: Sequence[Path], output: Path) -> list[InputFile]:
-    """The files that are named, and those in folders that are named, at any depth, in order.
+    """Find the files at these paths, and in folders at these paths at any depth, in order.
 
-    Files and folders whose names begin with `.` or `_` are left out of a folder. CorpusError if there is none, one has
-    another suffix, two would become one output, or the output would be read.
+    In a folder, names that begin with `.` or `_` are skipped. CorpusError if no file is found, one has another suffix,
+    two would become one output, or the output would be read.
     """
     files = [file for path in paths for file in _files_of(path, output)]
     sources: dict[str, Path] = {}
@@ -81,9 +81,9 @@ class CorpusProgress:
     nll: float = 0.0
     """Nats, summed over these tokens."""
     seconds: float = 0.0
-    """Since this session began."""
+    """Duration of this session so far."""
     first_error: str | None = None
-    """Why the first document of this session that has no figures has none."""
+    """The error of this session's first document without figures."""
 
     @property
     def perplexity(self) -> float | None:

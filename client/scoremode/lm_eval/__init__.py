@@ -1,1 +1,1 @@
-"""`python -m scoremode.lm_eval`: lm-eval's own command line with the model `scoremode`, a Scoremode server."""
+"""`python -m scoremode.lm_eval`: lm-eval's own command line, with a Scoremode server as the model `scoremode`."""

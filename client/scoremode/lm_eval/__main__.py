@@ -1,4 +1,4 @@
-"""lm-eval's command line. lm-eval knows only models that were registered before it reads its arguments."""
+"""Registers the model `scoremode`, then runs lm-eval's command line, which must know all models from the start."""
 
 import sys
 
@@ -20,12 +20,12 @@ except MissingPackageError as error:
 
 
 class NamedCache(CachingLM):
-    """`--use_cache`, in a file that is named after all that an answer depends on, apart from its request."""
+    """lm-eval's `--use_cache`. Its file is named after everything that an answer depends on, except the request."""
 
     def __init__(self, lm: object, cache_db: str) -> None:
         name = f"-{lm.cache_name}.db" if isinstance(lm, ScoremodeLM) else ".db"
         super().__init__(lm, cache_db.removesuffix(".db") + name)
-        # Answers are committed as they come, many at a time: each by itself takes longer than scoring.
+        # Commit many answers at a time: one commit per answer takes longer than scoring.
         self.dbdict.autocommit = self.dbdict.conn.autocommit = False
 
 

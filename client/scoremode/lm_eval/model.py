@@ -1,4 +1,4 @@
-"""lm-eval's model `scoremode`: its requests, answered by a Scoremode server as lm-eval's `hf` backend answers them."""
+"""lm-eval's model `scoremode`: a Scoremode server answers its requests as lm-eval's `hf` backend does."""
 
 import asyncio
 import os
@@ -29,15 +29,15 @@ from scoremode.runs import Job, Pool
 from scoremode.wire import DEFAULT_TIMEOUT, LISTING_BYTES, PATIENT_RETRY_FOR, call
 
 MAX_PROMPTS, MAX_TOKENS = 32, 65_536
-"""Of one request to `/v1/score`: contexts, and their tokens with those of their continuations."""
+"""Limits of a request to `/v1/score`: contexts, and tokens of contexts and continuations."""
 PROBE = "Scoremode, 1 + 2:\n  naïve “quotes” 你好\n"
-"""A text that the local tokenizer must encode as the server does."""
+"""The local tokenizer must encode this text as the server does."""
 
 Scored = tuple[float, bool]
 TokenRequest = tuple[Any, list[int], list[int]]
-"""As lm-eval has it: the request's arguments or None, the context's tokens, the continuation's."""
+"""lm-eval's tuple: the request's arguments or None, the context's tokens, the continuation's tokens."""
 Part = tuple[tuple[int, ...], Sequence[int]]
-"""A context, and the places of requests for continuations of it."""
+"""A context, and the indices of the requests for its continuations."""
 
 
 class ScoremodeLM(TemplateLM):
@@ -47,12 +47,12 @@ class ScoremodeLM(TemplateLM):
         base_url: Address of the server, with or without `/v1`.
         model: Served model or LoRA adapter; the served model when left out.
         tokenizer: Name or folder of its tokenizer; the path of the served model when left out.
-        max_length: Tokens that the model is fed at most. The server takes the last target as well, so this is one less
-            than its `--max-model-len` at most, and by default.
-        max_gen_toks: Tokens to generate where a task does not say.
+        max_length: Limit on the tokens that the model is fed. The server counts the last target too, so the default and
+            the largest value is its `--max-model-len` less 1.
+        max_gen_toks: Tokens to generate if a task does not set it.
         num_concurrent: Requests in flight.
         api_key: As for `ScoreClient`; likewise `timeout` and `retry_for`.
-        **_: `batch_size`, `max_batch_size` and `device`, which lm-eval gives every model, are the server's.
+        **_: Ignores `batch_size`, `max_batch_size` and `device`, which lm-eval passes to every model.
 
     The other arguments are those of `hf`.
     """
@@ -76,10 +76,10 @@ class ScoremodeLM(TemplateLM):
         **_: object,
     ) -> None:
         super().__init__()
-        # lm-eval's command line turns it off; one core takes minutes for the texts of MMLU.
+        # lm-eval's command line turns it off, but one core takes minutes to tokenize MMLU.
         os.environ["TOKENIZERS_PARALLELISM"] = "true"
         self._url = base_url
-        # lm-eval's command line reads digits as a number.
+        # lm-eval's command line turns a key of digits into a number.
         key = None if api_key is None else str(api_key)
         self._connection: dict[str, Any] = {"model": model, "api_key": key, "timeout": timeout, "retry_for": retry_for}
         self._num_concurrent = num_concurrent
@@ -112,7 +112,7 @@ class ScoremodeLM(TemplateLM):
 
     @property
     def cache_name(self) -> str:
-        """All that an answer depends on, apart from its request."""
+        """Everything that an answer depends on, except its request."""
         settings = (self._add_bos_token, self._max_gen_toks, self._think_end_token)
         return "-".join(map(str, (self._info.fingerprint, self.max_length, self.prefix_token_id, *settings)))
 
@@ -122,17 +122,17 @@ class ScoremodeLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of an empty context."""
+        """The token that replaces an empty context."""
         candidates = (self._prefix_token_id, self.tokenizer.bos_token_id)
         return int(next((token_id for token_id in candidates if token_id is not None), self.eot_token_id))
 
     @property
     def tokenizer_name(self) -> str:
-        """The name by which lm-eval caches requests."""
+        """The name under which lm-eval caches requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a chat; without its system message where the template refuses that."""
+        """Format a chat as text, without its system message if the template refuses that."""
         ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
             return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **ends))
@@ -147,25 +147,25 @@ class ScoremodeLM(TemplateLM):
         return list(encoded)
 
     def _encode(self, texts: list[str], add_special_tokens: bool | None = None) -> list[list[int]]:
-        """A text that begins with BOS gets no other."""
+        """Tokenize texts. A text that begins with BOS gets no second one."""
         usual, bos = _add_special_kwargs(add_special_tokens, self._add_bos_token), None
         if add_special_tokens is None:
             bos = self.tokenizer.decode(self.prefix_token_id)
         options = [{"add_special_tokens": False} if bos and has_bos_prefix(text, bos) else usual for text in texts]
-        if all(each == options[0] for each in options):
+        if all(own == options[0] for own in options):
             encoded: list[list[int]] = self.tokenizer(texts, **options[0])["input_ids"]
             return encoded
         return [self.tokenizer(text, **own)["input_ids"] for text, own in zip(texts, options, strict=True)]
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Scored]:
-        """As lm-eval does it, with the texts encoded many at a time and each once: by itself it encodes two for each
+        """Score as lm-eval does, but encode each text once, many at a time. lm-eval itself encodes two texts per
         request."""
         texts: dict[str, None] = {}
         for context, continuation in (request.args for request in requests):
             if context:
                 texts |= {context.rstrip(): None, context + continuation: None}
         for some in chunked(texts, 1024):
-            # Arrays have a tenth of a list's memory.
+            # An array takes a tenth of a list's memory.
             self._encoded |= {text: array("i", ids) for text, ids in zip(some, self._encode(some), strict=True)}
         try:
             answers: list[Scored] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
@@ -187,8 +187,8 @@ class ScoremodeLM(TemplateLM):
         return answers
 
     def _score(self, requests: Sequence[TokenRequest], keep: Callable[[int, Scored], object], disable: bool) -> None:
-        """Score continuations, those of one context together, and contexts with the same beginning one after another.
-        `keep` gets the place of a request with its answer."""
+        """Score continuations, those of one context in one request, and contexts with the same beginning one after
+        another. `keep` is called with the index of each request and its answer."""
         by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, (_, context, continuation) in enumerate(requests):
             if len(continuation) > self.max_length:
@@ -198,13 +198,14 @@ class ScoremodeLM(TemplateLM):
             by_context[tuple(context[-(self.max_length + 1 - len(continuation)) :])].append(index)
 
         def size(context: tuple[int, ...], places: Sequence[int], *, alone: bool = True) -> int:
-            """The tokens that are sent, or the share of the server's bound that they take, if that is larger."""
+            """The number of tokens sent; or MAX_TOKENS times the used share of the server's bound, if that is more."""
             own = sum(len(requests[index][2]) for index in places)
             all_tokens = len(places) * len(context) + own
             return max(alone * len(context) + own, -(-all_tokens * MAX_TOKENS // self._info.bounds.scoring_tokens))
 
         def parts_of(context: tuple[int, ...]) -> Iterator[Part]:
-            """Those of a context: documents in windows have one in common, and may not fit one request."""
+            """Split a context's continuations over requests. All documents' windows share one context: too many for
+            one."""
             for own in constrained_batches(
                 by_context[context],
                 MAX_TOKENS,
@@ -217,7 +218,7 @@ class ScoremodeLM(TemplateLM):
             scores = await client.score(
                 [list(context) for context, _ in parts], [[requests[index][2] for index in own] for _, own in parts]
             )
-            answers = [(each.sum_logprob, bool(each.is_greedy)) for each in scores]
+            answers = [(result.sum_logprob, bool(result.is_greedy)) for result in scores]
             return list(zip((index for _, own in parts for index in own), answers, strict=True))
 
         most = min(MAX_PROMPTS, max(1, -(-len(by_context) // self._num_concurrent)))
@@ -226,7 +227,7 @@ class ScoremodeLM(TemplateLM):
         self._run(jobs, score, keep, tqdm(total=len(requests), desc="Scoring", unit="request", disable=disable))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of documents, in windows as `hf` cuts them."""
+        """Return log-likelihoods of documents, scored in the windows that `hf` cuts."""
         windows: list[TokenRequest] = []
         owners: list[int] = []
         for document, (text,) in enumerate(request.args for request in requests):
@@ -247,7 +248,7 @@ class ScoremodeLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts that vLLM's completions generate."""
+        """Return the texts that vLLM's completions generate."""
         texts = [""] * len(requests)
         eos = self.tokenizer.decode(self.eot_token_id)
 
@@ -289,7 +290,7 @@ class ScoremodeLM(TemplateLM):
         keep: Callable[[int, Result], object],
         bar: tqdm,
     ) -> None:
-        """`keep` gets the places of the requests of a job, each with its answer."""
+        """Run jobs in parallel. `keep` is called with the index of each request and its answer."""
 
         def keep_all(answered: list[tuple[int, Result]]) -> None:
             for index, answer in answered:
@@ -306,6 +307,6 @@ class ScoremodeLM(TemplateLM):
 
 
 def _root(body: Any, name: str) -> str:
-    """The path of a served model or of an adapter's model, from `/v1/models`."""
+    """Read the path of a served model, or of an adapter's base model, from `/v1/models`."""
     models = {model["id"]: model for model in body["data"]}
     return str(models[models[name].get("parent") or name]["root"])

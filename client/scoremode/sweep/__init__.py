@@ -1,6 +1,6 @@
-"""Models one after another: each is served, measured on one text, compared with the first, and compared at the end.
+"""Serves the models of a plan one after another, measures each on one text, and compares them.
 
-It needs the extra `report`. Measuring is in `sweep`, whose imports take a second.
+Needs the extra `report`. `sweep.sweep` does the work; it is not imported here, because its imports take a second.
 """
 
 from scoremode.sweep.plan import PlanError, SweepPlan, checked_plan, read_plan

@@ -1,4 +1,4 @@
-"""Roughly how long a sweep takes on this machine, before its first server has started: from the size of the first
+"""Estimates how long a sweep takes on this machine, before its first server starts. It knows the size of the first
 model, the length of the text, and how fast this machine multiplies."""
 
 import json
@@ -14,19 +14,19 @@ from scoremode.sweep.plan import SweepPlan
 from scoremode.windows import resolve_stride
 
 _START_SECONDS = 60.0
-"""Until a server of a small model is ready."""
+"""How long a server of a small model takes to start."""
 _BYTES_PER_TOKEN = 4
-"""Of English text."""
+"""Average in English text."""
 _GPU_FLOPS = 5e13
-"""A tenth of an H200's: the estimate is then mostly of the servers' starts."""
+"""A tenth of an H200's peak. At this speed, starting the servers is most of the estimate."""
 _CPU_SHARE = 0.5
-"""How much of a matrix product's speed a model's forward pass has, which 135M parameters had on two cores."""
+"""Speed of a forward pass relative to a matrix product's, measured with 135M parameters on two cores."""
 
 
 def estimated_seconds(plan: SweepPlan, folder: Path, corpus: Corpus, prompts: Corpus | None = None) -> float | None:
-    """The seconds of a sweep that serves all models, with answers to prompts that are as long as allowed; None where
-    the first model's size is not known, which is not in a local folder, or a lane's speed, other than prefill's."""
-    # Two operations for each weight, of two bytes.
+    """Estimate the seconds of a sweep that serves all models and generates answers as long as allowed. None if the
+    first model is not in a local folder, which has its size, or the lane is not prefill, whose speed alone is known."""
+    # A token takes two operations per weight, and a weight has two bytes.
     token_flops = sum(file.stat().st_size for file in (folder / (plan.models[0].model or "")).glob("*.safetensors"))
     if not token_flops or plan.lane != "prefill":
         return None
@@ -37,8 +37,8 @@ def estimated_seconds(plan: SweepPlan, folder: Path, corpus: Corpus, prompts: Co
 
 
 def _num_tokens(plan: SweepPlan, corpus: Corpus) -> float:
-    """About how many tokens the windows of a text have."""
-    texts = corpus.documents or [corpus.text, *(json.dumps(each.messages) for each in corpus.conversations)]
+    """Estimate how many tokens the windows of a text have in total."""
+    texts = corpus.documents or [corpus.text, *(json.dumps(chat.messages) for chat in corpus.conversations)]
     windows = plan.window_settings
     num_tokens = min(sum(map(len, texts)) / _BYTES_PER_TOKEN, windows.get("max_tokens") or inf)
     context = windows.get("context_length") or 2048

@@ -36,7 +36,7 @@ from scoremode.wire import Lane, server_root
 
 
 class PlanError(ScoremodeError):
-    """A plan cannot be read, or says something that a sweep cannot do."""
+    """A plan cannot be read, or asks for something that a sweep cannot do."""
 
 
 def _flags(words: list[str]) -> list[str]:
@@ -53,12 +53,12 @@ def _label(name: str) -> str:
 
 
 Word = Annotated[str, Field(strict=False, coerce_numbers_to_str=True)]
-"""In YAML it may be a number."""
+"""A text. A number in YAML is converted to one."""
 Words = Annotated[list[Word], BeforeValidator(lambda value: shlex.split(value) if isinstance(value, str) else value)]
-"""A command line: one text, which is split as a shell does, or a list."""
+"""A command line: a list, or one text, which is split as a shell splits it."""
 Flags = Annotated[Words, AfterValidator(_flags)]
 LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
-"""Or a name; `~` is the home folder."""
+"""A path or a name; a leading `~` becomes the home folder."""
 Column = Annotated[str, Field(min_length=1)]
 Environment = dict[str, Word]
 Command = Annotated[Words, Field(min_length=1)]
@@ -69,7 +69,7 @@ class _Part(BaseModel):
 
 
 class TextOptions(_Part):
-    """The text, by the options of `ppl-client`."""
+    """The text. Its fields are options of `ppl-client`."""
 
     dataset: LocalPath | None = None
     text: str | None = None
@@ -96,7 +96,7 @@ class TextOptions(_Part):
         return self
 
     def load(self, folder: Path, preset: Preset | None = None, max_windows: int | None = None) -> Corpus:
-        """The text; files are looked for in `folder`, where the plan is."""
+        """Load the text. Paths are relative to `folder`, where the plan is."""
         path = None if self.dataset is None else local_path(self.dataset, folder)
         dataset = self.dataset if path is None else str(path.absolute())
         file = None if self.text_file is None else folder / self.text_file
@@ -112,7 +112,7 @@ class TextOptions(_Part):
 
 
 class WindowOptions(_Part):
-    """How the text is cut into windows, by the options of `ppl-client`."""
+    """How the text is cut into windows. Its fields are options of `ppl-client`."""
 
     preset: Preset | None = None
     max_windows: PositiveInt | None = None
@@ -121,10 +121,10 @@ class WindowOptions(_Part):
     stride: PositiveInt | None = None
 
     @model_validator(mode="after")
-    def _of_a_text(self) -> "WindowOptions":
+    def _no_contradictions(self) -> "WindowOptions":
         if self.preset is not None:
-            if given := self.model_fields_set & {"method", "stride"}:
-                raise ValueError(f"preset sets {' and '.join(sorted(given))}")
+            if conflicts := self.model_fields_set & {"method", "stride"}:
+                raise ValueError(f"preset sets {' and '.join(sorted(conflicts))}")
             window_settings(self.preset, self.context_length, self.max_windows)
             return self
         if self.max_windows is not None:
@@ -135,12 +135,12 @@ class WindowOptions(_Part):
 
 
 class ModelEntry(_Part):
-    """A model: one to serve, or a server that runs already."""
+    """A model to serve, or one on a server that runs already."""
 
     name: Annotated[str, AfterValidator(_label)]
-    """Of its run's file, and its label in tables and plots."""
+    """Names the run's file, and labels it in tables and plots."""
     model: LocalPath | None = None
-    """To serve; with `url` a served name or adapter."""
+    """The model to serve. With `url`, a served model's or adapter's name."""
     url: Annotated[str, AfterValidator(server_root)] | None = None
     command: Command | None = None
     serve: Flags = []
@@ -159,7 +159,7 @@ class GgufOptions(_Part):
     """GGUF files, which llama.cpp measures against the first model."""
 
     llama_perplexity: Annotated[LocalPath, Field(min_length=1)] = "llama-perplexity"
-    """The program."""
+    """llama.cpp's program, by name or path."""
     files: Annotated[list[LocalPath], Field(min_length=1)]
 
 
@@ -169,7 +169,7 @@ class CompareOptions(_Part):
     html: str | None = "report.html"
     plots: str | None = "plots"
     card: str | None = None
-    """A file that ends in `.md`, of which `write_card` replaces what is between its marks."""
+    """A `.md` file, in which `write_card` replaces the part between its marks."""
 
 
 class SweepPlan(_Part):
@@ -180,31 +180,31 @@ class SweepPlan(_Part):
     command: Command = ["scoremode", "serve"]
     """Command line that starts a server; each model's name or path is appended."""
     serve: Flags = []
-    """Flags for each model, before its own."""
+    """Flags for every model's server; the model's own follow them."""
     env: Environment = {}
-    """For each server, in addition to its own."""
+    """Environment variables for every model's server; the model's own take precedence."""
     start_timeout: Annotated[int, Field(ge=1, le=10**9)] = 3600
-    """Seconds that a server has until it answers."""
+    """Seconds that a server may take to start."""
     lane: Lane | Literal["both"] = "prefill"
-    """The lane of the served models; both: prefill and decode."""
+    """The lane in which models are measured; both: prefill and decode."""
     floor: bool = False
-    """Whether the first model's noise floor is measured, in each lane."""
+    """Whether to measure the first model's noise floor in each lane."""
     prompts: LocalPath | None = None
-    """A jsonl or parquet file, as for `record --prompts`: the first model answers it greedily, and the others are
-    compared with its answers in the decode lane."""
+    """A jsonl or parquet file, as for `record --prompts`. The first model answers the prompts greedily, and the others
+    are compared with its answers in the decode lane."""
     max_new_tokens: PositiveInt = 256
-    """The most tokens of an answer."""
+    """Limit on the tokens of an answer."""
     gguf: GgufOptions | None = None
     compare: CompareOptions = CompareOptions()
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """The lanes of every model but the first, which has a run in prefill too."""
+        """The lanes in which models are measured. The first model always has a run in prefill too."""
         return ("prefill", "decode") if self.lane == "both" else (self.lane,)
 
     @model_validator(mode="after")
-    def _fits(self) -> "SweepPlan":
-        """Names differ, and a text is cut in one way."""
+    def _no_contradictions(self) -> "SweepPlan":
+        """Check that names differ, and that text and windows fit together."""
         names = [entry.name for entry in self.models]
         names += [] if self.gguf is None else [Path(file).stem for file in self.gguf.files]
         folded = [name.casefold() for name in names]
@@ -218,8 +218,8 @@ class SweepPlan(_Part):
                 "windows.preset measures the whole text: it takes no messages, by, max_tokens, num_samples"
             )
         flags = [" ".join([*self.serve, *entry.serve]) for entry in self.models]
-        # The last of equal flags counts.
-        limits = [int(limit) for each in flags for limit in re.findall(r"--max.model.len[ =](\d+)(?!\S)", each)[-1:]]
+        # vLLM uses the last of repeated flags.
+        limits = [int(limit) for line in flags for limit in re.findall(r"--max.model.len[ =](\d+)(?!\S)", line)[-1:]]
         if limits and (context := self.window_settings.get("context_length") or 0) > min(limits):
             raise ValueError(f"windows of {context} tokens do not fit in --max-model-len {min(limits)}")
         if self.gguf is not None and preset != "llama.cpp" and self.windows.method != "llama.cpp":
@@ -228,7 +228,7 @@ class SweepPlan(_Part):
 
     @property
     def window_settings(self) -> WindowSettings:
-        """How the text is cut."""
+        """The settings by which the text is cut into windows."""
         windows = self.windows
         if windows.preset is not None:
             return window_settings(windows.preset, windows.context_length, windows.max_windows)
@@ -241,7 +241,7 @@ class SweepPlan(_Part):
 
 
 def check_local_models(plan: SweepPlan, folder: Path) -> None:
-    """See that models which can only be local paths are there, before hours are spent on those before them."""
+    """Check that models which can only be local paths exist, before hours are spent on the models before them."""
     missing = [
         f"{entry.name}: there is no {folder / entry.model}"
         for entry in plan.models
@@ -252,18 +252,18 @@ def check_local_models(plan: SweepPlan, folder: Path) -> None:
 
 
 def _is_local(model: str) -> bool:
-    """Whether it cannot be a name on the hub, which is ORGANIZATION/NAME, or ORGANIZATION/NAME/FILE.gguf."""
+    """Whether a model cannot be on the hub, where names are ORGANIZATION/NAME or ORGANIZATION/NAME/FILE.gguf."""
     if model.startswith(("/", "./", "../")):
         return True
     return model.count("/") > 1 and "://" not in model and not model.endswith(".gguf")
 
 
 def read_plan(path: Path) -> SweepPlan:
-    """Read a plan. PlanError with the file, the entry and the field, if something is wrong."""
+    """Read a plan. If something is wrong, PlanError names the file, the entry and the field."""
     try:
         with file_errors(PlanError, f"read {path}"):
             content = yaml.safe_load(path.read_bytes())
-            # YAML leaves the halves of JSON's escapes apart.
+            # JSON joins surrogate pairs, which YAML reads as two characters.
             content = json.loads(json.dumps(content, default=str))
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -275,9 +275,9 @@ def read_plan(path: Path) -> SweepPlan:
 
 
 def checked_plan(fields: dict[str, Any], name: str) -> SweepPlan:
-    """A plan of these fields. PlanError with the plan's name and all that is wrong."""
+    """Check a plan's fields. PlanError, after the plan's name, lists everything that is wrong."""
     try:
-        # Names become names of files, and flags are passed to processes.
+        # All must encode: names become file names, and flags are passed to processes.
         os.fsencode(json.dumps(fields, ensure_ascii=False, default=str))
         return SweepPlan.model_validate(fields)
     except UnicodeEncodeError as error:

@@ -1,5 +1,5 @@
-"""Processes that a sweep starts: a model's server, ready for requests and gone afterwards, and llama.cpp's
-llama-perplexity on a GGUF file. What they print is in a log."""
+"""Runs the processes of a sweep, each with a log: a model's server, from its start to its end, and llama.cpp's
+llama-perplexity on a GGUF file."""
 
 import asyncio
 import logging
@@ -26,35 +26,35 @@ from scoremode.errors import ScoremodeError, ServerError, TransportError
 _log = logging.getLogger(__name__)
 
 STOP_SECONDS = 60.0
-"""Until a server is killed that was asked to end: its own `--shutdown-timeout` is 30."""
+"""A server that was asked to end is killed after this time: its own `--shutdown-timeout` is 30."""
 _POLL_SECONDS = 0.5
-# PR_SET_PDEATHSIG is 1. The starter may have ended before the kernel watched it.
+# 1 is PR_SET_PDEATHSIG. The parent is compared because it may have ended before the call.
 _TIED = """import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
 _END_SECONDS = 15.0
-"""Until a server has ended by itself whose engine died: requests fail before."""
+"""A server whose engine died ends within this time. Requests fail before."""
 _SUMMARY = (
     "Engine core initialization failed|EngineCore encountered an issue|Worker failed with error|the engine has died"
 )
-"""How errors read that only say that there is another."""
-# No part of a name is read twice, however long a line is.
+"""Matches errors that only say that there is another error."""
+# The possessive quantifier keeps this linear in the length of a line.
 _ERROR = re.compile(r"(?<![\w.])[\w.]++(?:(?<=Error)|(?<=Exception)|(?<=Exit)):(?: .+|$)|^scoremode: .+")
 _NEXT_MESSAGE = re.compile(
     rf".*(?:{_SUMMARY})|Traceback |During handling of |The above exception |"
     r"\(\w+ pid=|\[|\w+: |(?:DEBUG|INFO|WARNING|ERROR)\b|\S+:\d+: "
 )
-"""How lines begin that do not continue an error's message."""
+"""Matches lines that do not continue an error's message."""
 _INFO = re.compile(r"(?:\(\w+ pid=\d+\) )?INFO\b")
 _REASON_LENGTH = 1000
-"""Characters, in which the longest message that vLLM writes has space."""
+"""In characters: vLLM's longest message fits."""
 
 
 class ProcessError(ScoremodeError):
-    """A program is missing, did not come up, failed, or ended while it was needed; the message ends with the error in
-    its log."""
+    """A program is missing, did not start, failed, or ended while it was needed. The message ends with the error in its
+    log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +66,20 @@ class ModelServer:
     process: Process
 
     async def while_it_runs(self, work: Awaitable[Result]) -> Result:
-        """The result of some work with the server, which is cancelled when the server ends. ProcessError with the
-        log's error if it ends, also soon after the work failed because of it."""
+        """Return the result of work with the server, and cancel the work if the server ends. ProcessError with the
+        log's error if the server ends, or if the work fails and the server ends soon after."""
         working, ending = asyncio.ensure_future(work), asyncio.ensure_future(self.process.wait())
         try:
             await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
-                is_servers = isinstance(working.exception(), ServerError | TransportError)
-                if is_servers:
+                is_server_error = isinstance(working.exception(), ServerError | TransportError)
+                if is_server_error:
                     await asyncio.wait({ending}, timeout=_END_SECONDS)
-                if not (is_servers and ending.done()):
+                if not (is_server_error and ending.done()):
                     return working.result()
         finally:
-            for each in (working, ending):
-                each.cancel()
+            for task in (working, ending):
+                task.cancel()
             await asyncio.gather(working, ending, return_exceptions=True)
         raise ProcessError(f"the server ended with status {self.process.returncode}{_reason(self.log)}")
 
@@ -95,16 +95,16 @@ async def model_server(
     log: Path,
     start_seconds: float,
 ) -> AsyncIterator[ModelServer]:
-    """`COMMAND MODEL --host 127.0.0.1 --port PORT FLAGS`, once it answers `/health`; stopped on leaving.
+    """Run `COMMAND MODEL --host 127.0.0.1 --port PORT FLAGS`: entered once it answers `/health`, stopped on leaving.
 
-    It runs in `folder`, with `environment` in addition to this process's, and prints to `log`. ProcessError if
-    the command is missing, or the server ended or was not ready in time.
+    It runs in `folder`, with `environment` added to this process's, and prints to `log`. ProcessError if the command is
+    missing, or the server ends or is not ready in time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with _reserved_port() as port:
         arguments = [*_resolved(command, folder), model, "--host", "127.0.0.1", "--port", str(port), *flags]
         with log.open("wb") as output:
-            # A session of its own: Ctrl-C is for the sweep, which stops the server.
+            # In a session of its own, so that Ctrl-C only reaches the sweep, which stops the server.
             process = await asyncio.create_subprocess_exec(
                 *_tied(arguments),
                 cwd=folder,
@@ -128,15 +128,15 @@ async def model_server(
 
 
 def _tied(arguments: list[str]) -> list[str]:
-    """The arguments of a process that the kernel asks to end when this process has ended, even if it was killed."""
+    """Wrap a command line so that the kernel ends the process when this one ends, even if it is killed."""
     if sys.platform != "linux":
         return arguments
     return [sys.executable, "-ISc", _TIED, str(os.getpid()), *arguments]
 
 
 def _resolved(command: Sequence[str], folder: Path) -> list[str]:
-    """The command by its path: one from `folder`, one next to this Python, as in a virtual environment that is not
-    activated, or one on PATH."""
+    """Replace a command's name by its path. A path is relative to `folder`. A name is looked up next to this Python,
+    for a virtual environment that is not activated, and then on PATH."""
     name, *rest = command
     if "/" in name:
         path = shutil.which((folder / Path(name).expanduser()).absolute())
@@ -152,7 +152,7 @@ def _resolved(command: Sequence[str], folder: Path) -> list[str]:
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A free port, reserved: the kernel assigns it to no other process, but the server that starts here can bind it.
+    """Reserve a free port: the kernel assigns it to no other process, but the server that starts here can bind it.
 
     Both sockets set SO_REUSEADDR (vLLM does too), so both may be bound to the port while neither listens on it.
     """
@@ -189,22 +189,22 @@ async def _stop(process: Process) -> None:
 
 
 async def _end_group(process: Process) -> None:
-    """End a process that leads a session, and all that it started."""
+    """Kill a session's leader and the processes that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
 
 
 def _reason(log: Path) -> str:
-    """The last error in a log with all lines of its message, or else the log's last line."""
+    """Find the last error in a log, with all lines of its message; without one, the log's last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    # Errors further up are not those that ended it. Each request in flight may have a line when the engine dies.
-    told = [place for place, line in enumerate(lines) if not _INFO.match(line)][-200:]
-    lines = lines[told[0] :] if told else lines[-1:]
-    # No line begins with a line's end.
+    # Earlier errors did not end the process. When an engine dies, each request in flight may add a line.
+    notable = [place for place, line in enumerate(lines) if not _INFO.match(line)][-200:]
+    lines = lines[notable[0] :] if notable else lines[-1:]
+    # A newline is the prefix of no line, so no line continues a message yet.
     before, reason = "\n", [(lines or ["it printed nothing"])[-1]]
     for line in lines:
-        # vLLM repeats what is before the first line of a message before each of the others.
+        # vLLM puts the prefix of a message's first line before its other lines too.
         rest = line.removeprefix(before).lstrip()
         if not re.search(_SUMMARY, line) and (match := _ERROR.search(line)):
             before, reason = line[: match.start()].rstrip(), [match[0]]
@@ -216,7 +216,7 @@ def _reason(log: Path) -> str:
 
 
 async def measure_file(program: str, gguf: Path, base: Path, log: Path) -> None:
-    """Compare a GGUF file with the base file that was exported of a reference; the log appears when it is whole."""
+    """Measure a GGUF file against a base file, which a reference was exported to. The log appears once it is whole."""
     command, partial = _command(program, gguf, base), log.with_name(f"{log.name}.partial")
     with partial.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
@@ -237,9 +237,9 @@ def _command(program: str, gguf: Path, base: Path) -> list[str]:
         raise ProcessError(f"{program} is not a program; give its path as llama_perplexity")
     if not gguf.is_file():
         raise ProcessError(f"there is no {gguf}")
-    # The file begins with its mark, of eight bytes.
+    # The file's first eight bytes mark its format.
     [context_length] = np.fromfile(base, "<i4", count=1, offset=8)
-    # By default it says nothing of the file's type and size.
+    # Without -lv 4 it does not print the file's type and size.
     return [
         path,
         "-m",

@@ -1,4 +1,4 @@
-"""A sweep: each model of a plan is served, measured and stopped, one after another."""
+"""Runs a sweep: serves, measures and stops the models of a plan, one after another."""
 
 import logging
 import time
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 OpenBar = Callable[[Literal["ppl", "kld", "tokens"]], AbstractContextManager[OnProgress | None]]
 """Opens a progress bar with this figure; gives the function that advances it."""
 _ANSWERS_LANE: Lane = "decode"
-"""Computes as the generation of the answers did."""
+"""In this lane the engine computes as it did when it generated the answers."""
 
 
 @dataclass(slots=True)
@@ -61,28 +61,28 @@ class SweepResult:
     """The runs and failures of a sweep."""
 
     runs: dict[str, Path] = field(default_factory=dict)
-    """The files of all runs, measured now or before, by the models' names in the order of the plan."""
+    """Files of all runs, from this sweep or an earlier one, by label in the order of the plan."""
     measured: list[str] = field(default_factory=list)
-    """Names of the models that were measured now."""
+    """Names of the models that this sweep measured."""
     logs: dict[str, Path] = field(default_factory=dict)
-    """What llama-perplexity printed of GGUF files, by their names."""
+    """llama-perplexity's logs, by the names of the GGUF files."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Why a run is missing, by the models' names; with the error in a server's log where it failed."""
+    """Errors by the names of models that failed. If a server failed, they include the error in its log."""
 
 
 async def run_sweep(
     plan: SweepPlan, folder: Path, *, api_key: str | None = None, open_bar: OpenBar = lambda figure: nullcontext()
 ) -> SweepResult:
-    """Measure every model of a plan whose run is not there yet.
+    """Measure every model of a plan, except those that an earlier sweep measured.
 
-    The first gets a run of perplexity, and is recorded as a reference. Each other gets a run of KL divergence from it,
-    which has its perplexity too; or one of perplexity, where its server has not the reference. If the plan has
-    prompts, the first answers them, and each other gets a run on these answers too. A model that fails is in the
-    result, and the others are still measured.
+    The first model's perplexity is measured, and a reference is recorded. For each other model, KL divergence from the
+    reference and perplexity are measured, or perplexity alone if its server does not have the reference. If the plan
+    has prompts, the first model answers them, and the others are measured on these answers too. If a model fails, the
+    result has the error, and the others are still measured.
 
     Args:
         plan: What to measure.
-        folder: Where the plan is; its paths are relative to it.
+        folder: The plan's folder; the paths in it are relative to this.
         api_key: Sent to all servers; the environment's SCOREMODE_API_KEY when left out.
         open_bar: Opens a progress bar for a run or a recording; none when left out.
 
@@ -122,10 +122,9 @@ async def _run(sweep: "_Sweep") -> SweepResult:
 def compare_runs(
     plan: SweepPlan, folder: Path, result: SweepResult, tasks: TaskComparison | None = None
 ) -> RunComparison | None:
-    """Compare the runs that are comparable with the first, if there are any, and write what the plan asks for, with the
-    accuracies on tasks.
+    """Compare the runs with the first, and write the files that the plan asks for, with the accuracies on tasks.
 
-    The other runs are added to the failures of `result`, with the reason.
+    Runs that cannot be compared are added to the failures of `result`. None if no run is left.
     """
     runs: list[RunFile] = []
     for label, path in result.runs.items():
@@ -166,14 +165,14 @@ class _Sweep:
     prompts: Corpus | None = None
     result: SweepResult = field(default_factory=SweepResult)
     reference: str | None = None
-    """Name of the first model's, once it is known."""
+    """Name of the first model's reference, once it is known."""
     answers_reference: str = ""
-    """Name of the reference that has its answers, likewise."""
+    """Name of the reference with its answers, once it is known."""
     recorded: list[PerplexityWindow] = field(default_factory=list)
-    """Of the first model, those of this time."""
+    """The first model's windows that this sweep recorded."""
     recording_seconds: float = 0.0
     seconds: list[float] = field(default_factory=list)
-    """Of each model that was measured now, its server's start included."""
+    """Duration per model that this sweep measured, with its server's start."""
 
     async def measure_served(self, entry: ModelEntry) -> None:
         marks = self._marks(entry, reuse.served_marks(self.plan, entry, self.folder))
@@ -193,7 +192,7 @@ class _Sweep:
                 log=log,
                 start_seconds=self.plan.start_timeout,
             ) as server,
-            # A proxy of the environment is not asked for what runs here.
+            # The server runs here, so a proxy that the environment names is not used.
             patient_client(server.url, api_key=self.api_key, transport=httpx.AsyncHTTPTransport()) as client,
         ):
             await server.while_it_runs(self._measure(entry, client, marks))
@@ -223,7 +222,7 @@ class _Sweep:
     def _runs(
         self, entry: ModelEntry, marks: reuse.Marks, reference: str | None
     ) -> Iterator[tuple[str, Lane, Path, reuse.Marks]]:
-        """The labels of an entry's runs with their lanes and files, and the marks that they must have."""
+        """For each run of an entry: its label, lane and file, and the marks that it must have."""
         lanes = self.plan.lanes
         if self._is_first(entry) and "prefill" not in lanes:
             lanes = ("prefill", *lanes)
@@ -244,13 +243,15 @@ class _Sweep:
         return marks
 
     def _reuse(self, entry: ModelEntry, marks: reuse.Marks, reference: str | None) -> bool:
-        """Take the runs of an earlier sweep that need not be measured again; returns whether the server is not
-        needed."""
+        """Reuse the entry's runs from an earlier sweep that are still valid. Returns whether all needed is there, so
+        that its server is not needed."""
         runs = [*self._runs(entry, marks, reference)]
-        is_at_hand = reference is not None and self.plan.models[0].name not in self.result.failures
+        has_reference = reference is not None and self.plan.models[0].name not in self.result.failures
         for label, _, path, wanted in runs:
-            # What was compared with the first is not thrown away because that is not at hand today.
-            changed = reuse.changes(path, {name: wanted[name] for name in wanted if is_at_hand or name != "reference"})
+            # If the reference is not available now, runs that were compared with it stay valid.
+            changed = reuse.changes(
+                path, {name: wanted[name] for name in wanted if has_reference or name != "reference"}
+            )
             if changed:
                 _log.info("%s: measured again, because of its %s", label, changed)
             elif changed is not None:
@@ -264,8 +265,8 @@ class _Sweep:
         return all(label in self.result.runs for label, *_ in runs)
 
     def _is_reference_missing(self) -> bool:
-        """Whether a reference of the first model is missing, or not complete, and another model needs it, as far as is
-        known before its server is asked."""
+        """Whether another model needs a reference of the first one that is missing or incomplete. Models on running
+        servers count as needing theirs, since these are not asked yet."""
         text = reuse.text_marks(self.plan, self.corpus)
         return any(
             not reuse.is_complete(self.output / "references" / str(wanted["reference"]))
@@ -279,7 +280,7 @@ class _Sweep:
         )
 
     async def _reference_at(self, client: AsyncScoreClient, entry: ModelEntry) -> str | None:
-        """The reference's name, where a server has it whole, or where it is the first one's, which can record it."""
+        """Return the reference's name if the server has all of it, or is the first model's and can record it."""
         if self.reference is None:
             return None
         try:
@@ -300,7 +301,7 @@ class _Sweep:
         elif self._is_first(entry):
             await self._record(client, entry, reference)
         for label, lane, path, wanted in self._runs(entry, marks, reference):
-            # Runs that are taken keep their place among those that are measured.
+            # Reinsert reused runs, so that all are in the order of the plan.
             if label in self.result.runs:
                 self.result.runs[label] = self.result.runs.pop(label)
             elif reference is not None or lane == "prefill":

@@ -176,7 +176,7 @@ def test_a_recipe_is_printed(server, checkpoints, capsys):
         assert main(command) == 0
     printed = capsys.readouterr().out
     assert "Keep 1 blocks in 16 bits" in printed
-    assert 'of a scheme that is not known:\nignore: ["lm_head", "re:^language_model' in printed
+    assert 'for an unknown scheme:\nignore: ["lm_head", "re:^language_model' in printed
     # A recipe of llm-compressor, which its own library of schemes reads.
     groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=4, group_size=64))}
     config = {

@@ -33,4 +33,4 @@ def test_the_example_writes_a_report_and_a_card_and_prints_verdicts(
     assert "| SmolLM2-135M-W4A16 |" in (folder / "README.md").read_text()
     assert "SmolLM2-135M-W4A16" in (folder / "report.html").read_text()
     assert main(["example"]) == 1
-    assert "scoremode-example is there already: give another folder with --output" in capsys.readouterr().err
+    assert "scoremode-example exists already: give another folder with --output" in capsys.readouterr().err

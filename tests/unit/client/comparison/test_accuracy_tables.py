@@ -77,7 +77,7 @@ def test_generated_answers_are_texts_by_the_chosen_filter(tmp_path):
     ("lines", "message"),
     [
         ([line(0, 1)], "task t has acc, acc_norm: choose with --task-metric"),
-        ([line(0, 1, metrics=["acc"]), line(0, 1, metrics=["acc"])], "question 0 is there twice"),
+        ([line(0, 1, metrics=["acc"]), line(0, 1, metrics=["acc"])], "question 0 occurs twice"),
         ([["a"]], "line 1 is not a JSON object"),
         ([], "no questions"),
         ([line(0, 1, metrics=["acc"], arguments={})], "not what lm-eval writes with --log_samples"),
