@@ -426,8 +426,8 @@ def test_quick_names_all_missing_extras_at_once(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith(
-        "ppl-client: error: missing: arch, jinja2, vllm, datasets: what they come with is "
-        "scoremode[report,cuda,datasets] (cpu in place of cuda without an NVIDIA GPU), for the Python at "
+        "ppl-client: error: missing: arch, jinja2, vllm, datasets. Install "
+        "scoremode[report,cuda,datasets] (cpu in place of cuda without an NVIDIA GPU) for the Python at "
     )
 
 
