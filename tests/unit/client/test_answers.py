@@ -84,7 +84,7 @@ async def test_an_interrupted_recording_resumes(tmp_path, server):
         {"rows": [*ROWS[:2], {"prompt": "xyz"}]},
         {"server": AnsweringServer(info={"fingerprint": "another"})},
     ):
-        with pytest.raises(OutputError, match="is of another run"):
+        with pytest.raises(OutputError, match="belongs to another run"):
             await recorded(**{"server": server, "tmp_path": tmp_path, **other})
     whole = journal.read_bytes()
     # Half of a pair, which UTF-8 cannot hold.
