@@ -49,7 +49,7 @@ def require_extras(*names: str) -> None:
 
 @contextmanager
 def file_errors(kind: type[ScoremodeError], action: str) -> Iterator[None]:
-    """Raise an OSError as an error of this kind that says which action failed, such as `read run.json`."""
+    """Turn an OSError into an error of this kind, with the action that failed, such as `read run.json`."""
     try:
         yield
     except OSError as error:
@@ -91,7 +91,7 @@ class ServerError(APIStatusError):
 
 
 class ResponseError(ScoremodeError):
-    """The server's answer is not what the protocol says."""
+    """The server's answer does not follow the protocol."""
 
 
 class CorpusError(ScoremodeError):

@@ -77,20 +77,20 @@ def accuracy_notes(tasks: TaskComparison) -> list[str]:
 def _columns(tasks: TaskComparison, model: ModelTasks) -> list[Column]:
     rows = model.all_rows
     figures = [row.figures for row in rows]
-    flips = [each.flips for each in figures]
+    flips = [task.flips for task in figures]
     judges = [row.metric if row.filter in ("", "none") else f"{row.metric}, {row.filter}" for row in rows]
-    verdicts = [each.verdict + ("" if each.num_needed is None else f": {each.num_needed:,} needed") for each in figures]
+    verdicts = [task.verdict + ("" if task.num_needed is None else f": {task.num_needed:,} needed") for task in figures]
     return [
         Column("task", [row.task for row in rows], right=False),
         Column("judged by", judges, right=False),
-        Column("questions", [f"{each.num_questions:,}" for each in flips]),
-        Column(f"{tasks.base}, %", [f"{100 * each.base_accuracy:.2f}" for each in flips]),
-        Column(f"{model.label}, %", [f"{100 * each.accuracy:.2f}" for each in flips]),
-        Column("difference", [_difference(each) for each in figures]),
-        Column("lost", [f"{each.lost:,}" for each in flips]),
-        Column("gained", [f"{each.gained:,}" for each in flips]),
-        Column("p", ["< 0.0001" if each.p < 1e-4 else f"{each.p:.4f}" for each in figures]),
-        Column("smallest shown", [f"{100 * each.smallest_shown:.2f}" for each in figures]),
+        Column("questions", [f"{flip.num_questions:,}" for flip in flips]),
+        Column(f"{tasks.base}, %", [f"{100 * flip.base_accuracy:.2f}" for flip in flips]),
+        Column(f"{model.label}, %", [f"{100 * flip.accuracy:.2f}" for flip in flips]),
+        Column("difference", [_difference(task) for task in figures]),
+        Column("lost", [f"{flip.lost:,}" for flip in flips]),
+        Column("gained", [f"{flip.gained:,}" for flip in flips]),
+        Column("p", ["< 0.0001" if task.p < 1e-4 else f"{task.p:.4f}" for task in figures]),
+        Column("smallest shown", [f"{100 * task.smallest_shown:.2f}" for task in figures]),
         Column("verdict", verdicts, right=False),
     ]
 

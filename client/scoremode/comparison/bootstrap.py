@@ -91,7 +91,7 @@ class Resamples:
     ) -> tuple[float, float] | tuple[None, None]:
         """The 95 % interval of a share of targets: at each end the wider of `interval` and the exact interval.
 
-        The exact one is for as many independent targets as would vary as much; if all resamples are equal, for all.
+        The exact one uses the number of independent targets with this variance; all targets if all resamples are equal.
         """
         half = self._half(resampled)
         if not math.isfinite(half):

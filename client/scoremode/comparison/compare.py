@@ -60,7 +60,7 @@ def compare(
     with np.errstate(invalid="ignore", over="ignore"):
         text_resamples, *group_resamples = resample(
             np.column_stack(list(values.values())),
-            # These determine the block length: the base's NLLs, the others' differences from them, and divergences.
+            # Series that determine the block length: the base's NLLs, others' differences from them, and divergences.
             np.column_stack([runs[0].nlls, *(run.nlls - runs[0].nlls for run in runs[1:]), *klds]),
             runs[0].window_sizes,
             first_known(runs, "window_documents"),
@@ -109,7 +109,7 @@ def _with_base_first(runs: Sequence[RunFile], label: str | None = None) -> tuple
         The runs in the order in which they are compared, and warnings.
 
     Raises:
-        RunError: no run has the label.
+        RunError: there is a label that no run has.
     """
     candidates, warnings = [*runs], list[str]()
     references = [run.reference for run in runs if run.reference is not None]

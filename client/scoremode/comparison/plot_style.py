@@ -126,7 +126,7 @@ def legend_label(name: str) -> str:
 
 
 def legend(figure: Figure, axes: Axes, theme: Theme) -> None:
-    """Put a legend above the axes, in as many columns as fit its longest text."""
+    """Put a legend above the axes, with as many columns as its longest text allows."""
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return

@@ -1,4 +1,4 @@
-"""Records a served model's own answers to prompts as a reference: the library behind `ppl-client record --prompts`."""
+"""Records a served model's own answers to prompts as a reference, for `ppl-client record --prompts` and for Python."""
 
 import hashlib
 import json

@@ -43,7 +43,7 @@ _ROLES = {name: role for role, names in _NAMES.items() for name in names}
 RENDERED = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "task", "tools"}
 """The fields of a message that vLLM passes to the chat template."""
 
-# These patterns take linear time: no match attempt scans again what an earlier one has scanned.
+# All patterns take linear time: no match attempt scans text again that an earlier one has scanned.
 _KINDS = {
     # The opening tag may be part of the generation prompt.
     "reasoning": re.compile(r"(?:<think>|\A(?=(?:(?!<think>).)*?</think>)).*?(?:</think>|\Z)", re.DOTALL),

@@ -1,4 +1,4 @@
-"""Measures KL divergence from a reference on one or several servers: the library behind `ppl-client kld`."""
+"""Measures KL divergence from a reference on one or several servers, for `ppl-client kld` and for Python."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -316,7 +316,7 @@ async def _origins(client: AsyncScoreClient, reference: Reference) -> WindowOrig
     origins = await client.reference_windows(reference.name)
     lists = (origins.num_context, origins.documents, origins.labels, origins.roles, origins.prompts)
     is_beyond = reference.answers is not None and max(origins.documents) >= reference.answers.num_answers
-    if is_beyond or any(each is not None and len(each) != reference.num_windows for each in lists):
+    if is_beyond or any(values is not None and len(values) != reference.num_windows for values in lists):
         raise ResponseError(
             f"the server's description of the windows does not fit the {reference.num_windows} of {reference.name}"
         )
@@ -435,7 +435,7 @@ async def _divergent_tokens(
     """Describe the most divergent positions. If the server cannot give texts, they are None, and the log says so."""
     firsts = np.cumsum([0, *window_sizes[:-1]])
     if method in EXHAUSTIVE_METHODS:
-        # With these methods, targets follow one another through a whole document; with others, within a window.
+        # Targets follow one another through a whole document with these methods, but only within a window with others.
         firsts = np.maximum.accumulate(np.where(np.diff(origins.documents, prepend=-1) != 0, firsts, 0))
     starts = np.repeat(firsts, window_sizes)
     places = [entry["index"] for entry in most_divergent]

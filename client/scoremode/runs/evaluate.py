@@ -1,4 +1,4 @@
-"""Measures the perplexity of a corpus on one or several servers: the library behind `ppl-client`'s perplexity runs.
+"""Measures the perplexity of a corpus on one or several servers, for `ppl-client` and for Python.
 
 The client cuts the windows and scores them over `/v1/score`, so it gets every token's NLL.
 """
@@ -95,7 +95,7 @@ class Evaluation:
             **finite_or_none(asdict(result) | asdict(self.text_metrics)),
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
-            # These names are those of the served model in a comparison with a reference.
+            # Names as for the served model in a comparison with a reference.
             "statistics": finite_or_none(
                 {
                     "num_scored": result.num_scored,

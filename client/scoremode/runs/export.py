@@ -1,5 +1,5 @@
-"""Exports a reference as the base file of llama.cpp's `llama-perplexity --kl-divergence-base`: the library behind
-`ppl-client export`. The server computes the log-probabilities."""
+"""Exports a reference as the base file of llama.cpp's `llama-perplexity --kl-divergence-base`, for `ppl-client export`
+and for Python. The server computes the log-probabilities."""
 
 import hashlib
 import logging

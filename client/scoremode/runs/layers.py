@@ -1,5 +1,5 @@
-"""Measures the cost of each block of decoder layers in nats, on one or several servers: the library behind
-`ppl-client layers`.
+"""Measures the cost of each block of decoder layers in nats, on one or several servers, for `ppl-client layers` and for
+Python.
 
 D(k) is the mean KL divergence of the served model from a reference whose residual stream replaces the model's at
 boundary k. The cost of block k is D(k) - D(k + 1). The embeddings cost the whole divergence minus D(0), and the final
@@ -29,7 +29,7 @@ from scoremode.wire import BlockKind, Reference
 
 PartKind = BlockKind | Literal["embeddings", "head"]
 LEAST_WINDOWS = 4
-"""The fewest windows whose standard errors of costs are meaningful."""
+"""The fewest windows that give costs meaningful standard errors."""
 
 
 @dataclass(frozen=True, slots=True)

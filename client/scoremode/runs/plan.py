@@ -34,8 +34,8 @@ _COMPUTED_BY = "server.computed_by."
 TEXTS_AT_ONCE = 16
 """Texts that the server tokenizes at once."""
 CONVERSATIONS_AT_ONCE, CONVERSATION_BYTES = 64, 1 << 20
-"""Limits on conversations per request and on their bytes; one larger conversation is allowed if it is alone. 64 long
-ones would exceed the server's limit."""
+"""Limits on conversations per request and on their bytes; one larger conversation is allowed if it is alone. Without
+the second, 64 long conversations would exceed the server's limit."""
 
 
 class WindowNlls(JournalLine):

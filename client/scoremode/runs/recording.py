@@ -1,4 +1,4 @@
-"""Records a corpus as a reference on a server: the library behind `ppl-client record`."""
+"""Records a corpus as a reference on a server, for `ppl-client record` and for Python."""
 
 import logging
 import math

@@ -23,7 +23,7 @@ Arrays = dict[str, NDArray[Any]]
 
 def weights_in_words(model: ServedModel) -> str:
     words = f"{model.quantization or 'not quantized'}, {model.dtype}"
-    # With quantized weights, the dtype of the checkpoint's other tensors says little.
+    # The dtype of the checkpoint's other tensors says little about quantized weights.
     if model.quantization is not None or model.stored_dtype in (None, model.dtype):
         return words
     return f"{words} (stored in {model.stored_dtype})"

@@ -73,18 +73,18 @@ PROMPT_FORMS = "must be a string, a list of strings, a list of token ids, or a l
 Prompt = Annotated[str | Many[str] | TokenIds | Many[TokenIds], one_message(PROMPT_FORMS)]
 Continuations = Annotated[
     Many[str] | Many[TokenIds] | Many[Many[str]] | Many[Many[TokenIds]],
-    one_message("must be a list of strings or of lists of token ids, or such a list for each prompt"),
+    one_message("must be a list of strings or of lists of token ids, or one such list per prompt"),
 ]
 Candidates = Annotated[
     TokenIds | Many[TokenIds] | Many[Many[TokenIds]],
     one_message(
-        "must be a list of token ids, or for a single prompt a list of token ids for each position, or for several "
-        "prompts such lists for each"
+        "must be a list of token ids; for a single prompt, it may be one such list per position, and for several "
+        "prompts, a list of these per prompt"
     ),
 ]
 Positions = Annotated[
     NonNegativeInt | Many[NonNegativeInt],
-    one_message("must be a position, which counts from 0, or one for each prompt"),
+    one_message("must be a position, counted from 0, or a list with one position per prompt"),
 ]
 Text = Annotated[str | TokenIds, one_message("must be a string or a list of token ids")]
 
@@ -126,7 +126,7 @@ Conversations = Annotated[
 ]
 Tools = Many[dict[str, Any]]
 ToolLists = Annotated[
-    Tools | Many[Tools | None], one_message("must be a list of objects, or such a list for each conversation")
+    Tools | Many[Tools | None], one_message("must be a list of objects, or one such list per conversation")
 ]
 
 
@@ -456,7 +456,7 @@ class Bounds(BaseModel):
     """Bytes of an export that the engine has computed and the client has not read; one larger window is allowed if it
     is alone."""
     all_exports_bytes: PositiveInt = 512 * 1024**2
-    """The same limit over all exports in an API server process; one larger export is allowed if it is alone."""
+    """Total of such bytes over all exports in an API server process; one larger export is allowed if it is alone."""
     request_seconds: float | None = None
     """Seconds in which a request must be answered; null for no limit."""
 

@@ -327,7 +327,7 @@ class KldWindow(TypedDict):
     num_scored: int
     token_ids: list[int] | str
     kld: list[float | None] | str
-    """KL(p || q); null (base64: infinity) where q gives no probability to a token that p has."""
+    """KL(p || q); null (base64: infinity) at a position where q gives no probability to a token that p has."""
     reverse_kld: list[float | None] | str
     """KL(q || p)."""
     acceptance: list[float] | str
@@ -439,7 +439,7 @@ class KldStatistics(TypedDict):
     acceptance_mean: float | None
     delta_p: DeltaPFigures
     same_top_p: float
-    """Share of the positions where both have the same top token."""
+    """Share of the positions at which both models have the same top token."""
     same_top_p_stderr: float | None
     same_top_p_stderr_clustered: float | None
     confidence_buckets: list[ConfidenceBucket]

@@ -130,7 +130,7 @@ def connection_settings(api_key: str | None, timeout: float) -> dict[str, Any]:
         "headers": headers,
         # No timeout for a free connection: the caller decides how many requests are sent at once.
         "timeout": httpx.Timeout(timeout, connect=min(timeout, 10.0), pool=None),
-        # By default httpx sends only 100 requests at once.
+        # httpx's default is at most 100 requests at once.
         "limits": httpx.Limits(max_connections=None, max_keepalive_connections=None),
     }
 
