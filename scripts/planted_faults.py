@@ -53,11 +53,11 @@ CLIENT_FAULTS = {
     ],
     "runs/pool.py < test_pool.py": [
         ("client.address, error)\n            self._set_retries()", "client.address, error)"),
-        ("each.in_flight < each.concurrency", "each.in_flight <= each.concurrency"),
+        ("server.in_flight < server.concurrency", "server.in_flight <= server.concurrency"),
     ],
     "runs/journal.py < test_journal.py": [
         ("self._file.truncate(size)", "self._file.seek(size)"),
-        ('raise ValueError("a window twice, or none of this run")', "return"),
+        ('raise ValueError("a window that occurs twice, or is not of this run")', "return"),
     ],
     "runs/plan.py < test_journal.py test_divergence.py": [('            "model": self.model,\n', "")],
     "kld.py < test_kld.py test_divergence.py": [

@@ -196,7 +196,7 @@ WITH_ONE_FIELD: list[tuple[str, str, str, Any, str]] = [
     (SCORE, "no temperature", "temperature", 0, "temperature: should be greater than or equal to 0.01"),
     (SCORE, "a temperature too high", "temperature", 1e39, "temperature: should be less than or equal to 1000"),
     (SCORE, "a position past the prompt", "logprobs_from", 3, "logprobs_from is 3, but prompt[0] has 3 tokens"),
-    (SCORE, "a negative position", "logprobs_from", -1, "logprobs_from: must be a position, which counts"),
+    (SCORE, "a negative position", "logprobs_from", -1, "logprobs_from: must be a position, counted"),
     *((route, "a lane that the engine lacks", "lane", "verify", "lane") for route in (SCORE, PERPLEXITY)),
     (SCORE, "a context without a lane", "context", 5, "context"),
     (PERPLEXITY, "a token past the vocabulary", "prompt", [5, 10**6], "prompt has token id 1000000"),

@@ -75,16 +75,16 @@ class ScoreClient:
 
     Args:
         base_url: Address of the server, with or without `/v1`.
-        model: Served model or LoRA adapter to ask for; the served model when left out.
+        model: Name of the served model or of a LoRA adapter; the server's default model when left out.
         api_key: Sent as a bearer token; the environment's SCOREMODE_API_KEY when left out.
         timeout: Seconds to wait for the next byte of an answer.
         max_retries: Attempts after the first one, on 429, 502, 503, 504 and on dropped or refused connections.
-        retry_for: Seconds since the first failure of a request for which it is sent again, in place of `max_retries`.
-            An error of status 500, which a server gives while it dies, is then tried again a few times as well.
-        transport: What carries the requests, in place of the network.
+        retry_for: Seconds since a request's first failure in which it is sent again, in place of `max_retries`. A
+            status 500, which a dying server gives, is then also retried a few times.
+        transport: An httpx transport in place of the network.
 
     Every method raises `TransportError` when no answer comes, an `APIStatusError` when the answer is an error, and
-    `ResponseError` when the answer is not what the protocol says.
+    `ResponseError` when the answer does not follow the protocol.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class ScoreClient:
     ) -> None:
         self.base_url = server_root(base_url)
         self.address = str(httpx.URL(self.base_url).copy_with(userinfo=b""))
-        """`base_url` without user and password, to be shown."""
+        """`base_url` without user and password, for messages."""
         self.model = model
         self.retries = Retries(self.address, max_retries, retry_for)
-        """May be changed while requests are under way."""
+        """Limits on retries, which you may change while requests are in flight."""
         self._http = httpx.Client(**connection_settings(api_key, timeout), transport=transport)
 
     def __repr__(self) -> str:
@@ -121,7 +121,7 @@ class ScoreClient:
         self._http.close()
 
     def send(self, call: Call[Answer]) -> Answer:
-        """Send a request, again where that may help, and read its answer."""
+        """Send a request, with retries if they may help, and read its answer."""
         with Attempts(self.retries) as attempts:
             while True:
                 reader = call.new_reader()
@@ -170,38 +170,39 @@ class ScoreClient:
 
         Args:
             prompt: A text, several, the token ids of a text, or those of several.
-            continuations: Score these instead, each after each prompt; or a list of them for each prompt.
+            continuations: Score these instead of the prompts: each after every prompt, or one list per prompt.
             add_special_tokens: Let the tokenizer add its special tokens (BOS) to a text.
             top_logprobs: Return the k most likely tokens at every position, at most what the server's `--max-logprobs`
                 allows, and 256.
-            candidate_token_ids: Score these tokens too: a list for all positions; for a single prompt also a list for
-                each position that is returned, for several such lists for each. All have as many tokens.
-            temperature: T of the distribution that is scored, the softmax of logits / T; 1 when left out.
+            candidate_token_ids: Score these tokens too: one list for all positions. For a single prompt you may give
+                one list per returned position, and for several prompts such lists per prompt, all of one length.
+            temperature: T of the scored distribution, softmax(logits / T); 1 when left out.
             statistics: Return figures of the whole distribution at every position, in `columns`: "entropy", and
                 "std_logprob", the standard deviation of the logprobs under it.
-            sinks: Return figures of packages that are installed on the server, in `columns`: by name, what each needs
-                to know.
-            logprobs_from: Return only positions from this one on; one for all prompts, or a list with one for each.
+            sinks: Return figures that packages installed on the server compute, in `columns`: the settings of each
+                sink, by its name.
+            logprobs_from: Return only positions from this one on; one for all prompts, or a list with one per prompt.
             return_ranks: Return the rank of every token in the vocabulary.
             return_tokens: Return every token as text.
             use_cache: Accept logprobs that were computed for an earlier request.
-            lane: Feed as many tokens a step as fit, or one ("decode"), or as many as speculative decoding ("verify").
-            context: In these other lanes, prefill at most this many tokens, and none whose step gives a logprob.
-            model: In place of the client's.
+            lane: Tokens per step: as many as fit ("prefill"), one ("decode"), or as many as in speculative decoding
+                ("verify").
+            context: For "decode" and "verify": prefill at most this many tokens, and none whose step gives a logprob.
+            model: Model to use in place of the client's.
 
         Returns:
-            One score per prompt; with continuations one for each, those of the first prompt first.
+            One score per prompt, or one per continuation, in the order of prompts.
         """
         sequences = scored_sequences(prompt, continuations)
         num_values = top_logprobs + len(statistics or ())
-        # A sink's column may be as wide as candidates.
+        # A sink's column may be as wide as the most candidates.
         num_values += MAX_CANDIDATES * ((candidate_token_ids is not None) + len(sinks or ()))
         return self.send(
             call(
                 "POST",
                 "/v1/score",
                 lambda body: parse_scores(body, sequences, logprobs_from or 0),
-                # A continuation may be scored after many prompts.
+                # The limit is by sequences, not by bytes of the request: a continuation may follow many prompts.
                 fixed_bytes=FIXED_BYTES + (BYTES_PER_BYTE + VALUE_BYTES * num_values) * most_tokens(sequences),
                 model=model or self.model,
                 prompt=prompt,
@@ -237,14 +238,13 @@ class ScoreClient:
         Args:
             prompt: One text, or its token ids.
             texts: Several texts, in place of `prompt`.
-            on_window: An ordinary function, called with each window's NLL and the running perplexity as the server gets
-                there.
+            on_window: A synchronous function, called with each window's NLL and the running perplexity.
             lane: As for `score`, with its `context`.
-            model: In place of the client's.
-            **windows: How the text is cut into windows: `WindowSettings` says which.
+            model: Model to use in place of the client's.
+            **windows: The fields of `WindowSettings`, which set how the text is cut into windows.
 
-        The answer is streamed, so a long run does not time out. A connection lost after the first window is an error,
-        not tried again.
+        The answer is streamed, so a long run does not time out. A connection lost after the first window is an error
+        without a retry.
         """
         return self.send(
             stream(
@@ -277,30 +277,31 @@ class ScoreClient:
         model: str | None = None,
         **windows: Unpack[WindowSettings],
     ) -> Reference:
-        """Record the served model's distributions over a text, for other models to be compared with.
+        """Record the served model's distributions over a text, so that you can compare other models with it.
 
         Args:
             name: The reference's name.
             prompt: One text, or its token ids.
             texts: Several texts, in place of `prompt`.
-            messages: Or conversations, whose turns are windows, with `tools` and `chat_template_kwargs` as for `turns`.
-            labels: A label for each text or conversation, such as its language, kept with the reference.
-            corpus: Where the text is from, kept with the reference.
-            return_ranks: Have the logprobs and ranks of its targets in each window.
+            messages: Conversations in place of a text, one window per scored turn, with `tools` and
+                `chat_template_kwargs` as for `turns`.
+            labels: One label per text or conversation, such as its language, stored with the reference.
+            corpus: The source of the text, stored with the reference.
+            return_ranks: Give `on_window` the logprobs and ranks of each window's targets.
             layers: Record the residual stream at the boundaries of the decoder layers too, for `kld` to resume from.
-            answers: In place of a text, prompts and the model's answers to them, whose tokens are scored.
-            on_window: An ordinary function, called with each window as it is recorded, and the running perplexity.
-            model: In place of the client's.
+            answers: Prompts and the model's answers, in place of a text; only the answers' tokens are scored.
+            on_window: A synchronous function, called with each recorded window and the running perplexity.
+            model: Model to use in place of the client's.
             **windows: As for `perplexity`.
 
         The answer is streamed. The server resumes an interrupted recording when the same request is sent again, as the
-        client does when the connection is lost. `BadRequestError` or another `APIStatusError` says that there is
-        another reference of that name.
+        client does when the connection is lost. An `APIStatusError`, such as `BadRequestError`, says that the name
+        belongs to another reference.
         """
         return self.send(
             stream(
                 "/v1/references",
-                # Sent again, the server reports only the windows that were missing.
+                # After a retry, the server reports only the missing windows.
                 lambda: window_reader("reference", Reference.model_validate, on_window, repeatable=True),
                 bytes_per_byte=OVERLAPS * BYTES_PER_BYTE,
                 model=model or self.model,
@@ -332,7 +333,7 @@ class ScoreClient:
 
     def layers(self) -> ServedLayers:
         """Look up how the served model's decoder layers can be cut, and the free space for references.
-        `BadRequestError` says why they cannot."""
+        `BadRequestError` says why they cannot be cut."""
         return self.send(call("GET", "/v1/layers", ServedLayers.model_validate))
 
     def reference(self, name: str) -> Reference:
@@ -340,20 +341,20 @@ class ScoreClient:
         return self.send(call("GET", reference_path(name), Reference.model_validate, fixed_bytes=REFERENCE_BYTES))
 
     def reference_windows(self, name: str) -> ReferenceWindows:
-        """Look up where each window of a reference is from."""
+        """Look up the text or conversation, label and role of each window of a reference."""
         num_bytes = origins_bytes(self.reference(name))
         return self.send(
             call("GET", f"{reference_path(name)}/windows", ReferenceWindows.model_validate, fixed_bytes=num_bytes)
         )
 
     def llama_cpp_base(self, name: str, first: int, write: Callable[[bytes], object]) -> None:
-        """Fetch a reference as a base file of llama.cpp, from a window on; the first window comes after the header.
+        """Fetch a reference as llama.cpp's base file, from one window on. The header comes only before window 0.
 
         Args:
             name: Name of a complete reference that was recorded with method `llama.cpp`.
             first: Index of the first window.
-            write: Called with the file's bytes as they come; raises an exception if there are too many. A connection
-                lost after the first is an error, not tried again.
+            write: Called with the file's bytes as they arrive; must raise an exception if there are too many. A
+                connection lost after the first bytes is an error without a retry.
         """
         self.send(
             Call(
@@ -386,19 +387,19 @@ class ScoreClient:
 
         Args:
             reference: Name of a complete reference.
-            windows: The first window and the one after the last, from 0; all when left out.
+            windows: The range [first, end) of windows, from 0; all when left out.
             top_logprobs: Return the k most likely tokens of both models at every position, at most what the server's
                 `--max-logprobs` allows, and 256.
-            num_positions: The most that these windows have, at most 8,388,608: an answer with many more is refused.
-            as_noise_floor: Keep the result with the reference as its noise floor in this lane; all windows, and the
-                reference's own model.
-            from_boundary: Replace the served model's residual stream by the reference's at this boundary of its decoder
-                layers; 0 is before the first. The reference must be recorded with `layers`.
-            on_window: An ordinary function, called with each window as it is done.
-            lane: The served model's lane, as for `score`, with its `context`. References are of the prefill lane.
-            model: In place of the client's.
+            num_positions: Limit on the positions of these windows, at most 8,388,608: a much longer answer is refused.
+            as_noise_floor: Store the result with the reference as its noise floor in this lane. Only for all windows,
+                and the reference's own model.
+            from_boundary: Replace the served model's residual stream with the reference's at this boundary of its
+                decoder layers; 0 is before the first. The reference must be recorded with `layers`.
+            on_window: A synchronous function, called with each compared window.
+            lane: The served model's lane, as for `score`, with its `context`. References use the prefill lane.
+            model: Model to use in place of the client's.
 
-        The answer is streamed. With `on_window`, a connection lost after the first window is an error, not tried again.
+        The answer is streamed. With `on_window`, a connection lost after the first window is an error without a retry.
         """
         return self.send(
             stream(
@@ -435,13 +436,13 @@ class ScoreClient:
     def generate(
         self, prompt_token_ids: Sequence[int], max_new_tokens: int, *, seed: int | None = None
     ) -> tuple[list[int], str]:
-        """Have the served model answer a prompt: greedily, or with a `seed` sampled at temperature 1.
+        """Generate the served model's answer to a prompt: greedy, or with a `seed`, sampled at temperature 1.
 
-        No other sampling parameter has an influence, whatever the model's generation_config.json says. The answer ends
-        with an end-of-text token, which it has, or after `max_new_tokens`.
+        Other sampling parameters have no effect, even those in the model's generation_config.json. The answer ends with
+        a stop token, or after `max_new_tokens`.
 
         Returns:
-            The answer's token ids and its text.
+            The answer's token ids, including the stop token, and its text.
         """
         return self.send(
             call(
@@ -472,7 +473,7 @@ class ScoreClient:
 
         Args:
             messages: One conversation or several.
-            tools: Tools of all conversations, or a list for each.
+            tools: Tools: one list for all conversations, or one list per conversation.
             chat_template_kwargs: Passed to the template.
             roles: Roles of the turns to score; the assistant's when left out.
             add_generation_prompt: Render each conversation up to where the assistant answers, without turns.
@@ -483,14 +484,14 @@ class ScoreClient:
                 "POST",
                 "/v1/turns",
                 lambda body: parse_turns(body, len(conversations)),
-                # A conversation has at most a sequence for each of its messages.
+                # A conversation has at most one sequence per message.
                 bytes_per_byte=BYTES_PER_BYTE * max(map(len, conversations)),
                 model=self.model,
                 messages=messages,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
                 roles=roles,
-                # A server that is older than this field refuses it.
+                # Left out if false, because older servers refuse this field.
                 add_generation_prompt=add_generation_prompt or None,
             )
         )
@@ -508,8 +509,8 @@ class ScoreClient:
         )
 
     def token_texts(self, token_ids: Collection[int]) -> TokenTexts:
-        """Look up the text of single tokens, by id. A token that ends within a character has U+FFFD for it, and its
-        bytes in `contents`."""
+        """Look up the text of single tokens. A token that ends within a character has U+FFFD in its text, and its bytes
+        in `contents`."""
         wanted = sorted(set(token_ids))
         return self.send(
             call("POST", "/v1/tokens", lambda body: parse_token_texts(body, wanted), model=self.model, token_ids=wanted)

@@ -1,4 +1,4 @@
-"""Ways to wait: for several coroutines at once, and for a thread."""
+"""Waits for several coroutines at once, or for a thread."""
 
 import asyncio
 from asyncio import TaskGroup
@@ -11,7 +11,8 @@ Parameters = ParamSpec("Parameters")
 
 
 async def results_of(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """The results in order. If one fails the others are cancelled, and its exception is raised itself, in no group."""
+    """Run coroutines at once and return their results in order. If one fails, the others are cancelled, and its
+    exception is raised without an ExceptionGroup."""
     try:
         async with TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
@@ -24,7 +25,7 @@ async def results_of(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[
 async def results_for_each(
     items: Iterable[Item], function: Callable[[Item], Coroutine[Any, Any, Result]], *, at_once: int
 ) -> list[Result]:
-    """`results_of` a function's coroutines for some items, of which so many run at once."""
+    """Call an async function for each item, at most `at_once` at the same time, and return the results in order."""
     slots = asyncio.Semaphore(at_once)
 
     async def result_for(item: Item) -> Result:
@@ -37,7 +38,8 @@ async def results_for_each(
 async def in_thread(
     function: Callable[Parameters, Result], /, *arguments: Parameters.args, **fields: Parameters.kwargs
 ) -> Result:
-    """`asyncio.to_thread`, which waits for the thread when it is cancelled: only then may its files be closed."""
+    """Run a function in a thread, as `asyncio.to_thread` does. A cancelled call waits for the thread to end, so that
+    the caller can then close its files."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **fields))
     try:
         return await asyncio.shield(running)

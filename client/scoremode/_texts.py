@@ -1,4 +1,4 @@
-"""Texts of other people: the encoding of files, whether texts are valid, and how they are shown on a terminal."""
+"""Handles foreign texts: encodings of files, validity, and safe display on a terminal."""
 
 import codecs
 import re
@@ -11,12 +11,12 @@ from pydantic_core import from_json
 
 from scoremode.errors import CorpusError
 
-# Control characters, line ends and marks of direction among them; what is invisible; lone surrogates; what XML lacks.
+# Control characters such as line ends and direction marks, invisible ones, lone surrogates, and those that XML forbids.
 _HIDDEN = re.compile(
     "[\0-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff\ufffe\uffff]"
 )
 
-# UTF-32's little-endian mark begins with UTF-16's.
+# UTF-32 comes first, because its little-endian mark begins with UTF-16's.
 _MARKS = {
     **dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-32"),
     **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-16"),
@@ -24,7 +24,7 @@ _MARKS = {
 
 
 def encoding_of(path: Path) -> str:
-    """The encoding of a text file: UTF-16, as PowerShell's `>` writes it, or UTF-32 if the byte order mark says so,
+    """The encoding of a text file: UTF-16, as PowerShell's `>` writes it, or UTF-32 according to its byte order mark,
     else UTF-8. Decoding removes the mark."""
     with path.open("rb") as file:
         beginning = file.read(4)
@@ -32,7 +32,7 @@ def encoding_of(path: Path) -> str:
 
 
 def valid_text(value: Any, name: str) -> str:
-    """Return a value that is text which UTF-8 can hold; raise a CorpusError with its name if it is not."""
+    """Return `value` if it is a text that UTF-8 can encode, else raise CorpusError; `name` is its name in the error."""
     if not isinstance(value, str):
         raise CorpusError(f"{name} is not text but {'null' if value is None else type(value).__name__}")
     try:
@@ -43,22 +43,22 @@ def valid_text(value: Any, name: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with escapes in place of all that is not to be seen, such as `\\x1b`."""
+    """Replace control characters and invisible ones with escapes such as `\\x1b`."""
     return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 MAX_SHOWN = 1000
-"""Characters of what a server says that an error shows."""
+"""Limit on the characters of a server's message that an error shows."""
 
 
-def excerpt(said: object) -> str:
-    """The beginning of what a server says, as text."""
-    text = str(said)
+def excerpt(message: object) -> str:
+    """The beginning of a server's message, as text."""
+    text = str(message)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:
-    """The object that a text in JSON is; None if it is not JSON, or not an object."""
+    """Parse a JSON object; None if the text is not JSON, or not an object."""
     try:
         content = from_json(text)
     except ValueError:
@@ -67,24 +67,24 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
 
 
 def model_name(model: str) -> str:
-    """How published files name a model: as it is served or called on the hub, or by the last part of a path."""
+    """The model's name in published files: its served or hub name, or the last part of a path."""
     is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
     return Path(model).name if is_path else model
 
 
 def faults(error: ValidationError) -> Iterator[str]:
-    """Say what pydantic refused, each after its place, such as `settings.stride: Input should be greater than 0`."""
+    """Yield pydantic's errors with their places, such as `settings.stride: Input should be greater than 0`."""
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         place, message = ".".join(map(str, detail["loc"])), detail["msg"].removeprefix("Value error, ")
         yield ": ".join(filter(None, (place, message)))
 
 
 def first_fault(error: ValidationError) -> str:
-    """The first of `faults`, for what others wrote: it may have millions."""
+    """The first of `faults`: foreign input may have millions."""
     return next(faults(error))
 
 
 def two_columns(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and values, one line each."""
+    """Format names and values in two columns, one line per pair."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {printable(value)}" for name, value in rows)

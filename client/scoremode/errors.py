@@ -1,4 +1,4 @@
-"""Everything that the client raises."""
+"""The client's exceptions."""
 
 import sys
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ class ScoremodeError(Exception):
 
 
 class MissingPackageError(ScoremodeError):
-    """A package is missing that an extra of Scoremode brings."""
+    """A package is missing that is part of one of Scoremode's extras."""
 
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """For imports of packages that an extra of Scoremode brings: a MissingPackageError says what to install."""
+    """Wrap imports of packages in an extra: raise MissingPackageError with the extra to install if one is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -33,24 +33,23 @@ _EXTRAS = {
     "datasets": ("datasets",),
     "cuda": ("vllm",),
 }
-"""The packages that are imported of extras."""
+"""The packages of each extra that Scoremode imports."""
 
 
 def require_extras(*names: str) -> None:
-    """MissingPackageError with all that is missing of several extras."""
+    """Raise MissingPackageError with all missing packages of several extras."""
     missing = {package: name for name in names for package in _EXTRAS[name] if find_spec(package) is None}
     if missing:
         extras = ",".join(dict.fromkeys(missing.values()))
         instead = " (cpu in place of cuda without an NVIDIA GPU)" if "cuda" in extras else ""
         raise MissingPackageError(
-            f"missing: {', '.join(missing)}: what they come with is scoremode[{extras}]{instead}, for the Python at "
-            f"{sys.executable}"
+            f"missing: {', '.join(missing)}. Install scoremode[{extras}]{instead} for the Python at {sys.executable}"
         )
 
 
 @contextmanager
 def file_errors(kind: type[ScoremodeError], action: str) -> Iterator[None]:
-    """Raise an OSError as an error of this kind that says which action failed, such as `read run.json`."""
+    """Turn an OSError into an error of this kind, with the action that failed, such as `read run.json`."""
     try:
         yield
     except OSError as error:
@@ -62,7 +61,7 @@ class TransportError(ScoremodeError):
 
 
 class APIStatusError(ScoremodeError):
-    """The server answered with an error, whose fields these are."""
+    """The server answered with an HTTP error. The attributes are its status and the fields of its body."""
 
     def __init__(self, message: str, *, status_code: int, param: str | None = None, type: str | None = None) -> None:
         super().__init__(message)
@@ -92,7 +91,7 @@ class ServerError(APIStatusError):
 
 
 class ResponseError(ScoremodeError):
-    """The server's answer is not what the protocol says."""
+    """The server's answer does not follow the protocol."""
 
 
 class CorpusError(ScoremodeError):
@@ -108,4 +107,4 @@ class OutputError(ScoremodeError):
 
 
 class ServersDifferError(ScoremodeError):
-    """Servers that share a run do not serve the same, or one came back after a failure as another."""
+    """Servers that share a run serve different models, or one came back different after a failure."""

@@ -1,7 +1,8 @@
-"""From the KL divergence of every position to statistics: llama.cpp's, and more. docs/kld.md has the formulas.
+"""Computes statistics of KL divergence from its values at every position: llama.cpp's, and more.
 
-`p` is the distribution of the reference, `q` that of the compared model. Sums are in float64. A figure that is infinite
-or undefined is None, because JSON has neither. Standard errors of paired figures are from the per-position difference.
+docs/kld.md has the formulas. `p` is the reference's distribution, `q` the compared model's. Sums are in float64. An
+infinite or undefined figure is None, because JSON has neither. Standard errors of paired figures come from the
+differences at each position.
 """
 
 import math
@@ -19,10 +20,10 @@ from scoremode.wire import ConfidenceBucket, DeltaPFigures, DivergentPosition, K
 Floats = NDArray[np.float64]
 
 CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
-"""ExLlamaV3's."""
+"""Edges of the confidence buckets, as in ExLlamaV3."""
 NUM_MOST_DIVERGENT = 20
 NEGLIGIBLE_KLD = 1e-9
-"""Nats, in the mean: below what float32 logits can show, so it is shown as 0."""
+"""Mean KL divergence in nats that is too small for float32 logits to resolve; it is shown as 0."""
 _QUANTILES = {
     "median": 0.5,
     "p999": 0.999,
@@ -40,7 +41,7 @@ _QUANTILES = {
 class KldPositions:
     """A comparison's values at n positions, in the order of windows: arrays of shape [n].
 
-    The fields have the names and meanings of `references.KldWindow`; on the wire they are of `POSITION_DTYPES`.
+    The fields have the names and meanings of `references.KldWindow`. `POSITION_DTYPES` has their types on the wire.
     """
 
     token_ids: NDArray[Any]
@@ -70,19 +71,22 @@ class KldPositions:
 
 
 _INTEGERS = ("token_ids", "ranks", "reference_ranks", "top_token_ids", "reference_top_token_ids")
-POSITION_DTYPES = {each.name: "<i4" if each.name in _INTEGERS else "<f4" for each in fields(KldPositions)}
-"""Of every field of `KldPositions`, its type on the wire and on disk: little-endian int32 or float32."""
+POSITION_DTYPES = {field.name: "<i4" if field.name in _INTEGERS else "<f4" for field in fields(KldPositions)}
+"""Types of the fields of `KldPositions` on the wire and on disk: little-endian int32 or float32."""
 
 
-# Infinities are expected, and what cannot be computed with them is None in the end.
+# Infinities are expected. Figures that they make undefined become None.
 @np.errstate(invalid="ignore", over="ignore")
 def statistics(positions: KldPositions, window_sizes: Sequence[int], first_window: int = 0) -> KldStatistics:
-    """All statistics of some windows of a reference: their positions, in order, and the number that each has.
+    """Compute all statistics of consecutive windows of a reference.
 
-    `first_window` is the index of the first in the reference.
+    Args:
+        positions: The values at all positions, in the order of windows.
+        window_sizes: The number of positions in each window.
+        first_window: The first window's index in the reference.
 
     Raises:
-        ValueError: positions are empty, the windows' sizes do not add up to their number, or a value is NaN.
+        ValueError: `positions` is empty or has a NaN, or `window_sizes` do not add up to its length.
     """
     if not len(positions) or sum(window_sizes) != len(positions):
         raise ValueError(f"{len(positions)} positions in windows of {sum(window_sizes)}")
@@ -135,7 +139,7 @@ def statistics(positions: KldPositions, window_sizes: Sequence[int], first_windo
 
 
 def agreement_lengths(is_same: NDArray[np.bool_], window_sizes: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """The targets of each window before its first that is not the same; all of them if there is none.
+    """How many targets of each window come before its first that is not the same; all targets if there is none.
 
     `is_same` is [n], in the order of windows; a window may have no target.
     """
@@ -150,48 +154,51 @@ def agreement_lengths(is_same: NDArray[np.bool_], window_sizes: NDArray[np.integ
 def follows_stop(
     token_ids: NDArray[Any], window_sizes: NDArray[np.integer[Any]], stops: Sequence[int]
 ) -> NDArray[np.bool_]:
-    """Whether the target before each of [n], in the same window, is one of these tokens."""
+    """Whether each of [n] targets follows a stop token in the same window."""
     follows = np.roll(np.isin(token_ids, stops), 1)
     follows[(np.cumsum(window_sizes) - window_sizes)[window_sizes > 0]] = False
     return follows
 
 
 def num_ties(ties: NDArray[np.bool_], lengths: NDArray[np.int64], window_sizes: NDArray[np.integer[Any]]) -> int:
-    """Count ties [n] up to the first target of each window that is not the same, given the windows' agreement."""
+    """Count the ties [n] in each window up to and including the first target that is not the same.
+
+    `lengths` is what `agreement_lengths` returns.
+    """
     starts = np.cumsum(window_sizes) - window_sizes
     places = np.arange(len(ties)) - np.repeat(starts, window_sizes)
     return int((ties & (places <= np.repeat(lengths, window_sizes))).sum())
 
 
 def of_answers(values: NDArray[np.int64], documents: Sequence[int], num_answers: int) -> list[int]:
-    """Values of windows as those of all answers, of which these `documents` have a window: 0 for the others."""
+    """Spread values of windows over all answers, with 0 for answers without a window. `documents` has the index of each
+    window's answer."""
     answers = np.zeros(num_answers, np.int64)
     answers[list(documents)] = values
     return [int(value) for value in answers]
 
 
 def over_noise_floor(mean: float | None, floor: float | None) -> float | None:
-    """A mean as a multiple of the noise floor; None without one, or if it is too small for multiples of it to mean
-    anything."""
+    """A mean as a multiple of the noise floor; None if the floor is None or too small for a meaningful multiple."""
     return mean / floor if mean is not None and floor is not None and floor >= NEGLIGIBLE_KLD else None
 
 
 def times_the_floor(multiple: float) -> str:
-    """A divergence as a multiple of the noise floor."""
+    """A multiple of the noise floor, as a phrase."""
     return f"{multiple:,.{0 if multiple > 1000 else 1}f} times"
 
 
 def standard_error(values: Floats) -> float:
-    """The standard error of the mean, with values as independent; NaN for a single one."""
+    """The standard error of the mean if values are independent; NaN for a single value."""
     if len(values) < 2:
         return math.nan
     return math.sqrt(np.square(values - values.mean()).mean() / (len(values) - 1))
 
 
 def clustered_standard_error(values: Floats, window_sizes: NDArray[np.integer[Any]]) -> float:
-    """The standard error of the mean, with windows as independent; NaN for fewer than two windows.
+    """The standard error of the mean if windows are independent; NaN for fewer than two windows.
 
-    `values` are [n], in the order of windows. Of these, windows have `window_sizes`; those without any do not count.
+    `values` are [n], in the order of windows, and `window_sizes` says how many each has; empty windows do not count.
     """
     sizes = window_sizes[window_sizes > 0]
     if len(sizes) < 2:
@@ -201,20 +208,20 @@ def clustered_standard_error(values: Floats, window_sizes: NDArray[np.integer[An
 
 
 def bucket_of(confidence: Floats) -> NDArray[np.intp]:
-    """[n], for each probability the number of its bucket between `CONFIDENCE_EDGES`.
+    """The index of each probability's bucket between `CONFIDENCE_EDGES`.
 
-    One that was rounded to more than 1 is in the last bucket.
+    A probability that was rounded to more than 1 is in the last bucket.
     """
     return np.digitize(confidence, CONFIDENCE_EDGES[1:-1])
 
 
 def quantile(ordered: Floats, fraction: float) -> float:
-    """Linear between the order statistics of [n] ascending values, which may be infinite."""
+    """Interpolate linearly between the order statistics of [n] ascending values, which may be infinite."""
     position = fraction * (len(ordered) - 1)
     below = math.floor(position)
     share = position - below
     lower, upper = float(ordered[below]), float(ordered[min(below + 1, len(ordered) - 1)])
-    # Not where the share is 0 or both are infinite: NaN would come of it.
+    # Do not interpolate with a share of 0, or between two infinities: the result would be NaN.
     return lower if not share or lower == upper else lower + share * (upper - lower)
 
 
@@ -257,7 +264,7 @@ def _delta_p_figures(values: Floats, window_sizes: NDArray[Any]) -> DeltaPFigure
 
 
 def _tail_share(kld: Floats) -> float:
-    """The share of the sum that the largest hundredth of the positions, rounded up, has; NaN where the sum is 0."""
+    """The largest 1 % of positions' share of the sum; NaN if the sum is 0. Their number is rounded up."""
     num_tail = -(-len(kld) // 100)
     total = float(kld.sum())
     return float(np.sort(kld)[-num_tail:].sum()) / total if total else math.nan

@@ -1,4 +1,4 @@
-"""From negative log-likelihoods to perplexity and its error bars. Natural logarithms (nats), sums by `math.fsum`."""
+"""Computes perplexity and its error bars from negative log-likelihoods, in nats. Sums are exact (`math.fsum`)."""
 
 import math
 import re
@@ -11,11 +11,11 @@ from scoremode.windows import EXHAUSTIVE_METHODS, Method
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Perplexity of `num_scored` tokens; standard errors are None below two tokens."""
+    """Perplexity of `num_scored` tokens; standard errors are None for a single token."""
 
     num_scored: int
     nll_sum: float
-    """Nats."""
+    """In nats."""
     nll_mean: float
     """Nats per token."""
     nll_stderr: float | None
@@ -26,8 +26,8 @@ class Perplexity:
 def perplexity(nlls: Iterable[float]) -> Perplexity:
     """Perplexity exp(mean NLL) of per-token NLLs in nats.
 
-    The standard error of the mean is s / sqrt(n) with the sample deviation s; that of the perplexity follows by the
-    delta method, ppl * s / sqrt(n), which is the ± of llama-perplexity. Both take tokens as independent.
+    The standard error of the mean is s / sqrt(n) with the sample standard deviation s. The delta method gives that of
+    the perplexity, ppl * s / sqrt(n), which llama-perplexity shows after ±. Both treat tokens as independent.
 
     Raises:
         ValueError: no NLLs, or one is NaN.
@@ -50,7 +50,7 @@ def perplexity(nlls: Iterable[float]) -> Perplexity:
 
 @dataclass(frozen=True, slots=True)
 class TextMetrics:
-    """A text's likelihood, independent of the tokens that it was cut into: comparable across tokenizers."""
+    """Likelihood of a text per byte and per word, which can be compared across tokenizers."""
 
     bits_per_byte: float | None
     """None for a text without a byte."""
@@ -59,14 +59,14 @@ class TextMetrics:
 
 
 def text_metrics(result: Perplexity, method: Method, *, num_tokens: int, num_bytes: int, num_words: int) -> TextMetrics:
-    """Bits per byte and word perplexity of the text that `result` was measured on.
+    """Compute bits per byte and word perplexity of the text that `result` was measured on.
 
-    `num_tokens`, `num_bytes` (UTF-8) and `num_words` (`count_words`) are those of the text used, after any truncation;
-    `num_tokens` includes special tokens that the tokenizer added. A method that scores every token once gives the
-    text's NLL as its sum; the others score a part of the tokens, or some twice, and give the mean times `num_tokens`.
+    `num_tokens`, `num_bytes` (UTF-8) and `num_words` (`count_words`) describe the measured text, after any truncation;
+    `num_tokens` includes special tokens. If the method scores every token once, the text's NLL is the sum of the NLLs.
+    Other methods score only some tokens, or some twice, so the NLL is the mean times `num_tokens`.
     """
     nll = result.nll_sum if method in EXHAUSTIVE_METHODS else result.nll_mean * num_tokens
-    # Words are what lies between white space, as lm-eval counts them. Conversations have no number of either.
+    # Conversations have neither bytes nor words.
     word_perplexity = exp(nll / num_words) if num_words else None
     return TextMetrics(bits_per_byte(nll, num_bytes) if num_bytes else None, word_perplexity)
 
@@ -79,20 +79,19 @@ def bits_per_byte(nll: float, num_bytes: int) -> float:
 def count_words(text: str) -> int:
     """Words of a text as lm-eval's wikitext task counts them: pieces between white space, `re.split(r"\\s+", text)`.
 
-    White space at an end leaves an empty piece there, which counts.
+    White space at the beginning or end of the text adds an empty piece, which counts.
     """
     return len(re.split(r"\s+", text))
 
 
 def exp(value: float) -> float:
-    """e**value, infinite where a float overflows, and NaN of NaN."""
-    # That of the largest float is 709.8.
+    """Compute e**value: infinity instead of an overflow, NaN for NaN."""
+    # exp overflows above 709.8.
     return math.inf if value >= 709 else math.exp(value)
 
 
 def finite_or_none(value: Any) -> Any:
-    """Replace infinities and NaN in a figure, or in several, by None, because JSON lacks them; numpy's floats become
-    Python's."""
+    """Replace infinities and NaN in nested figures with None, because JSON lacks them. numpy floats become Python's."""
     if isinstance(value, dict):
         return {name: finite_or_none(part) for name, part in value.items()}
     if isinstance(value, list):

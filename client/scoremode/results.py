@@ -1,4 +1,4 @@
-"""Answers of `/v1/score` and `/v1/kld` as arrays, and how they are read from the wire."""
+"""Answers of `/v1/score` and `/v1/kld` as arrays, and their readers."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ from scoremode.wire.calls import EventReader
 
 
 def _logprobs(sent: object) -> NDArray[np.float32]:
-    """The logprobs of an answer; minus infinity is as in JSON and in `sum_logprob`."""
+    """Decode an answer's logprobs; minus infinity becomes `LOWEST_LOGPROB`, as in JSON and in `sum_logprob`."""
     logprobs: NDArray[np.float32] = np.maximum(decode_array("logprobs", sent, "<f4"), np.float32(LOWEST_LOGPROB))
     check_logprobs("logprobs", logprobs)
     return logprobs
@@ -74,13 +74,13 @@ class Score:
     """One scored text, or one continuation. Lists and arrays run over `token_ids`; log-probabilities are in nats."""
 
     index: int
-    """Position among all results of the request."""
+    """Index among all results of the request."""
     prompt_index: int
     continuation_index: int | None
-    """None where the prompt itself was scored."""
+    """None if the prompt itself was scored."""
     token_ids: Many[Int32]
     logprob_array: Annotated[NDArray[np.float32], Field(alias="logprobs"), PlainValidator(_logprobs)]
-    """[n], NaN at the first token of a text, which has no context."""
+    """[n]; NaN for the first token of a text, which has no context."""
     sum_logprob: Annotated[float, Field(allow_inf_nan=False)]
     """Sum over the scored tokens, in float64."""
     num_scored: int
@@ -89,27 +89,27 @@ class Score:
     is_greedy: bool | None = None
     """Whether every scored token was the most likely one; with `return_ranks` or continuations."""
     tokens: Many[str] | None = None
-    """With `return_tokens`."""
+    """Each token as text; with `return_tokens`."""
     top_logprobs: _Top | None = None
-    """The most likely tokens at each position; when asked for."""
+    """The most likely tokens at each position; None if not requested."""
     candidate_logprobs: Annotated[NDArray[np.float32] | None, PlainValidator(_candidate_logprobs)] = None
-    """[n, m], of the candidates at each position, in the order in which they were given; NaN without context;
-    when asked for."""
+    """[n, m], the logprobs of the candidates at each position, in the order given; NaN without context. None if not
+    requested."""
     columns: Annotated[dict[str, NDArray[Any]], PlainValidator(_columns)] = field(default_factory=dict)
-    """By name, the figures of `statistics` and `sinks` at each position: [n] or [n, any], float32 with NaN or int32
-    with -1 without context."""
+    """The figures of `statistics` and `sinks`, by name: [n] or [n, width]. A position without context has NaN in
+    float32, -1 in int32."""
     mean_batch: float | None = None
-    """Sequences of these lanes in the engine on average while the request ran; None in the prefill lane."""
+    """Mean number of decode and verify sequences in the engine while the request ran; None in the prefill lane."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
         names = ("logprob_array", "ranks", "tokens", "top_logprobs", "candidate_logprobs")
         for name, values in ({name: getattr(self, name) for name in names} | self.columns).items():
             if values is not None and len(values) != num_tokens:
-                what = name.removesuffix("_array")
-                raise ResponseError(f"{len(values)} {what} for {num_tokens} tokens in the server's answer")
+                field_name = name.removesuffix("_array")
+                raise ResponseError(f"the server gave {len(values)} {field_name} for {num_tokens} tokens")
         if self.sum_logprob > ROUNDING * num_tokens:
-            raise ResponseError(f"sum_logprob of {self.sum_logprob} in the server's answer, which is above 0")
+            raise ResponseError(f"the server gave a sum_logprob of {self.sum_logprob}, which is above 0")
 
     @cached_property
     def logprobs(self) -> list[float | None]:
@@ -129,20 +129,20 @@ class _Scores(BaseModel):
 
 
 def parse_scores(body: object, sequences: Sequence[str | list[int]], first: int | Sequence[int] = 0) -> list[Score]:
-    """The scores of an answer.
+    """Parse the scores in an answer.
 
     Args:
         body: The answer.
-        sequences: The texts or token ids that were to be scored.
-        first: Their first positions that were to be returned: of all, or of each.
+        sequences: The texts or token ids in the request.
+        first: The requested first position: one for all sequences, or one per sequence.
 
     Raises:
-        ResponseError: the scores are not of what was asked for, or cannot be right.
+        ResponseError: the scores do not fit the request, or are invalid.
     """
     scores = _Scores.model_validate(body)
     if len(scores.data) != len(sequences):
         raise ResponseError(
-            f"the server did not score what it was sent: {len(scores.data)} scores for {len(sequences)} texts"
+            f"the server did not score what it was sent: it gave {len(scores.data)} scores for {len(sequences)} texts"
         )
     starts = [first] * len(sequences) if isinstance(first, int) else first
     for index, (score, sequence, start) in enumerate(zip(scores.data, sequences, starts, strict=False)):
@@ -152,18 +152,18 @@ def parse_scores(body: object, sequences: Sequence[str | list[int]], first: int 
 
 
 NUM_TOP = 5
-"""Top tokens that commands keep, of the most divergent positions."""
+"""Top tokens per position that commands store, for the most divergent positions."""
 MAX_TOP_POSITIONS = 20_000
 TOP_DTYPES = {"positions": "<i4", "token_ids": "<i4", "logprobs": "<f4"}
 
 
 class JournalLine(BaseModel):
-    """A window as a journal has it."""
+    """The form in which a journal stores a window."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     index: NonNegativeInt
-    """Of the window in the run."""
+    """The window's index in the run."""
 
     def to_line(self) -> dict[str, object]:
         """The window as JSON, exact to the last bit."""
@@ -171,7 +171,7 @@ class JournalLine(BaseModel):
 
 
 def decode_positions(fields: Mapping[str, Any]) -> KldPositions:
-    """Arrays in base64, by the names of `KldPositions`, to arrays."""
+    """Decode the fields of `KldPositions` from base64."""
     arrays = {name: decode_array(name, fields.get(name), dtype) for name, dtype in POSITION_DTYPES.items()}
     for name, array in arrays.items():
         if wrong := wrong_value(name, array):
@@ -183,7 +183,7 @@ def decode_positions(fields: Mapping[str, Any]) -> KldPositions:
 
 
 def encode_positions(positions: KldPositions) -> dict[str, str]:
-    """The arrays in base64, as `decode_positions` takes them."""
+    """Encode the arrays in base64 for `decode_positions`."""
     return {name: encode_array(getattr(positions, name), dtype) for name, dtype in POSITION_DTYPES.items()}
 
 
@@ -193,7 +193,7 @@ class KldWindowValues(JournalLine):
     num_scored: int
     positions: Annotated[KldPositions, PlainValidator(decode_positions), PlainSerializer(encode_positions)]
     tops: list[_Top] = Field([], max_length=2)
-    """The served model's top tokens and the reference's; when asked for."""
+    """The served model's top tokens and the reference's; empty if not requested."""
     mean_batch: float | None = None
     """As in `Score`."""
 
@@ -204,12 +204,12 @@ class KldWindowValues(JournalLine):
                 f"the server gave {len(self.positions)} positions for the {self.num_scored} of window {self.index}"
             )
         if any(len(top) != self.num_scored for top in self.tops):
-            raise ResponseError(f"the server's top_logprobs are not of the {self.num_scored} of window {self.index}")
+            raise ResponseError(f"the server's top_logprobs do not fit the {self.num_scored} of window {self.index}")
         return self
 
     @property
     def top_logprobs(self) -> TopLogprobs | None:
-        """The served model's; when asked for."""
+        """The served model's top tokens; None if not requested."""
         return self.tops[0] if self.tops else None
 
     @property
@@ -218,15 +218,15 @@ class KldWindowValues(JournalLine):
 
 
 def _window(event: Any) -> KldWindowValues:
-    # In `tops` each has its place, so one alone would be taken for the other.
+    # Position in `tops` tells the two apart, so a missing one stays in it as None, which is an error.
     tops = [event.get(name) for name in ("top_logprobs", "reference_top_logprobs")]
     counts = {name: event.get(name) for name in ("index", "num_scored")}
     return KldWindowValues.model_validate({**counts, "positions": event, "tops": [] if tops == [None, None] else tops})
 
 
 class ResumedKld(JournalLine):
-    """The sum of a window's divergences, of the whole model or resumed from a boundary of its layers. Of each window
-    comes the whole model, then every boundary."""
+    """The sum of KL divergences in a window, of the whole model or resumed from a boundary of its layers. In a journal,
+    each window has one line for the whole model, then one per boundary."""
 
     num_scored: int
     kld_sum: float
@@ -240,7 +240,7 @@ class GeneratedAnswer(JournalLine):
 
     @property
     def num_scored(self) -> int:
-        """Its tokens, all of which are targets."""
+        """The number of tokens; all are targets."""
         return len(self.token_ids)
 
 
@@ -251,14 +251,14 @@ class KldResult:
     model: str
     reference: str
     fingerprint: str
-    """Of the served model, as a reference has its own."""
+    """The served model's fingerprint, as in a reference."""
     windows: tuple[Int32, Int32]
-    """The first window, and the one after the last."""
+    """The range [first, end) of compared windows."""
     num_scored: int
     statistics: KldStatistics
-    """Of the positions of these windows, by the server; `scoremode.kld.statistics` gives the same."""
+    """Statistics over the positions of these windows, from the server; `scoremode.kld.statistics` gives the same."""
     data: list[InstanceOf[KldWindowValues]] = field(default_factory=list)
-    """In the order of windows."""
+    """The windows, in order."""
     mean_batch: float | None = None
     """As in `Score`."""
 
@@ -268,7 +268,7 @@ _RESULT = TypeAdapter(KldResult)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopTokens:
-    """At m of the `num_scored` positions, the top tokens [m, 2, k] of the served model and of the reference."""
+    """Top tokens of the served model and of the reference, [m, 2, k], at m of the `num_scored` positions."""
 
     positions: NDArray[Any]
     token_ids: NDArray[Any]
@@ -282,15 +282,17 @@ class TopTokens:
             if array.shape != expected or array.dtype.kind != np.dtype(dtype).kind or np.isnan(array).any():
                 raise ValueError(f"{name} are of type {array.dtype} and shape {array.shape}, or NaN")
         if (np.diff(self.positions, prepend=-1, append=self.num_scored) <= 0).any():
-            raise ValueError(f"positions do not ascend from 0 to {self.num_scored - 1}")
+            raise ValueError(f"positions are not ascending numbers from 0 to {self.num_scored - 1}")
 
     def at(self, positions: NDArray[np.intp]) -> "TopTokens":
-        here = np.isin(self.positions, positions)
-        return TopTokens(self.positions[here], self.token_ids[here], self.logprobs[here], self.num_scored)
+        is_wanted = np.isin(self.positions, positions)
+        return TopTokens(
+            self.positions[is_wanted], self.token_ids[is_wanted], self.logprobs[is_wanted], self.num_scored
+        )
 
 
 def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> TopTokens:
-    """The top tokens of all windows in order, where their positions diverge most; a ValueError if some are missing."""
+    """The top tokens at the positions with the largest `kld` in all windows; a ValueError if any are missing."""
     ids = np.concatenate([np.stack([top.token_ids for top in window.tops], axis=1) for window in windows])
     logprobs = np.concatenate([np.stack([top.logprobs for top in window.tops], axis=1) for window in windows])
     largest = np.argsort(-kld, kind="stable")[:MAX_TOP_POSITIONS]
@@ -300,8 +302,8 @@ def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> Top
 def kld_reader(
     on_window: Callable[[KldWindowValues], object] | None, requested: Sequence[int] | None = None
 ) -> EventReader[KldWindowValues, KldResult]:
-    """Reads a stream of compared windows, and puts them into the result. ResponseError if they are not those in the
-    range `requested`, if that is given, or the result's own."""
+    """Make the reader of a stream of compared windows, which it puts into the result. ResponseError if they are not the
+    windows of the range `requested`, or without it, the result's range."""
     windows: list[KldWindowValues] = []
 
     def collect(window: KldWindowValues) -> None:

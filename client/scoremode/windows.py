@@ -1,6 +1,6 @@
 """Decides which tokens of a text are scored, and with how much context: the windows of each perplexity method.
 
-A method cuts a text of N tokens into windows. A window is the sequence given to the model; its *targets* are the
+A method cuts a text of N tokens into windows. A window is a sequence that the model is fed; its *targets* are the
 tokens whose log-probabilities count. Everything here is arithmetic on positions: nothing is tokenized or scored.
 """
 
@@ -10,21 +10,21 @@ from itertools import pairwise, takewhile
 from typing import Literal, TypedDict, get_args
 
 TextMethod = Literal["sliding", "overlapping", "disjoint", "llama.cpp", "rolling"]
-"""Those that cut a text."""
+"""The methods that cut a text."""
 METHODS: tuple[TextMethod, ...] = get_args(TextMethod)
 Method = Literal[TextMethod, "conversation"]
-"""`conversation` has a window for each scored turn, with all before it as context."""
+"""`conversation` has one window per scored turn, whose context is everything before the turn."""
 
 STRIDED_METHODS: frozenset[Method] = frozenset({"sliding", "overlapping"})
-"""The methods that take a stride; the others' windows follow from the context length alone."""
+"""The methods that take a stride; the others cut by the context length alone."""
 
 EXHAUSTIVE_METHODS: frozenset[Method] = frozenset({"sliding", "rolling"})
-"""The methods that score each token with context once, so that the sum of their NLLs is the NLL of the text."""
+"""The methods that score every token that has context exactly once, so the sum of NLLs is the text's NLL."""
 
 DEFAULT_CONTEXT_LENGTH = 2048
 
 TOKEN_CLASSES = ("text", "reasoning", "tool call", "other")
-"""What a target of a conversation is; run files keep its index here."""
+"""The kinds of targets in a conversation; run files store the index in this tuple."""
 
 
 class WindowSettings(TypedDict, total=False):
@@ -33,17 +33,17 @@ class WindowSettings(TypedDict, total=False):
     method: Method
     """One of `METHODS`; `sliding` when left out."""
     context_length: int | None
-    """Tokens per window; 2,048, or what the model takes if that is less."""
+    """Tokens per window; by default 2,048, or the model's context if that is shorter."""
     stride: int | None
-    """Tokens from one window to the next; a quarter of the context where the method takes a stride."""
+    """Tokens from one window to the next; by default a quarter of the context, for methods that take a stride."""
     max_tokens: int | None
-    """Take at most this many tokens of the text."""
+    """Measure at most this many tokens of the text."""
     add_special_tokens: bool | None
-    """Let the tokenizer add its special tokens; yes, except for `rolling`."""
+    """Let the tokenizer add its special tokens; by default yes, except for `rolling`."""
 
 
 class WindowError(ValueError):
-    """Windows that cannot be cut; `field` names the argument at fault."""
+    """Windows cannot be cut; `field` names the argument at fault."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
@@ -52,13 +52,13 @@ class WindowError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The tokens `[start, end)` of a text, after a `leading_token` or none; the targets are `[first_target, end)`."""
+    """The tokens `[start, end)` of a text, after an optional `leading_token`; the targets are `[first_target, end)`."""
 
     start: int
     end: int
     first_target: int
     leading_token: int | None = None
-    """A token that the text does not have: a BOS that replaces a chunk's first token, or a text's prefix token."""
+    """A token that is not part of the text: the BOS that replaces a chunk's first token, or the prefix of a text."""
 
     @property
     def num_scored(self) -> int:
@@ -66,7 +66,7 @@ class Window:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the window, its leading token included."""
+        """Tokens of the window, including its leading token."""
         return self.end - self.start + (self.leading_token is not None)
 
     @property
@@ -85,13 +85,13 @@ class Window:
 
 
 def turn_windows(turns: Iterable[tuple[int, int]], context_length: int) -> list[Window]:
-    """The windows of turns that begin and end at these positions of a conversation's tokens, as far as they lie in the
-    first `context_length` tokens."""
+    """Make the windows of a conversation's turns, given as [first, end) positions in its tokens. Tokens after the first
+    `context_length` are left out."""
     return [Window(0, min(end, context_length), first) for first, end in turns if first < context_length]
 
 
 def turn_prompts(windows: Iterable[tuple[int, list[int], int]]) -> list[list[int]]:
-    """The tokens before each window's targets that the window before it, of the same conversation, does not begin with.
+    """For each window, the part of its context that is new compared with the conversation's previous window.
 
     Args:
         windows: The conversation's index, the window's tokens, and the position of its first target among them.
@@ -110,14 +110,14 @@ def turn_prompts(windows: Iterable[tuple[int, list[int], int]]) -> list[list[int
 
 
 def adds_special_tokens(method: Method, requested: bool | None) -> bool:
-    """Whether the tokenizer adds its special tokens: as asked; by default, as in lm-eval, except for `rolling`."""
+    """Whether the tokenizer adds its special tokens: `requested`, or by default yes, except for `rolling` (lm-eval)."""
     return method != "rolling" if requested is None else requested
 
 
 def resolve_context_length(method: Method, context_length: int | None, max_model_len: int) -> int:
-    """The given context length, or the default that fits the model. WindowError if the windows would be longer than the
-    model takes."""
-    # A `rolling` window predicts `context_length` tokens, the first of them from one more before it.
+    """The given context length, or the default that fits the model. WindowError if windows would exceed the model's
+    context."""
+    # A `rolling` window predicts `context_length` tokens, and has one more token before them.
     num_before = 1 if method == "rolling" else 0
     if context_length is None:
         most = max_model_len - num_before
@@ -133,8 +133,8 @@ def resolve_context_length(method: Method, context_length: int | None, max_model
 
 
 def resolve_stride(method: Method, context_length: int, stride: int | None) -> int:
-    """The given stride, or the method's default: a quarter of the context where windows overlap, else all of it.
-    WindowError if the stride is not positive, skips tokens, or the method takes none."""
+    """The given stride, or the method's default: a quarter of the context if windows overlap, else the whole context.
+    WindowError if the stride is not positive or skips tokens, or the method takes none."""
     if stride is None:
         return max(1, context_length // 4) if method in STRIDED_METHODS else context_length
     if stride < 1:
@@ -184,9 +184,9 @@ def cut_windows(
 
 
 def _sliding(num_tokens: int, context_length: int, stride: int) -> list[Window]:
-    """Hugging Face, "Perplexity of fixed-length models": each window scores what the one before it did not reach.
+    """Hugging Face, "Perplexity of fixed-length models": each window scores the tokens after the previous window's end.
 
-    With a stride as long as the context, a window's first token has no context left and is not scored.
+    If the stride is as long as the context, a window's first token has no context and is not scored.
     """
     windows, reached = [], 0
     for start in range(0, num_tokens, stride):
@@ -199,7 +199,7 @@ def _sliding(num_tokens: int, context_length: int, stride: int) -> list[Window]:
 
 
 def _llama_cpp(num_tokens: int, context_length: int, bos_token_id: int | None) -> list[Window]:
-    """`llama-perplexity -c L`: whole chunks, of which the second half is scored."""
+    """`llama-perplexity -c L`: only whole chunks, whose second half is scored."""
     begin = 0 if bos_token_id is None else 1
     chunk = Window(begin, context_length, context_length // 2 + 1, bos_token_id)
     starts = range(0, num_tokens - context_length + 1, context_length)

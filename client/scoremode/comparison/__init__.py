@@ -1,4 +1,4 @@
-"""Several runs of `ppl-client` next to each other: which is better, and whether the difference is real.
+"""Compares several runs of `ppl-client`: which is better, and whether the difference is real.
 
     from scoremode.comparison import compare, load_runs, summary
 

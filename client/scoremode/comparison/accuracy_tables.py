@@ -1,4 +1,4 @@
-"""Accuracies on tasks as tables: for a terminal, in Markdown, as CSV, and in the report."""
+"""Shows accuracies on tasks as tables: for a terminal, in Markdown, as CSV, and in the report."""
 
 from collections.abc import Iterator
 
@@ -8,13 +8,13 @@ from scoremode.accuracy.samples import Sample
 from scoremode.comparison.tables import Column, CsvRow, aligned, escaped, markdown_rows, paragraphs
 
 _MAX_FLIPPED = 200
-"""Questions that a report shows of a model."""
+"""Limit on the flipped questions that a report shows per model."""
 _END = 300
-"""Characters of a question's prompt that are shown, its last."""
+"""How many of the last characters of a question's prompt are shown."""
 
 
 def tasks_as_text(tasks: TaskComparison, *, is_markdown: bool = False) -> str:
-    """A table for each model, and what its verdicts are; for a terminal, or in Markdown."""
+    """One table per model, and notes on the verdicts; for a terminal, or in Markdown."""
     tables = [(markdown_rows if is_markdown else aligned)(_columns(tasks, model)) for model in tasks.models]
     notes = accuracy_notes(tasks)
     return paragraphs(*tables, [f"- {escaped(note)}" for note in notes] if is_markdown else notes)
@@ -49,48 +49,48 @@ def tasks_as_csv(tasks: TaskComparison) -> Iterator[CsvRow]:
 
 
 def report_sections(tasks: TaskComparison) -> Iterator[dict[str, object]]:
-    """The report's sections, one per model; the flipped questions are sorted by how firmly the models hold their
-    answers, near ties last. Verdicts are classes of the style sheet, one per row."""
+    """Yield the report's sections, one per model. Flipped questions with the clearest answers of both models come
+    first, near ties last. Verdicts are classes of the style sheet, one per row."""
     for model in tasks.models:
-        flipped = sorted(model.flipped, key=lambda each: -min(_margin(each.base), _margin(each.other)))
+        flipped = sorted(model.flipped, key=lambda question: -min(_margin(question.base), _margin(question.other)))
         yield {
             "label": model.label,
             "columns": _columns(tasks, model),
             "verdicts": [row.figures.verdict.split()[0] for row in model.all_rows],
-            "flipped": [_flipped(tasks.base, model.label, each) for each in flipped[:_MAX_FLIPPED]],
+            "flipped": [_flipped(tasks.base, model.label, question) for question in flipped[:_MAX_FLIPPED]],
             "num_left_out": max(0, len(flipped) - _MAX_FLIPPED),
         }
 
 
 def accuracy_notes(tasks: TaskComparison) -> list[str]:
-    """Warnings, and how verdicts are found."""
+    """Warnings, and an explanation of the verdicts."""
     level = f"{100 * tasks.smallest_difference:g}"
     return [
         *tasks.warnings,
         "Differences are in points, with their 95 % score interval. p is McNemar's exact test, two-sided, and "
         "for a task it is adjusted for the number of tasks (Holm).",
-        "Smallest shown: the difference that so many questions show with 80 % power, at the observed rate of flips. "
-        f"There are too few questions where it exceeds {level} {'point' if level == '1' else 'points'}.",
+        "Smallest shown: the difference that this number of questions shows with 80 % power, at the observed rate of "
+        f"flips. There are too few questions if it exceeds {level} {'point' if level == '1' else 'points'}.",
     ]
 
 
 def _columns(tasks: TaskComparison, model: ModelTasks) -> list[Column]:
     rows = model.all_rows
     figures = [row.figures for row in rows]
-    flips = [each.flips for each in figures]
+    flips = [task.flips for task in figures]
     judges = [row.metric if row.filter in ("", "none") else f"{row.metric}, {row.filter}" for row in rows]
-    verdicts = [each.verdict + ("" if each.num_needed is None else f": {each.num_needed:,} needed") for each in figures]
+    verdicts = [task.verdict + ("" if task.num_needed is None else f": {task.num_needed:,} needed") for task in figures]
     return [
         Column("task", [row.task for row in rows], right=False),
         Column("judged by", judges, right=False),
-        Column("questions", [f"{each.num_questions:,}" for each in flips]),
-        Column(f"{tasks.base}, %", [f"{100 * each.base_accuracy:.2f}" for each in flips]),
-        Column(f"{model.label}, %", [f"{100 * each.accuracy:.2f}" for each in flips]),
-        Column("difference", [_difference(each) for each in figures]),
-        Column("lost", [f"{each.lost:,}" for each in flips]),
-        Column("gained", [f"{each.gained:,}" for each in flips]),
-        Column("p", ["< 0.0001" if each.p < 1e-4 else f"{each.p:.4f}" for each in figures]),
-        Column("smallest shown", [f"{100 * each.smallest_shown:.2f}" for each in figures]),
+        Column("questions", [f"{flip.num_questions:,}" for flip in flips]),
+        Column(f"{tasks.base}, %", [f"{100 * flip.base_accuracy:.2f}" for flip in flips]),
+        Column(f"{model.label}, %", [f"{100 * flip.accuracy:.2f}" for flip in flips]),
+        Column("difference", [_difference(task) for task in figures]),
+        Column("lost", [f"{flip.lost:,}" for flip in flips]),
+        Column("gained", [f"{flip.gained:,}" for flip in flips]),
+        Column("p", ["< 0.0001" if task.p < 1e-4 else f"{task.p:.4f}" for task in figures]),
+        Column("smallest shown", [f"{100 * task.smallest_shown:.2f}" for task in figures]),
         Column("verdict", verdicts, right=False),
     ]
 
@@ -101,13 +101,13 @@ def _difference(figures: TaskFigures) -> str:
 
 
 def _margin(sample: Sample) -> float:
-    """Nats between the best two options; of a generated text, 0."""
+    """Nats between the best two options; 0 for a generated text."""
     logprobs = sorted((answer.logprob for answer in sample.answers if answer.logprob is not None), reverse=True)
     return logprobs[0] - logprobs[1] if len(logprobs) > 1 else 0.0
 
 
 def _flipped(base: str, label: str, flipped: FlippedAnswer) -> tuple[str, list[tuple[str, str, str]]]:
-    """A question with its answers, and each option with the logprobs of base and model."""
+    """A heading for a flipped question, and a row per option with the logprobs of base and model."""
     right, wrong = (base, label) if flipped.base.is_right else (label, base)
     prompt = flipped.base.prompt
     shown = prompt if len(prompt) <= _END else f"…{prompt[-_END:]}"

@@ -1,8 +1,9 @@
-"""For how many tokens runs give the same answers as the model of their reference, which has that model's answers.
+"""Computes for how many tokens runs give the same answers as their reference's model, whose answers were recorded.
 
-A run that stops after another token than the original parts there, or after the answer's last token. An answer that
-never parts is censored: it says that the first difference comes after its last token. So quantiles are those of the
-Kaplan-Meier estimate. Answers are independent of each other: where none is censored, intervals are exact.
+An answer parts at the first token that differs. If the run and the original stop after different tokens, it parts
+there, or after the answer's last token. An answer that never parts is censored: its first difference would come later.
+So quantiles are those of the Kaplan-Meier estimate. Answers are independent, so without censored ones intervals are
+exact.
 """
 
 import math
@@ -25,76 +26,77 @@ _QUANTILES = {"agreement_p10": 0.1, "agreement_p25": 0.25, "agreement_median": 0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Agreement:
-    """Answers that have tokens: arrays of shape [answers]."""
+    """Agreement on all answers that are not empty: arrays of shape [answers]."""
 
     lengths: NDArray[np.int64]
-    """The tokens before the first difference; all of the answer's if there is none."""
+    """Tokens before the first difference; all of the answer's tokens if there is none."""
     sizes: NDArray[np.int64]
     parts: NDArray[np.bool_]
     """Whether an answer has a difference, which may come after its last token."""
 
     @property
     def _last(self) -> NDArray[np.int64]:
-        """The token that differs, from 1; the last one of an answer that never parts."""
+        """The number of the token that differs, from 1; that of the last token if the answer never parts."""
         return self.lengths + self.parts
 
     def survival(self) -> tuple[Floats, Floats]:
         """Numbers of tokens from 0 on, and the estimated share of answers that are the same for at least as many."""
-        # Takes a second, and most comparisons have no answers.
+        # Imported here because this takes a second, and most comparisons have no answers.
         from scipy.stats import CensoredData, ecdf
 
         estimate = ecdf(CensoredData.right_censored(self._last, ~self.parts)).sf
         return np.append(0, estimate.quantiles), np.append(1.0, estimate.probabilities)
 
     def quantile(self, fraction: float) -> float:
-        """The fewest tokens at which at least this share of the answers has parted; infinite if fewer ever do."""
+        """The number of tokens by which at least `fraction` of the answers has parted; infinite if fewer ever do."""
         tokens, shares = self.survival()
         return _quantile(tokens, shares, fraction)
 
     def survival_intervals(self) -> tuple[Floats, Floats, Floats]:
         """Numbers of tokens from 1 on, and the ends of the 95 % interval of the share that is the same for more.
 
-        The interval is that of Clopper and Pearson for as many answers as Greenwood's variance stands for: all if none
-        ends before it parts.
+        The interval is Clopper and Pearson's. Its number of answers follows from Greenwood's variance: all answers if
+        none is censored.
         """
         tokens, shares = self.survival()
         ordered = np.sort(self._last)
         num_left = len(ordered) - np.searchsorted(ordered, tokens)
         num_parting = np.array([((self._last == token) & self.parts).sum() for token in tokens])
-        # All that are left part where the share falls to 0, whose variance is not defined.
+        # If all remaining answers part, the share falls to 0, and its variance is not defined.
         with np.errstate(divide="ignore", invalid="ignore"):
             relative_variance = np.cumsum(num_parting / (num_left * (num_left - num_parting)))
             sizes = (1 - shares) / (shares * relative_variance)
         sizes = np.where((shares > 0) & (shares < 1), sizes, num_left)
         ends = [exact_interval(share, size) for share, size in zip(shares.tolist(), sizes.tolist(), strict=True)]
         low, high = np.minimum.accumulate(ends).T
-        # Any answer may part at its first token.
+        # An answer may part at its first token, so tokens begin at 1.
         return np.maximum(tokens, 1), low, high
 
     def quantile_figure(self, fraction: float) -> Figure:
-        """A quantile with those of the ends of `survival_intervals`, as Brookmeyer and Crowley have it: for answers
-        that all part these are order statistics. Equal ends are left out."""
+        """A quantile with Brookmeyer and Crowley's interval, the quantiles of the ends of `survival_intervals`. If all
+        answers part, these are order statistics. Equal ends are left out."""
         tokens, *shares = self.survival_intervals()
-        low, high = (_quantile(tokens, each, fraction) for each in shares)
+        low, high = (_quantile(tokens, ends, fraction) for ends in shares)
         ends = (low, high) if low < high else (None, None)
         return Figure(self.quantile(fraction), None, *ends)
 
 
 def _quantile(tokens: Floats, shares: Floats, fraction: float) -> float:
-    """The tokens before the first of these at which the shares, which never rise, have fallen by a fraction."""
-    # A product may miss a half by a rounding.
+    """The number of tokens before the first at which the shares, which never rise, have fallen by `fraction`."""
+    # Allow for rounding: a product may miss a half.
     first = int((shares > 1 - fraction + 1e-9).sum())
     return float(tokens[first]) - 1 if first < len(tokens) else math.inf
 
 
 def has_answers(run: RunFile, *, are_greedy: bool) -> bool:
-    """Whether a run was compared with a reference of such answers. A reference is not, with its own."""
+    """Whether a run was compared with a reference that has greedy, or else sampled, answers. A run that is itself the
+    reference was not compared."""
     answers = None if run.reference is None or run.is_reference else run.reference.answers
     return answers is not None and answers.are_greedy == are_greedy
 
 
 def agreement_of(run: RunFile, members: NDArray[np.bool_] | None = None) -> Agreement:
-    """The agreement of a run's answers, or of their tokens in a group [n] alone."""
+    """The agreement of a run's answers, or only of their tokens in a group [n]."""
     assert run.top_token_ids is not None
     members = np.ones(run.num_scored, bool) if members is None else members
     is_same, sizes = (run.top_token_ids == run.token_ids) & ~has_stopped(run), _sizes(run, members)
@@ -104,14 +106,14 @@ def agreement_of(run: RunFile, members: NDArray[np.bool_] | None = None) -> Agre
 
 
 def has_stopped(run: RunFile) -> NDArray[np.bool_]:
-    """[n], whether the token before a target of an answer ends it for the run, though not for the original."""
+    """[n], whether the token before a target ends the answer for the run, but not for the original."""
     assert run.reference is not None
     return follows_stop(run.token_ids, run.window_sizes, run.reference.other_stops(run.server)[1])
 
 
 def _continues(run: RunFile) -> NDArray[np.bool_]:
-    """[windows], whether the last token of an answer ends it for the original, though not for the run. At the limit of
-    tokens both end."""
+    """[windows], whether an answer's last token ends it for the original, but not for the run. At the limit of tokens
+    both end."""
     assert run.reference is not None
     assert run.reference.answers is not None
     last = run.token_ids[np.cumsum(run.window_sizes) - 1]
@@ -120,7 +122,7 @@ def _continues(run: RunFile) -> NDArray[np.bool_]:
 
 
 def floor_of(run: RunFile, runs: Sequence[RunFile]) -> Agreement | None:
-    """The agreement of the reference's own model in the lane of a run, if it is known to any of the runs."""
+    """The agreement of the reference's own model in a run's lane; None if no run has it."""
     for other in runs:
         is_alike = other.reference_identity == run.reference_identity and other.lane == run.lane
         floor = None if other.reference is None else other.reference.noise_floor_of(run.lane)
@@ -144,7 +146,7 @@ def agreement_figures(
 ) -> AgreementFigures:
     """The figures of a run, or of a group of its targets; none unless its reference has answers."""
     present = _sizes(run, members) > 0
-    drawn = None if counts is None or present.sum() < MIN_UNITS else counts[:, present]
+    answer_draws = None if counts is None or present.sum() < MIN_UNITS else counts[:, present]
     if has_answers(run, are_greedy=True):
         agreement = agreement_of(run, members)
         figures = _figures(agreement)
@@ -152,12 +154,12 @@ def agreement_figures(
             figures["agreement_ties"] = num_ties(run.top_ties > 0, agreement.lengths, run.window_sizes)
         return figures
     if has_answers(run, are_greedy=False):
-        return {"expected_agreement": _mean(expected_lengths(run, members)[present], drawn)}
+        return {"expected_agreement": _mean(expected_lengths(run, members)[present], answer_draws)}
     return {}
 
 
 def floor_figures(run: RunFile, runs: Sequence[RunFile]) -> AgreementFigures:
-    """The median and the share of the reference's own model, where they are known."""
+    """The median and the share of the reference's own model; empty if they are not known."""
     floor = floor_of(run, runs) if has_answers(run, are_greedy=True) else None
     if floor is None:
         return {}
@@ -168,8 +170,8 @@ def floor_figures(run: RunFile, runs: Sequence[RunFile]) -> AgreementFigures:
 
 
 def expected_lengths(run: RunFile, members: NDArray[np.bool_] | None = None) -> Floats:
-    """[windows], of a sampled answer the sum over its tokens of the product of min(1, q/p) up to each: in the mean over
-    answers, the number of tokens after which the best coupling of both samplers parts."""
+    """[windows], for a sampled answer the sum over its tokens of the product of min(1, q/p) up to each token. The mean
+    over answers is the expected number of tokens that the best coupling of both samplers has in common."""
     assert run.reference_nlls is not None
     logs = np.where(has_stopped(run), -np.inf, np.minimum(run.reference_nlls - run.nlls, 0.0))
     parts = np.split(logs if members is None else logs[members], np.cumsum(_sizes(run, members))[:-1])
@@ -188,7 +190,7 @@ def _share(agreement: Agreement) -> Figure:
 
 
 def _mean(values: Floats, counts: Floats | None) -> Figure:
-    """The mean over answers, with percentiles of the resamples, unless these are equal."""
+    """The mean over answers, with percentiles of the resamples as its interval unless all resamples are equal."""
     low, high = (math.nan, math.nan) if counts is None else _percentiles(counts @ values / counts.sum(axis=1))
     ends = (low, high) if high - low > ROUNDING else (None, None)
     return Figure(float(values.mean()), None, *ends)
@@ -201,7 +203,7 @@ def _percentiles(resampled: Floats) -> tuple[float, float]:
 
 
 def _sizes(run: RunFile, members: NDArray[np.bool_] | None) -> NDArray[np.int64]:
-    """[windows], the targets that belong to a group; all without one."""
+    """[windows], how many targets belong to a group; all targets without a group."""
     if members is None:
         return run.window_sizes.astype(np.int64)
     ends = np.cumsum(run.window_sizes)

@@ -1,12 +1,12 @@
-"""Intervals that hold where neighboring tokens are alike: a stationary block bootstrap over the windows of a text, or
-documents drawn one by one.
+"""Computes intervals that stay valid if neighboring tokens depend on each other: a stationary block bootstrap over the
+windows of a text, or over documents drawn one by one.
 
-docs/compare.md describes it. With n units, blocks of b on average, q = 1 - 1/b, and s the deviation of a figure over
-the resamples, its 95 % interval is
+docs/compare.md describes it. With n units, blocks of b on average, q = 1 - 1/b, and s the standard deviation of a
+figure over the resamples, its 95 % interval is
 
     value ± t(f) · s · sqrt(1 / (1 - (1 + q) / (1 - q) / n)),    f = n (1 - q²) / (1 + q²) - 1
 
-For documents b is 1, and n the number of documents of equal size that would say as much: (Σ size)² / Σ size².
+For documents, b is 1, and n is the equivalent number of documents of equal size: (Σ size)² / Σ size².
 """
 
 import math
@@ -20,33 +20,33 @@ from scipy.special import betaincinv, ndtri, stdtrit
 from scoremode.kld import Floats
 
 MIN_UNITS = 20
-"""With fewer there are not enough blocks for an interval."""
+"""The fewest units for an interval; fewer do not have enough blocks."""
 FEW_WINDOWS = 40
-"""A text with fewer windows is cut into at least so many segments, if it is long enough."""
+"""A text with fewer windows is cut into at least this many segments, if it is long enough."""
 ROUNDING = 1e-12
-"""Resamples that spread by less, in nats or shares, are equal but for the order of their sums."""
+"""Resamples with a smaller spread, in nats or shares, are equal except for rounding in their sums."""
 MANY_UNITS = 2000
-"""More windows than these are joined: an interval gains nothing by them, and resamples take longer."""
+"""Windows are joined if there are more than this, because more would not improve an interval, only take longer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
-    """Parts of a text that are drawn: each has consecutive targets."""
+    """Parts of a text that resamples draw, each with consecutive targets."""
 
     starts: NDArray[np.intp]
-    """[units], the index of each one's first target."""
+    """[units], the index of each unit's first target."""
     sizes: NDArray[np.intp]
-    """[units], in targets."""
+    """[units], the number of targets in each unit."""
     name: str
     are_documents: bool = False
 
     def sums(self, values: Floats) -> Floats:
-        """[targets, ...] to [units, ...]."""
+        """Sum values [targets, ...] over each unit, to [units, ...]."""
         return np.add.reduceat(values, self.starts)
 
 
 def cut_units(window_sizes: NDArray[np.int32], window_documents: NDArray[np.int32] | None = None) -> Units:
-    """The units of a text whose windows have these numbers of targets: its documents where it has some."""
+    """Cut a text into units: its documents if it has any, else windows, or segments or groups of them."""
     sizes = window_sizes[window_sizes > 0].astype(np.intp)
     if window_documents is not None:
         sizes = np.add.reduceat(sizes, np.flatnonzero(np.diff(window_documents[window_sizes > 0], prepend=-1)))
@@ -55,10 +55,10 @@ def cut_units(window_sizes: NDArray[np.int32], window_documents: NDArray[np.int3
     if len(sizes) < FEW_WINDOWS:
         name = "segments of windows"
         num_segments = -(-FEW_WINDOWS // len(sizes))
-        # Parts of a window have sixteen tokens or more, and differ by one at most.
+        # Parts of a window have at least sixteen tokens, and their sizes differ by at most one.
         parts = [max(1, min(num_segments, size // 16)) for size in sizes]
         ends = [np.linspace(0, size, num + 1).astype(np.intp) for size, num in zip(sizes, parts, strict=True)]
-        sizes = np.concatenate([np.diff(each) for each in ends])
+        sizes = np.concatenate([np.diff(window_ends) for window_ends in ends])
     elif len(sizes) > MANY_UNITS:
         num_joined = -(-len(sizes) // MANY_UNITS)
         name = f"groups of {num_joined} windows"
@@ -73,15 +73,15 @@ class Resamples:
     means: Floats
     """[resamples, series]."""
     blocks: str
-    """How they were drawn, in words."""
+    """How the resamples were drawn, or why there are none, as a phrase."""
     factor: float
-    """From a deviation over the resamples to half the interval."""
+    """Half the interval's width divided by the standard deviation over the resamples."""
 
     def interval(self, value: float, resampled: Floats) -> tuple[float, float] | tuple[None, None]:
-        """The 95 % interval of a figure, given it for the text itself and, [resamples], for each resample.
+        """The 95 % interval of a figure, given its value for the text and for each of [resamples].
 
-        None and None where there are too few units, a value is infinite, or all resamples are equal: then they do not
-        show how much the figure varies.
+        None and None if there are too few units, a value is infinite, or all resamples are equal: then they do not show
+        how much the figure varies.
         """
         half = self._half(resampled)
         return (value - half, value + half) if math.isfinite(half) and half else (None, None)
@@ -89,8 +89,10 @@ class Resamples:
     def share_interval(
         self, share: float, resampled: Floats, num_targets: int
     ) -> tuple[float, float] | tuple[None, None]:
-        """The same for a share of targets: at each end the wider one of that interval and the exact one for as many
-        independent targets as would vary as much, which are all of them where all resamples are equal."""
+        """The 95 % interval of a share of targets: at each end the wider of `interval` and the exact interval.
+
+        The exact one uses the number of independent targets with this variance; all targets if all resamples are equal.
+        """
         half = self._half(resampled)
         if not math.isfinite(half):
             return None, None
@@ -106,7 +108,7 @@ class Resamples:
 
 
 def exact_interval(share: float, size: float) -> tuple[float, float]:
-    """The 95 % interval of Clopper and Pearson for a share of independent trials, whose number may be a fraction."""
+    """Clopper and Pearson's 95 % interval for a share of `size` independent trials, which may be a fraction."""
     hits, misses = share * size, (1 - share) * size
     low = float(betaincinv(hits, misses + 1, 0.025)) if hits > 0 else 0.0
     high = float(betaincinv(hits + 1, misses, 0.975)) if misses > 0 else 1.0
@@ -125,8 +127,8 @@ def resample(
 ) -> list[Resamples]:
     """Resample a text, and return the means of `series`, [targets, series]: over the text first, then over each group.
 
-    Blocks are made long enough for `watched`, [targets, figures]: the longest that one of them wants. Documents are of
-    [windows], not decreasing. A group is of [targets]; its means are ratios of sums over the same resamples.
+    Blocks are as long as the one of `watched`, [targets, figures], that needs the longest. `window_documents` are
+    [windows], not decreasing. A group is a mask [targets]; its means are ratios of sums over the same resamples.
     """
     units = cut_units(window_sizes, window_documents)
     num_units = len(units.sizes)
@@ -142,19 +144,19 @@ def resample(
         words = f"{num_units:,} documents drawn one by one"
     sums = np.hstack([units.sums(series), *(units.sums(np.where(group[:, None], series, 0)) for group in groups)])
     sizes = np.column_stack([units.sizes, *(units.sums(group.astype(np.float64)) for group in groups)])
-    # A series with an infinite value gets NaN means (0 times infinity), and no other series does. So does a group in a
-    # resample that has none of its targets.
+    # NaN is expected for a series with an infinite value (0 times infinity), and for a group in a resample without any
+    # of its targets. Other series are not affected.
     with np.errstate(invalid="ignore", divide="ignore"):
         means = np.empty((num_resamples, 1 + len(groups), series.shape[1]))
         for row, counts in enumerate(unit_counts(num_units, length, num_resamples, seed)):
             means[row] = (counts @ sums).reshape(means.shape[1:]) / (counts @ sizes)[:, None]
-    factors = [_factor(each[each > 0], length, units.are_documents) for each in sizes.T]
+    factors = [_factor(part_sizes[part_sizes > 0], length, units.are_documents) for part_sizes in sizes.T]
     return [Resamples(means[:, place], words, factor) for place, factor in enumerate(factors)]
 
 
 def unit_counts(num_units: int, length: int, num_resamples: int, seed: int) -> Iterator[Floats]:
-    """How often each unit is drawn, [units], in one resample after another."""
-    # Takes five seconds, which a file that cannot be read need not wait for.
+    """Yield for each resample how often each unit is drawn, [units]."""
+    # Imported here because this takes five seconds, and errors in files should be shown before.
     from arch.bootstrap import StationaryBootstrap
 
     bootstrap = StationaryBootstrap(length, np.arange(num_units), seed=np.random.default_rng(seed))
@@ -163,7 +165,7 @@ def unit_counts(num_units: int, length: int, num_resamples: int, seed: int) -> I
 
 
 def _factor(sizes: Floats, length: int, are_documents: bool) -> float:
-    """From a deviation over resamples of units of these sizes to half the interval; NaN where there are too few."""
+    """The factor of `Resamples` for units of these sizes; NaN if there are too few."""
     if len(sizes) < MIN_UNITS:
         return math.nan
     num_units = float(sizes.sum() ** 2 / np.square(sizes).sum()) if are_documents else len(sizes)
@@ -174,11 +176,11 @@ def _factor(sizes: Floats, length: int, are_documents: bool) -> float:
 
 
 def block_length(units: Units, watched: Floats) -> int:
-    """Mean length of blocks, in units.
+    """Choose the mean length of blocks, in units.
 
-    Twice the length with the smallest error of s (`arch.bootstrap.optimal_block_length`): short blocks make an interval
-    too narrow, and for few blocks t(f) makes up. At least the cube root of the number of units, for dependence that the
-    estimate misses, and at most a quarter of them.
+    It is twice the length with the smallest error of s (`arch.bootstrap.optimal_block_length`), because short blocks
+    make an interval too narrow, while t(f) corrects for few blocks. It is at least the cube root of the number of
+    units, for dependence that the estimate misses, and at most a quarter of them.
     """
     from arch.bootstrap import optimal_block_length
 

@@ -1,5 +1,5 @@
-"""A comparison as a Hugging Face model card: its `model-index`, the table that people publish of quantized models, one
-plot, and where the figures are from."""
+"""Makes a Hugging Face model card from a comparison: `model-index`, the table that is usual for quantized models, one
+plot, and how the figures were measured."""
 
 import logging
 import math
@@ -38,7 +38,7 @@ _HUB_METRICS = {
     "delta_p_rms": ("rms_delta_p", "RMS Δp, %"),
     "same_top_p": ("same_top", "same top token, %"),
 }
-"""The types and names that metrics have on the hub."""
+"""The hub's types and names of metrics."""
 _COLUMNS: dict[str, tuple[str, int | None, str]] = {
     "gib": ("GiB", 2, "size of the weight files"),
     "bits_per_weight": ("bits per weight", 2, ""),
@@ -52,26 +52,26 @@ _COLUMNS: dict[str, tuple[str, int | None, str]] = {
     "same_top_p": ("same top %", 2, "share of tokens whose most likely token is the same"),
     "agreement_median": ("same answer for (tokens)", 0, "median number of tokens for which answers are the same"),
 }
-"""The headings of columns, digits after the point (None: as many as an error leaves), and their meaning."""
+"""Headings of columns, digits after the point (None: as many as are significant, given the error), and meanings."""
 _SHORT = ("gib", "ppl_change", "kld", "kld_p999", "same_top_p", "agreement_median")
 _OF_A_MODEL = ("gib", "bits_per_weight", "perplexity")
-"""Columns without a difference from the base."""
+"""Columns that describe a model itself, not its difference from the base."""
 _DEFINITIONS = "https://github.com/ggml-org/llama.cpp/blob/master/tools/perplexity/README.md"
 _INTERVALS = "https://arch.readthedocs.io/en/stable/bootstrap/timeseries-bootstraps.html"
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def card(comparison: RunComparison, *, is_full: bool = False) -> str:
-    """Markdown that can be saved as README.md: YAML, the table, and provenance; with six columns, or with all."""
+    """Make Markdown for a README.md: YAML, the table of six columns, or of all if `is_full`, and provenance."""
     return f"---\n{_metadata(comparison).to_yaml()}\n---\n\n{_body(comparison, is_full)}\n"
 
 
 def write_card(comparison: RunComparison, path: Path, *, is_full: bool = False) -> None:
-    """Write the card into a file between marks, or after what it has if there are none, its figures into `model-index`
-    in the front matter, and the plot next to it; all else stays as it is. If the front matter is not there or not
-    clear, the log has the YAML to paste.
+    """Write the card into a file: the text between marks, or at the end if there are none, and the figures into
+    `model-index` in the front matter. The plot is a file next to it. All other text stays unchanged. If the front
+    matter is missing or not clear, the log has the YAML to paste.
 
-    RunError if the file cannot be used, OutputError if it cannot be written: then it stays as it is.
+    RunError if the file cannot be used, OutputError if it cannot be written; then it stays unchanged.
     """
     text, metadata = read_card(path), _metadata(comparison)
     if not text.strip():
@@ -90,8 +90,8 @@ def write_card(comparison: RunComparison, path: Path, *, is_full: bool = False) 
 
 
 def _write_plot(comparison: RunComparison, card_path: Path) -> str:
-    """Write the plot next to the card; the Markdown that shows it, or nothing without KL divergences."""
-    # Takes a second to import, and is not needed for a card that is printed.
+    """Write the plot next to the card, and return the Markdown that shows it; empty without KL divergences."""
+    # Imported here because this takes a second, and a printed card does not need it.
     from scoremode.comparison.plot_style import as_adaptive_svg
     from scoremode.comparison.plots import plots
 
@@ -112,11 +112,11 @@ def _body(comparison: RunComparison, is_full: bool, plot: str = "") -> str:
         f"Compared with {escaped(base.label)} over {base.num_scored:,} tokens of {escaped(printable(text))}: the "
         f"{', the '.join(meanings)} ([definitions]({_DEFINITIONS}), [intervals]({_INTERVALS}))."
     )
-    warnings = [escaped(printable(each)) for each in computed_differently(comparison.files)]
+    warnings = [escaped(printable(warning)) for warning in computed_differently(comparison.files)]
     table = "\n".join(markdown_rows(columns.values()))
     tasks = ""
     if comparison.tasks is not None:
-        # Takes a second to import.
+        # Imported here because this takes a second.
         from scoremode.comparison.accuracy_tables import tasks_as_text
 
         tasks = tasks_as_text(comparison.tasks, is_markdown=True).strip()
@@ -124,14 +124,14 @@ def _body(comparison: RunComparison, is_full: bool, plot: str = "") -> str:
 
 
 def _columns(comparison: RunComparison, names: Sequence[str]) -> dict[str, Column]:
-    """The columns of the table by their headings, without those that no run has a figure for."""
+    """The columns of the table by their headings, without columns that are empty for all runs."""
     rows = comparison.runs
     columns = {"quant": Column("quant", short_labels([row.run.label for row in rows], 24), right=False)}
     for name in names:
         heading, digits, _ = _COLUMNS[name]
         cells = [_cell(row, name, digits) for row in rows]
         if comparison.base.is_of_original and name not in _OF_A_MODEL:
-            # It does not differ from itself, though its own run may have a noise floor.
+            # The original does not differ from itself, although its own run may have a noise floor.
             cells[0] = NOT_KNOWN
         if any(cell != NOT_KNOWN for cell in cells):
             columns[heading] = Column(heading, cells)
@@ -139,7 +139,7 @@ def _columns(comparison: RunComparison, names: Sequence[str]) -> dict[str, Colum
 
 
 def _cell(row: RunFigures, name: str, digits: int | None) -> str:
-    """A figure to so many digits after the point, or with its error and the digits that this leaves."""
+    """Format a figure with this many digits after the point; None shows its error, and the digits significant then."""
     value = row.value(name)
     if name == "ppl_change" and value is not None:
         return with_interval(value, scale=100, sign="+").in_text
@@ -149,7 +149,7 @@ def _cell(row: RunFigures, name: str, digits: int | None) -> str:
 
 
 def _provenance(comparison: RunComparison) -> str:
-    """Where the figures are from, as a list that opens on demand."""
+    """How the figures were measured, as a list that opens on demand."""
     base, corpus, revision = comparison.base, comparison.corpus, comparison.base.server.revision
     model = base.model + (f"@{revision[:8]}" if revision else "")
     stride = f", stride {base.stride:,}" if base.method in STRIDED_METHODS else ""
@@ -172,29 +172,29 @@ def _provenance(comparison: RunComparison) -> str:
 
 
 def _metadata(comparison: RunComparison) -> ModelCardData:
-    """Build what huggingface.co reads from the head of a model card: the base if it is on the hub, and the figures of
-    one model, that of the first run that is not of the base, in all of its lanes."""
+    """Build the metadata that huggingface.co reads from a model card: the base if it is on the hub, and the figures of
+    one model in all of its lanes. This is the model of the first run that is not the base in another lane."""
     base = comparison.base
-    shown = [each for each in comparison.runs[1:] if not _is_in_other_lane(each.run, base)]
+    shown = [figures for figures in comparison.runs[1:] if not _is_in_other_lane(figures.run, base)]
     first = (shown or comparison.runs)[0]
-    lanes = [first, *(each for each in shown if _is_in_other_lane(each.run, first.run))]
+    lanes = [first, *(figures for figures in shown if _is_in_other_lane(figures.run, first.run))]
     is_on_hub = _HUB_NAME.fullmatch(base.model) is not None
     return ModelCardData(
         base_model=base.model if is_on_hub else None,
         model_name=first.run.label,
-        eval_results=[result for each in lanes for result in _results(comparison, each)],
+        eval_results=[result for figures in lanes for result in _results(comparison, figures)],
         base_model_relation="quantized" if is_on_hub else None,
     )
 
 
 def _is_in_other_lane(one: RunFile, other: RunFile) -> bool:
-    """Whether two runs are of one model in two lanes."""
+    """Whether two runs have the same model in two lanes."""
     return one.lane != other.lane and one.server.fingerprint == other.server.fingerprint is not None
 
 
 def _results(comparison: RunComparison, figures: RunFigures) -> Iterator[EvalResult]:
-    """List the figures of a run. What else decides them is in the config and split of the dataset, by which the hub
-    tells results apart."""
+    """Yield the figures of a run. The dataset's config and split include the run's settings, because the hub
+    distinguishes results by them."""
     run, corpus = figures.run, comparison.corpus
     name = run.text_in_words if corpus is None else corpus.name
     config, split = (None, None) if corpus is None else (corpus.config, corpus.split)

@@ -1,4 +1,4 @@
-"""Runs compared: the base among them, the figures of each with both of their errors, and a verdict on every pair."""
+"""Compares runs: chooses the base, computes each run's figures with both of their errors, and a verdict per pair."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ from scoremode.windows import EXHAUSTIVE_METHODS
 from scoremode.wire import ServedModel
 
 LEAST_LN_RATIO = 5e-5
-"""Smallest abs(ln(PPL ratio)) that counts: batches of other shapes alone change a model's perplexity by this much."""
+"""Smallest abs(ln(PPL ratio)) that counts as a difference: other batch shapes alone change perplexity by this much."""
 
-_OF_THE_MODEL = (*ServedModel.model_fields, "vocab_size", "fingerprint")
+_SERVER_FIELDS = (*ServedModel.model_fields, "vocab_size", "fingerprint")
 """Fields of a reference that describe the server that recorded it."""
 
 
@@ -36,17 +36,17 @@ def compare(
     num_resamples: int = 4000,
     seed: int = 0,
 ) -> RunComparison:
-    """Compare runs on the same tokens, each with each.
+    """Compare runs on the same tokens with the base, and every two runs with each other.
 
     Args:
-        runs: At least one, of one text, tokenizer, method and windows, each with a label of its own.
-        base: Label of the run that the others are compared with. By default a run of the reference's own model; else
-            the reference, if all runs have the same one; else the first run.
-        size: What plots are drawn against, where it is known.
-        max_kld: The tolerance for the mean KL divergence, nats: sentences say whether a run is within it.
-        max_ppl_increase: The tolerance for the increase of perplexity over the base's, percent.
-        num_resamples: Of the text, for the intervals.
-        seed: Of the resamples; the same seed gives the same intervals.
+        runs: One or more runs with the same text, tokenizer, method and windows, and different labels.
+        base: Label of the run that the others are compared with. The default is a run of the reference's own model,
+            else the reference if all runs have the same one, else the first run.
+        size: Horizontal axis of plots, if the sizes are known.
+        max_kld: Tolerance for the mean KL divergence in nats; sentences say whether a run is within it.
+        max_ppl_increase: Tolerance for the increase of perplexity over the base's, in percent.
+        num_resamples: Number of resamples of the text, for the intervals.
+        seed: Seed of the resamples; the same seed gives the same intervals.
 
     Raises:
         RunError: the runs cannot be compared.
@@ -56,11 +56,11 @@ def compare(
     groups = [*groups_of(runs)]
     values = {(run.label, name): series for run in runs for name, series in _series(run).items()}
     klds = [run.kld for run in runs if run.kld is not None]
-    # Infinities are expected, and what cannot be computed with them is None or NaN in the end.
+    # Infinities are expected. Figures that they make undefined become None or NaN.
     with np.errstate(invalid="ignore", over="ignore"):
         text_resamples, *group_resamples = resample(
             np.column_stack(list(values.values())),
-            # These set the block length: the first run's NLLs, the others' differences from them, and the divergences.
+            # Series that determine the block length: the base's NLLs, others' differences from them, and divergences.
             np.column_stack([runs[0].nlls, *(run.nlls - runs[0].nlls for run in runs[1:]), *klds]),
             runs[0].window_sizes,
             first_known(runs, "window_documents"),
@@ -69,13 +69,13 @@ def compare(
             seed=seed,
         )
         sample = _Sample(values, text_resamples)
-        answered = [run.answers or run for run in runs]
-        counts = answer_counts(answered, num_resamples, seed)
+        answer_runs = [run.answers or run for run in runs]
+        counts = answer_counts(answer_runs, num_resamples, seed)
         figures = [
             sample.run_figures(
-                run, runs[0], agreement_figures(own, counts) | floor_figures(own, answered), _noise_floor(run, runs)
+                run, runs[0], agreement_figures(own, counts) | floor_figures(own, answer_runs), _noise_floor(run, runs)
             )
-            for run, own in zip(runs, answered, strict=True)
+            for run, own in zip(runs, answer_runs, strict=True)
         ]
         group_figures: list[tuple[TokenGroup, RunFigures]] = []
         for group, resamples in zip(groups, group_resamples, strict=True):
@@ -100,21 +100,21 @@ def compare(
 
 
 def _with_base_first(runs: Sequence[RunFile], label: str | None = None) -> tuple[list[RunFile], list[str]]:
-    """Put the base first: the run of that label, or else the first run of a reference's own model, or the reference if
-    all runs have the same one, or the first run.
+    """Put the base first: the run with that label, else the first run of a reference's own model, else the reference
+    if all runs have the same one, else the first run.
 
-    The reference is a run too if all runs have the same one, and none is of its model.
+    If all runs have the same reference, and none is of its model, the reference is added as a run.
 
     Returns:
         The runs in the order in which they are compared, and warnings.
 
     Raises:
-        RunError: no run has that label.
+        RunError: there is a label that no run has.
     """
     candidates, warnings = [*runs], list[str]()
     references = [run.reference for run in runs if run.reference is not None]
     own = [run for run in runs if any(reference.is_of(run.server) for reference in references)]
-    # In another lane the original is a run like any other.
+    # A run of the original in another lane is the base only if there is none in prefill.
     own = [run for run in own if run.lane == "prefill"] or own
     identities = {run.reference_identity for run in runs}
     if not own and len(identities) == 1 and references:
@@ -123,7 +123,7 @@ def _with_base_first(runs: Sequence[RunFile], label: str | None = None) -> tuple
     if base.is_of_original and len(candidates) == 1:
         assert base.kld is not None
         nats = plain(float(base.kld.mean())).text
-        warnings.append(f"{base.label} is the reference's own model: it is the base itself, {nats} nats from it.")
+        warnings.append(f"{base.label} is the base, as the reference's own model; {nats} nats from the reference.")
     if label is not None:
         labels = [run.label for run in candidates]
         if label not in labels:
@@ -131,26 +131,26 @@ def _with_base_first(runs: Sequence[RunFile], label: str | None = None) -> tuple
         base = candidates[labels.index(label)]
     elif len(own) > 1:
         names = " and ".join(run.label for run in own)
-        warnings.append(f"{names} are all of the reference's model: {base.label} is the base, or that of --base.")
+        warnings.append(f"{names} are all of the reference's model: {base.label} is the base; --base chooses another.")
     return [base, *(run for run in candidates if run is not base)], warnings
 
 
 def _run_of_reference(runs: Sequence[RunFile]) -> RunFile:
-    """The reference that all runs were compared with, as a run: it does not diverge from itself."""
+    """Make a run of the reference that all runs were compared with. It does not diverge from itself."""
     run = runs[0]
     reference = run.reference
     assert reference is not None
     assert run.reference_nlls is not None
     label = reference.model
-    while label in {each.label for each in runs}:
+    while label in {other.label for other in runs}:
         label += " (reference)"
-    described = {name: getattr(reference, name) for name in _OF_THE_MODEL}
+    server_fields = {name: getattr(reference, name) for name in _SERVER_FIELDS}
     return replace(
         run,
         path=run.path.with_name(f"reference {reference.name}"),
         label=label,
         model=reference.model,
-        server=run.server.model_copy(update=described),
+        server=run.server.model_copy(update=server_fields),
         finished=datetime.fromtimestamp(reference.created, UTC).isoformat(timespec="seconds"),
         lane="prefill",
         as_noise_floor=True,
@@ -166,10 +166,10 @@ def _run_of_reference(runs: Sequence[RunFile]) -> RunFile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sample:
-    """Values of all runs over the targets of a text or of a group, and their means over the resamples."""
+    """Values of all runs over the targets of a text or a group, and their means in each resample."""
 
     values: Mapping[tuple[str, str], Floats]
-    """By the run's label and the name of the series."""
+    """Series of values, by a run's label and the series' name."""
     resamples: Resamples
 
     def _resampled(self, run: RunFile, name: str) -> Floats:
@@ -235,7 +235,7 @@ class _Sample:
         return self._figure(float(values.mean()), standard_error(values), self._resampled(run, name))
 
     def _clipped_mean(self, run: RunFile, name: str) -> Figure | None:
-        """The mean, with an interval that ends at 0; None for a run without these values."""
+        """The mean, with an interval cut off at 0; None for a run without these values."""
         if (run.label, name) not in self.values:
             return None
         mean = self._mean(run, name)
@@ -244,7 +244,7 @@ class _Sample:
     def _same_top(self, run: RunFile) -> Figure | None:
         """The share of targets with the reference's top token; None for a run without a reference."""
         mean = self._clipped_mean(run, "same_top")
-        # The reference has its own top tokens: that is not a sample.
+        # The reference agrees with itself by definition, so its share has no error.
         if mean is None or run.is_reference:
             return mean
         resampled = self._resampled(run, "same_top")
@@ -256,12 +256,12 @@ class _Sample:
         return Figure(value, finite, *self.resamples.interval(value, resampled))
 
     def _verdict(self, difference: Figure, least: float = 0.0) -> Verdict:
-        """No difference is shown if the interval contains 0, or if both of its ends are closer to 0 than `least`."""
+        """The verdict: no difference if the interval contains 0, or both of its ends are closer to 0 than `least`."""
         low, high = difference.low, difference.high
         if low is None or high is None:
             if not math.isfinite(self.resamples.factor) or not math.isfinite(difference.value):
                 return "no interval"
-            # All resamples are equal.
+            # All resamples are equal, so the value decides.
             low = high = difference.value
         if low <= 0 <= high or max(-low, high) < least:
             return "no difference shown"
@@ -269,20 +269,21 @@ class _Sample:
 
 
 def _series(run: RunFile) -> dict[str, Floats]:
-    """Values of all targets, by the names that `_Sample` has for them, as far as the run has them."""
+    """The series of `_Sample` that the run has, by name: values of all targets."""
     square = None if run.delta_p is None else run.delta_p**2
     series = {"nll": run.nlls, "kld": run.kld, "same_top": run.same_top, "delta_p_square": square}
     return {name: np.asarray(values, np.float64) for name, values in series.items() if values is not None}
 
 
 def _noise_floor(run: RunFile, runs: Sequence[RunFile]) -> float | None:
-    """The largest that is known to any run of one reference and lane: runs from before it was measured have none."""
-    alike = [each for each in runs if (each.reference_identity, each.lane) == (run.reference_identity, run.lane)]
-    return max((each.noise_floor for each in alike if each.noise_floor is not None), default=None)
+    """The largest noise floor in all runs with the same reference and lane, because a run that is older than the floor
+    does not have it."""
+    alike = [other for other in runs if (other.reference_identity, other.lane) == (run.reference_identity, run.lane)]
+    return max((other.noise_floor for other in alike if other.noise_floor is not None), default=None)
 
 
-def _exponential(of: Figure) -> Figure:
-    return of.mapped(exp, exp(of.value))
+def _exponential(figure: Figure) -> Figure:
+    return figure.mapped(exp, exp(figure.value))
 
 
 def _bits_per_byte(run: RunFile, nll: Figure) -> Figure | None:
@@ -296,11 +297,11 @@ def _bits_per_byte(run: RunFile, nll: Figure) -> Figure | None:
 def check_labels(labels: Sequence[str]) -> None:
     """Raise RunError for labels that occur twice."""
     if repeated := [label for label in labels if labels.count(label) > 1]:
-        raise RunError(f"{labels.count(repeated[0])} runs are called {repeated[0]!r}: give them labels of their own")
+        raise RunError(f"{labels.count(repeated[0])} runs are called {repeated[0]!r}: give each its own label")
 
 
 def check_comparable(runs: Sequence[RunFile]) -> None:
-    """Raise RunError if there are no runs, two have one label, or one differs from the first in text, tokens or
+    """Raise RunError if there are no runs, two have the same label, or one differs from the first in text, tokens or
     windows."""
     if not runs:
         raise RunError("give at least one run to compare")
@@ -311,8 +312,8 @@ def check_comparable(runs: Sequence[RunFile]) -> None:
 
 
 def _run_difference(first: RunFile, second: RunFile) -> str | None:
-    """The first thing that differs, in words."""
-    # Runs of kinds `kld` and `perplexity` identify their text by different hashes, which cannot be compared.
+    """Describe the first difference between two runs; None if they can be compared."""
+    # Runs of the kinds `kld` and `perplexity` hash their text differently, so their hashes cannot be compared.
     if first.kind == second.kind and first.text_identity != second.text_identity:
         return f"the text is {first.text_in_words} in the first and {second.text_in_words} in the second"
     settings = {

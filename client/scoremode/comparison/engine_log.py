@@ -1,7 +1,7 @@
-"""Reads what llama.cpp's `llama-perplexity` printed, as figures next to those of runs.
+"""Reads logs of llama.cpp's `llama-perplexity` as figures to show next to those of runs.
 
-These have errors of their own, and None for what a log does not say. A log has no values of single tokens, so there are
-no intervals and no verdicts.
+Errors are those in the log, and figures that it lacks are None. A log has no values of single tokens, so there are no
+intervals and no verdicts.
 """
 
 import math
@@ -16,7 +16,7 @@ from scoremode.comparison.compare import check_labels
 from scoremode.comparison.figures import EngineLog, Figure, RunComparison, RunFigures
 from scoremode.errors import RunError, file_errors
 
-# None of these can take longer than a line is long, times a constant.
+# All of these patterns take linear time in the length of a line.
 _NUMBER = r"(-?(?:\d{1,20}(?:\.\d{0,20})?(?:e[+-]?\d{1,3})?|inf|nan))"
 _FIGURE = re.compile(rf"{_NUMBER}(?: *(?:±|\+/-) *{_NUMBER})? ?%?")
 _WINDOWS = re.compile(r"over (\d{1,9}) chunks, n_ctx=(\d{1,9})\b")
@@ -30,21 +30,21 @@ _QUANTILES = {
     "kld_max": "Maximum KLD",
 }
 _PERCENTAGES = {"delta_p_rms": "RMS Δp", "same_top_p": "Same top p"}
-"""What it prints, by the names of figures."""
+"""Names of quantiles and percentages in a log, by the names of our figures."""
 _RANGES = {
-    # A perplexity is at least 1, but for rounding.
+    # A perplexity is at least 1, except for rounding.
     **dict.fromkeys((_FINAL, _OF_MODEL, _OF_BASE), (0.999, math.inf)),
     **dict.fromkeys(_PERCENTAGES.values(), (0, 100)),
 }
-"""The least and the largest value of what has a range."""
+"""The smallest and largest valid values."""
 
 _LARGEST_DIFFERENCE = 1e-2
-"""Allowed difference in ln(perplexity) of one base: llama.cpp clips tokens to 16 nats below the top one, which lowers
-its perplexity a little."""
+"""Limit on the difference in ln(perplexity) of the same base. llama.cpp clips tokens to 16 nats below the top token,
+which lowers its perplexity a little."""
 
 
 def load_log(path: Path, label: str) -> RunFigures[EngineLog]:
-    """Read what `llama-perplexity`, with `--kl-divergence` or without, printed on stdout and stderr.
+    """Read the output (stdout and stderr) of `llama-perplexity`, with or without `--kl-divergence`.
     RunError if it cannot be read, or has no final figures."""
     with file_errors(RunError, f"read {path}"):
         text = path.read_text(encoding_of(path), errors="replace")
@@ -54,9 +54,7 @@ def load_log(path: Path, label: str) -> RunFigures[EngineLog]:
     printed = {name: _read_figure(path, name, value) for name in names if (value := values.get(name))}
     windows, perplexity = _WINDOWS.search(text), printed.get(_OF_MODEL) or printed.get(_FINAL)
     if windows is None or perplexity is None:
-        raise RunError(
-            f"{path} is not what llama-perplexity prints: it lacks the number of chunks or the final figures"
-        )
+        raise RunError(f"{path} is not a log of llama-perplexity: it lacks the number of chunks or the final figures")
     size, base = _SIZE.match(_rest_of_line(text, "file size ")), printed.get(_OF_BASE)
     log = EngineLog(
         path,
@@ -70,14 +68,14 @@ def load_log(path: Path, label: str) -> RunFigures[EngineLog]:
     )
     figures: dict[str, Any] = {name: printed[label].value for name, label in _QUANTILES.items() if label in printed}
     percentages = {name: printed[label] for name, label in _PERCENTAGES.items() if label in printed}
-    figures |= {name: each.mapped(lambda percent: percent / 100, 1 / 100) for name, each in percentages.items()}
+    figures |= {name: share.mapped(lambda percent: percent / 100, 1 / 100) for name, share in percentages.items()}
     return RunFigures(
         log, perplexity.mapped(math.log, 1 / perplexity.value), perplexity, kld=printed.get("Mean KLD"), **figures
     )
 
 
 def _rest_of_line(text: str, words: str) -> str:
-    """The text after some words and an equals sign in the first line that has these words; empty where none has."""
+    """The text after some words and an equals sign, in the first line with these words; empty if there is none."""
     return text.partition(words)[2].partition("\n")[0].strip(" =")
 
 
@@ -91,8 +89,8 @@ def _read_figure(path: Path, name: str, text: str) -> Figure:
 
 
 def with_logs(comparison: RunComparison, llama_cpp: Iterable[tuple[str, str]]) -> RunComparison:
-    """Add logs of llama-perplexity to a comparison, by labels and paths. RunError if one cannot be read, is of other
-    windows than the runs, or of another base than their reference, or a label occurs twice."""
+    """Add logs of llama-perplexity, given as labels and paths, to a comparison. RunError if one cannot be read, does
+    not have the runs' windows or their reference's perplexity, or a label occurs twice."""
     logs = [load_log(Path(path), label) for label, path in llama_cpp]
     for figures in logs:
         _check(comparison, figures.run)
@@ -102,7 +100,7 @@ def with_logs(comparison: RunComparison, llama_cpp: Iterable[tuple[str, str]]) -
 
 
 def _check(comparison: RunComparison, log: EngineLog) -> None:
-    run = next((each for each in comparison.files if each.reference is not None), comparison.base)
+    run = next((file for file in comparison.files if file.reference is not None), comparison.base)
     reference = run.reference
     windows = ("llama.cpp", log.num_windows, log.context_length)
     if (run.method, run.num_windows, run.context_length) != windows:
@@ -113,8 +111,8 @@ def _check(comparison: RunComparison, log: EngineLog) -> None:
     if log.base_perplexity is None or reference is None:
         return
     if reference.perplexity is None:
-        raise RunError(f"{run.path}: reference.perplexity: is null, and the base of {log.path} is compared by it")
-    # Nor is a base of NaN, or of infinity, the same.
+        raise RunError(f"{run.path}: reference.perplexity is null, so the base of {log.path} cannot be checked")
+    # `not <=` also refuses NaN and infinity.
     if not abs(math.log(log.base_perplexity / reference.perplexity)) <= _LARGEST_DIFFERENCE:
         raise RunError(
             f"{log.path} was compared with another base than the reference {reference.name}: its perplexity is "

@@ -1,4 +1,4 @@
-"""The figures of compared runs, and how every form of a comparison shows them: headings, digits, units and cells."""
+"""The figures of compared runs, and their presentation in all forms: headings, digits, units and cells."""
 
 import math
 import os.path
@@ -36,14 +36,14 @@ class Figure:
 
     value: float
     stderr: float | None
-    """Treats tokens as independent, as is usual; None where it is not defined."""
+    """Standard error if tokens are independent, as is usual; None if it is not defined."""
     low: float | None
-    """Ends of the 95 % interval that treats neighboring tokens as dependent; None where it cannot be computed, or all
-    resamples are equal."""
+    """`low` and `high` are the 95 % interval, which takes neighboring tokens as dependent. Both are None if it cannot
+    be computed, or all resamples are equal."""
     high: float | None
 
     def mapped(self, function: Callable[[float], float], slope: float | None) -> "Figure":
-        """Apply a monotonic function to the value and the ends; `slope`, its absolute slope there, scales the error."""
+        """Apply a monotonic function to the value and the interval; `slope`, its absolute slope, scales the error."""
         stderr = None if self.stderr is None or slope is None else slope * self.stderr
         if self.low is None or self.high is None:
             return Figure(function(self.value), stderr, None, None)
@@ -52,26 +52,26 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """How all forms of a comparison show one figure of its runs."""
+    """The presentation of one figure of a run, in all forms of a comparison."""
 
     name: str
-    """In CSV files, and the attribute that has the value."""
+    """Name of the figure in CSV files, and of the attribute that has its value."""
     heading: str
-    """In text."""
+    """Heading in text."""
     report_heading: str
-    """Empty for a figure that the report leaves out."""
+    """Heading in the report; empty for a figure that the report leaves out."""
     digits: int
-    """Decimals in text; the report has as many as an error leaves."""
+    """Decimals in text. The report shows as many as are significant, given the error."""
     unit: str = ""
-    """After values in the report; `%` where the value is a share."""
+    """Unit after values in the report; `%` if the value is a share."""
     of_run: bool = False
-    """Whether it is an attribute of the run, such as the size of its weights, which has no error."""
+    """Whether the value is an attribute of the run, such as the size of its weights, and so has no error."""
     has_fixed_digits: bool = False
-    """Whether the report has `digits` too."""
+    """Whether the report uses `digits` too."""
 
     @property
     def scale(self) -> int:
-        """From the value to the number that is shown."""
+        """The factor from the value to the number that is shown."""
         return 100 if self.unit == "%" else 1
 
 
@@ -104,7 +104,7 @@ METRICS = {
         Metric("ppl_change", "change of perplexity, %", "", 2, "%"),
     )
 }
-"""In the order of the report's columns: those first that a phone shows. docs/compare.md describes them."""
+"""All metrics, in the order of the report's columns: a phone shows the first ones. docs/compare.md describes them."""
 
 
 _FROM_THE_REFERENCE = {name for name in METRICS if name.startswith(("kld", "delta_p", "same_top"))}
@@ -117,7 +117,7 @@ class EngineLog:
     path: Path
     label: str
     base_perplexity: float | None
-    """Of the base that it was compared with."""
+    """Perplexity of the base that the run was compared with."""
     file_type: str | None
     bits_per_weight: float | None
     gib: float | None
@@ -135,8 +135,8 @@ M = TypeVar("M", bound=RunFile | EngineLog, covariant=True, default=RunFile)
 
 @dataclass(frozen=True)
 class RunFigures(Generic[M]):
-    """One run's figures, over the text or a group of its targets. Those of a comparison with a reference are None for a
-    run that had none."""
+    """One run's figures, over the text or a group of its targets. Figures that need a reference are None for a run
+    without one."""
 
     run: M
     nll: Figure
@@ -147,75 +147,76 @@ class RunFigures(Generic[M]):
     """Mean KL divergence from the reference, nats."""
     kld_median: float | None = None
     kld_p95: float | None = None
-    """The 95 % quantile; the next two likewise."""
+    """The 95 % quantile of KL divergence; `kld_p99` and `kld_p999` are the 99 % and 99.9 % quantiles."""
     kld_p99: float | None = None
     kld_p999: float | None = None
     kld_max: float | None = None
     delta_p_rms: Figure | None = None
-    """Root mean square of the change in the probability of the text's tokens."""
+    """Root mean square of the change in the probabilities of the text's tokens."""
     same_top_p: Figure | None = None
     """Share of positions with the reference's top token."""
     kld_over_noise_floor: float | None = None
-    """Mean KL divergence over that of the reference's own model compared with itself."""
+    """Mean KL divergence divided by the noise floor, that of the reference's own model compared with itself."""
     agreement_median: Figure | None = None
-    """For a reference of greedy answers, the median of the tokens that are the same; infinite if half of the answers
-    are the same to the end. The next three are other quantiles."""
+    """For a reference of greedy answers, the median number of tokens for which answers are the same; infinite if half
+    of them are the same to the end. `agreement_p25`, `_p75` and `_p10` are other quantiles."""
     agreement_p25: Figure | None = None
     agreement_p75: Figure | None = None
     agreement_p10: Figure | None = None
     agreement_share: Figure | None = None
-    """Share of the answers that are the same to their end."""
+    """Share of answers that are the same to their end."""
     agreement_ties: float | None = None
-    """Tokens up to the first difference whose logit is the highest, and another's too."""
+    """Tokens up to the first difference that share the highest logit with another token."""
     agreement_floor: Figure | None = None
-    """The median of the reference's own model in this lane; next its share."""
+    """The reference's own `agreement_median` in this lane; `agreement_floor_share` is its `agreement_share`."""
     agreement_floor_share: Figure | None = None
     expected_agreement: Figure | None = None
     """For a reference of sampled answers, the mean number of tokens that two coupled samplers have in common."""
     ppl_ratio: Figure | None = None
-    """Perplexity over that of the base, paired by token; None for the base itself."""
+    """Perplexity divided by the base's, paired by token; None for the base itself."""
 
     @property
     def ppl_change(self) -> Figure | None:
-        """The change of the perplexity as a share of the base's; None for the base itself."""
+        """The change of perplexity as a share of the base's; None for the base itself."""
         return None if self.ppl_ratio is None else self.ppl_ratio.mapped(lambda ratio: ratio - 1, 1)
 
     def value(self, name: str) -> Any:
-        """The `Figure` or the number of a metric; None where it is not known, and where it only says that the base
-        does not differ from itself."""
+        """The `Figure` or number of a metric. None if it is not known, or would only say that the base does not differ
+        from itself."""
         if self.has_no_divergence and self.ppl_ratio is None and name in _FROM_THE_REFERENCE:
             return None
         return getattr(self.run if METRICS[name].of_run else self, name)
 
     @property
     def has_no_divergence(self) -> bool:
-        """Whether the divergence is too small to be shown, such as that of the reference's own model."""
+        """Whether the divergence is too small to show, as for the reference's own model."""
         return self.kld is not None and self.kld.value < NEGLIGIBLE_KLD
 
 
 @dataclass(frozen=True, slots=True)
 class PairFigures:
-    """A run compared with another, position by position: what `second` has more than `first`."""
+    """The difference between two runs, position by position: `second` minus `first`."""
 
     first: RunFile
     second: RunFile
     ln_ppl_ratio: Figure
-    """Mean NLL of second minus that of first, nats."""
+    """Difference of mean NLLs, in nats."""
     ppl_ratio: Figure
     ppl_difference: Figure
     kld_difference: Figure | None
-    """Mean KL divergence of second minus that of first; None unless both have one from the same reference."""
+    """Difference of mean KL divergences; None unless both runs have the same reference."""
     verdict: Verdict
-    """On second, by its NLL: no difference where the interval contains 0 or stays within `LEAST_LN_RATIO` of it. There
-    is no interval for a text that is too short, or with an infinite NLL. If all resamples are equal, they decide."""
+    """The verdict on `second` by NLL. No difference is shown if the interval contains 0, or stays within
+    `LEAST_LN_RATIO` of it. A text that is too short, or an infinite NLL, gives no interval. If all resamples are equal,
+    the value decides."""
     kld_verdict: Verdict | None
-    """On second, by `kld_difference`; no difference is shown either where both means are below the noise floor."""
+    """The verdict on `second` by `kld_difference`. No difference is shown either if both means are at most the noise
+    floor."""
 
     @property
     def has_original(self) -> bool:
-        """Whether one of them is the original, from which every copy differs on enough text: how much is the question,
-        and a verdict has no answer. Without a reference, a model that is not quantized is the original of one that
-        is."""
+        """Whether one of the runs is the original. Every copy differs from it on enough text, so a verdict would say
+        nothing. Without a reference, an unquantized model is the original of a quantized one."""
         runs = (self.first, self.second)
         references = [run.reference for run in runs if run.reference is not None]
         if references:
@@ -223,68 +224,68 @@ class PairFigures:
         return (self.first.server.quantization is None) != (self.second.server.quantization is None)
 
     def in_words(self, verdict: Verdict | None) -> str:
-        """One of its verdicts as tables show it: against the original there is none."""
+        """A verdict as tables show it; none in a comparison with the original."""
         return NOT_KNOWN if verdict is None or (self.has_original and verdict != "no interval") else verdict
 
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """All runs, the base first and then in the order in which they were given, and every pair, earlier first."""
+    """All runs, the base first and the others in the order given, and every pair of them, the earlier run first."""
 
     runs: list[RunFigures]
     pairs: list[PairFigures]
     num_resamples: int
     seed: int
     blocks: str
-    """How the resamples were drawn, in words, or why there are none."""
+    """How the resamples were drawn, or why there are none, as a phrase."""
     has_intervals: bool
     groups: Sequence[tuple[TokenGroup, RunFigures]] = ()
-    """Of classes, domains and contexts where the text has several, every run of each."""
+    """Each run's figures over each group of tokens; empty if the text has no groups."""
     logs: Sequence[RunFigures[EngineLog]] = ()
-    """On the same text, without values of single tokens."""
+    """llama.cpp's runs on the same text, without values of single tokens."""
     warnings: Sequence[str] = ()
-    """On the choice of the base."""
+    """Warnings about the choice of the base."""
     size: Size = "gib"
-    """What plots and the table of the best at each size are drawn against, where it is known."""
+    """The measure of size in plots and in the table of the best at each size, if it is known."""
     chosen_base: str | None = None
-    """Label of the base, if it was chosen by name."""
+    """Label of the base, if it was chosen by label."""
     max_kld: float | None = None
-    """The tolerance that was named for the mean KL divergence, nats."""
+    """The tolerance for the mean KL divergence, in nats; None if not given."""
     max_ppl_increase: float | None = None
-    """The tolerance for the increase of perplexity over the base's, percent."""
+    """The tolerance for the increase of perplexity over the base's, in percent; None if not given."""
     tasks: "TaskComparison | None" = None
-    """Accuracies on tasks, to be shown as well."""
+    """Accuracies on tasks, shown as well."""
 
     @property
     def rows(self) -> list[RunFigures[RunFile | EngineLog]]:
-        """Runs and logs."""
+        """The figures of runs and logs, one table row each."""
         return [*self.runs, *self.logs]
 
     @property
     def files(self) -> list[RunFile]:
-        """The runs as their files have them."""
+        """The compared runs, without their figures."""
         return [figures.run for figures in self.runs]
 
     @property
     def base(self) -> RunFile:
-        """The first run, which others are compared with."""
+        """The first run, which the others are compared with."""
         return self.runs[0].run
 
     @property
     def base_pairs(self) -> dict[str, PairFigures]:
         """The pairs with the base, by the label of the other run."""
-        # They come first.
+        # Pairs with the base come first.
         return {pair.second.label: pair for pair in self.pairs[: len(self.runs) - 1]}
 
     def intervals_in_words(self, beginning: str) -> str:
-        """After `beginning`, how intervals were computed; or why there are none."""
+        """A sentence on how intervals were computed, with this beginning, or why there are none."""
         if not self.has_intervals:
             return f"{self.blocks.capitalize()}."
         return f"{beginning}: {self.blocks}, {self.num_resamples:,} resamples."
 
     def command(self, *options: str) -> str:
-        """The command that compares these runs again, in the folder of their files. Labels with a comma are left to be
-        chosen."""
+        """The command that compares these runs again, in the folder of their files. If a label has a comma, all labels
+        are left out."""
         runs = [run for run in self.files if not run.is_reference]
         runs += [replace(run.answers, label=f"{run.label} (answers)") for run in runs if run.answers is not None]
         paths = [run.path.absolute() for run in runs]
@@ -299,12 +300,12 @@ class RunComparison:
 
     @property
     def corpus(self) -> CorpusInfo | None:
-        """The text as the first run that knows it describes it: all runs are of one text."""
+        """The description of the text, which is the same for all runs, from the first run that has it."""
         return next((run.corpus for run in self.files if run.corpus is not None), None)
 
     @property
     def answers_in_words(self) -> str:
-        """The answers that were compared in addition to the text; empty without any."""
+        """Describe the answers that were compared in addition to the text; empty if there are none."""
         parts = [
             f"{run.answers.reference.answers.in_words}; the prompts are {run.answers.text_in_words}"
             for run in self.files
@@ -321,7 +322,7 @@ class Cell:
     mark: str = ""
     """A class of the style sheet."""
     tip: str = ""
-    """What is shown of it on demand."""
+    """Text that is shown on demand."""
 
     @property
     def in_text(self) -> str:
@@ -330,12 +331,12 @@ class Cell:
 
     @property
     def sort_value(self) -> str:
-        """The value as JavaScript reads a number; empty where there is none."""
+        """The value as a number in JavaScript; empty if there is none."""
         return "" if self.value is None else str(self.value).replace("inf", "Infinity")
 
 
 def cell_of(metric: Metric, value: Figure | float | None, digits: int | None, unit: str = "") -> Cell:
-    """A value with its errors, to so many digits after the point, or to those that its error leaves."""
+    """Format a value with its errors and this many digits after the point; None: as many as are significant."""
     if isinstance(value, Figure):
         cell = with_errors(value, digits, scale=metric.scale, unit=unit)
         is_endless = metric.name.startswith("agreement") and math.isinf(value.value)
@@ -344,7 +345,7 @@ def cell_of(metric: Metric, value: Figure | float | None, digits: int | None, un
 
 
 def plain(value: float | None, digits: int | None = None) -> Cell:
-    """A figure without errors, to so many digits after the point, or to three that count."""
+    """Format a value without errors, to this many digits after the point, or else to three significant ones."""
     if value is None or math.isnan(value):
         return Cell(NOT_KNOWN)
     if abs(value) < NEGLIGIBLE_KLD:
@@ -355,9 +356,9 @@ def plain(value: float | None, digits: int | None = None) -> Cell:
 def with_errors(
     figure: Figure | None, digits: int | None = None, *, scale: float = 1, unit: str = "", sign: str = ""
 ) -> Cell:
-    """A figure with the error that takes tokens as independent, and the interval that does not.
+    """Format a figure with its standard error and its interval, all to the same number of digits after the point.
 
-    All have so many digits after the point, or as many as give the former two that count.
+    Without `digits`, the standard error has two significant digits.
     """
     if figure is None or math.isnan(figure.value):
         return Cell(NOT_KNOWN)
@@ -373,7 +374,7 @@ def with_errors(
 
 
 def with_interval(figure: Figure, *, scale: float = 1, sign: str = "") -> Cell:
-    """A figure with its interval and the digits that this leaves; with its error if there is no interval."""
+    """Format a figure with its interval, or its error if there is none, and as many digits as are significant."""
     digits = None
     if figure.low is not None and figure.high is not None:
         digits = max(1, decimals(scale * (figure.high - figure.low) / 2, 1))
@@ -386,14 +387,14 @@ def digits_of(figure: Figure, scale: float) -> int:
 
 
 def decimals(size: float, significant: int) -> int:
-    """Digits after the point that show so many of a number's own, eight at most."""
+    """How many digits after the point show this many significant digits of a number; at most eight."""
     if not size or not math.isfinite(size):
         return 0
     return min(8, max(0, significant - 1 - math.floor(math.log10(abs(size)))))
 
 
 def number(value: float, digits: int, sign: str = "") -> str:
-    """A number as a table has it, never in powers of ten."""
+    """Format a number for a table, never in powers of ten."""
     if not math.isfinite(value):
         return "∞" if value > 0 else "-∞" if value < 0 else NOT_KNOWN
     return f"{value:{sign},.{digits}f}"

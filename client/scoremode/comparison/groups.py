@@ -1,4 +1,4 @@
-"""Groups of tokens that tables compare: classes of a conversation's tokens, domains, and positions in the context."""
+"""Divides tokens into groups for tables: by class in conversations, by domain, and by position in the context."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from scoremode.comparison.run_file import RunFile
 from scoremode.windows import DEFAULT_CONTEXT_LENGTH, TOKEN_CLASSES
 
 MOST_DOMAINS = 20
-"""That a table shows; those with fewer tokens are one group."""
+"""Limit on the domains in a table; the smallest ones are joined into one group."""
 _CONTEXT_EDGES = (0, 256, 1024, 4096, 16_384)
 
 
@@ -21,41 +21,41 @@ class TokenGroup:
     """Some of a text's targets."""
 
     by: str
-    """What the text is divided by: `class`, the column of `--by`, or `tokens before`."""
+    """The division that the group is part of: `class`, the column of `--by`, or `tokens before`."""
     name: str
     members: NDArray[np.bool_]
-    """[n], whether a target belongs to it."""
+    """[n], whether a target belongs to the group."""
 
     @property
     def num_scored(self) -> int:
-        """Its targets."""
+        """The number of targets."""
         return int(self.members.sum())
 
 
 def first_known(runs: Sequence[RunFile], name: str) -> Any:
-    """An array of the first run that has it: all runs are of the same tokens. None where no run has it."""
+    """The array `name` of the first run that has it, because all runs have the same tokens; None if no run has it."""
     return next((array for run in runs if (array := getattr(run, name)) is not None), None)
 
 
 def domains(runs: Sequence[RunFile]) -> tuple[Sequence[str], NDArray[np.int32]] | None:
-    """The names of domains, and [windows] the domain of each, from the first run that has them."""
+    """The names of domains, and the index of each window's domain [windows], from the first run that has them."""
     return next(((run.labels, run.window_labels) for run in runs if run.window_labels is not None), None)
 
 
 def name_of_domains(runs: Sequence[RunFile]) -> str:
-    """The column that domains are from; `domain` where no run knows it."""
+    """The column that has the domains; `domain` if no run has its name."""
     return next((run.corpus.by for run in runs if run.corpus is not None and run.corpus.by), "domain")
 
 
 def groups_of(runs: Sequence[RunFile]) -> Iterator[TokenGroup]:
-    """Groups by class, by domain and by context, each only where there are several; by context only where that is
-    longer than the default context length."""
+    """Yield groups by class, domain and context. A division with a single group is left out, and so is that by context
+    if no context exceeds the default length."""
     sizes, classes = runs[0].window_sizes, first_known(runs, "classes")
     if classes is not None:
         yield from _several("class", dict(enumerate(TOKEN_CLASSES)), classes)
     if (window_domains := domains(runs)) is not None:
-        names, of_windows = window_domains
-        indices = np.repeat(of_windows, sizes)
+        names, domain_indices = window_domains
+        indices = np.repeat(domain_indices, sizes)
         counts = np.bincount(indices, minlength=len(names))
         rare = np.argsort(-counts, kind="stable")[MOST_DOMAINS:]
         others = f"{(counts[rare] > 0).sum()} others"
@@ -69,7 +69,7 @@ def groups_of(runs: Sequence[RunFile]) -> Iterator[TokenGroup]:
 
 
 def tokens_before(runs: Sequence[RunFile]) -> NDArray[np.int64] | None:
-    """[n], how many tokens of its window are before each target; None where no run knows the windows' contexts."""
+    """[n], how many tokens of its window come before each target; None if no run has the windows' contexts."""
     sizes, contexts = runs[0].window_sizes, first_known(runs, "window_contexts")
     if contexts is None:
         return None

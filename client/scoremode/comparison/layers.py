@@ -1,4 +1,4 @@
-"""Runs of `ppl-client layers` next to each other: a table, and bars by depth for the report."""
+"""Compares runs of `ppl-client layers`: a table, and bars by depth for the report."""
 
 import math
 import re
@@ -26,13 +26,13 @@ _COLORS: dict[PartKind, str] = {
 }
 _MIXER_COLOR = LIGHT.run(0)
 _KEY = {"quiet": "embeddings, head", "run-0": "mixer", "run-1": "MLP or experts", "run-2": "whole layer"}
-"""The kinds of parts by the names of their colors."""
+"""The key of the plots: kinds of parts by the names of their colors."""
 _LAYER = re.compile(r"\.(\d+)(?:\.|$)")
 _MOST_TICKS = 12
 
 
 class LayersRun(BaseModel):
-    """A run as its file has it."""
+    """The content of a run's file."""
 
     kind: Literal["layers"]
     model: str
@@ -45,19 +45,18 @@ class LayersRun(BaseModel):
 
     @property
     def parts(self) -> list[PartCost]:
-        """In the order of the model."""
+        """All parts, in the order of the model."""
         return [self.embeddings, *self.blocks, self.head]
 
 
 def load_layers(paths: Sequence[Path], labels: Sequence[str] | None = None) -> dict[str, LayersRun]:
-    """Load runs of one original over one text, by their labels. RunError if one cannot be read, or they do not fit each
-    other."""
+    """Load runs by their labels. RunError if one cannot be read, or they have different originals, texts or layers."""
     runs = [_load(path) for path in paths]
     labels = labels_of(labels, [model_name(run.model) for run in runs], paths)
     check_labels(labels)
     for path, run in zip(paths, runs, strict=True):
         if _identity(run) != _identity(runs[0]):
-            raise RunError(f"{path} has another original, text or other layers than {paths[0]}")
+            raise RunError(f"{path} has another original, text or layers than {paths[0]}")
     return dict(zip(labels, runs, strict=True))
 
 
@@ -67,7 +66,7 @@ def _load(path: Path) -> LayersRun:
     try:
         return LayersRun.model_validate_json(content)
     except ValidationError as error:
-        reason = f"{path} is not a run of ppl-client layers, which are compared with each other alone"
+        reason = f"{path} is not a run of ppl-client layers, and those can only be compared with each other"
         raise RunError(f"{reason}: {first_fault(error)}") from None
 
 
@@ -77,13 +76,13 @@ def _identity(run: LayersRun) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LayersSection:
-    """The section of a report on runs of `ppl-client layers`."""
+    """The section of a report about runs of `ppl-client layers`."""
 
     title: str
     notes: list[str]
     key: Mapping[str, str]
     panels: list[tuple[str, str, str]]
-    """The label of each run, the words and the `svg` element below it."""
+    """One panel per run: its label, its description, and its `svg` element."""
     table: list[Column]
 
 
@@ -94,18 +93,18 @@ def layers_as_text(runs: Mapping[str, LayersRun]) -> str:
 
 
 def layers_section(runs: Mapping[str, LayersRun]) -> LayersSection:
-    """The bars of each run by depth, to one scale, and the table of their values."""
+    """The bars of each run by depth, on one scale, and the table of their values."""
     reference = _reference(runs)
     drawings = {label: _bars(run) for label, run in runs.items()}
-    lows, highs = zip(*(each.axes[0].get_ylim() for each in drawings.values()), strict=True)
-    for each in drawings.values():
-        each.axes[0].set_ylim(min(lows), max(highs))
+    lows, highs = zip(*(drawing.axes[0].get_ylim() for drawing in drawings.values()), strict=True)
+    for drawing in drawings.values():
+        drawing.axes[0].set_ylim(min(lows), max(highs))
     original = f"{reference.model}, {weights_in_words(reference)}"
     return LayersSection(
         f"Cost of layers: {', '.join(runs)}",
         [
             f"Nats per token of the KL divergence from {original}, over {reference.num_scored:,} tokens.",
-            "The costs of all bars add up to the whole divergence. Paler bars are not above the floor.",
+            "All bars add up to the whole divergence. Paler bars are not above the floor.",
             *few_windows(reference),
         ],
         _KEY,
@@ -132,7 +131,7 @@ def _columns(runs: Mapping[str, LayersRun]) -> list[Column]:
 
 
 def _bars(run: LayersRun) -> Figure:
-    """The cost of each part of a run, with its error; the numbers of the layers are on the axis."""
+    """Draw the cost of each part of a run with its error, and the numbers of layers on the axis."""
     drawing, axes = new_axes(LIGHT)
     for depth, part in enumerate(run.parts):
         bar = axes.bar(
@@ -154,10 +153,10 @@ def _bars(run: LayersRun) -> Figure:
 
 
 def _layer_ticks(names: Sequence[str]) -> dict[str, float]:
-    """The middle of each layer's parts by its number, of a dozen layers at most where there are many."""
+    """The middle of each layer's parts, by the layer's number; at most about a dozen layers."""
     places: dict[int, list[int]] = {}
     for place, name in enumerate(names):
-        if found := _LAYER.search(name):
-            places.setdefault(int(found[1]), []).append(place)
+        if match := _LAYER.search(name):
+            places.setdefault(int(match[1]), []).append(place)
     step = math.ceil(len(places) / _MOST_TICKS) or 1
     return {str(number): sum(at) / len(at) for number, at in places.items() if number % step == 0}

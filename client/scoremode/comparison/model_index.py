@@ -1,5 +1,5 @@
-"""The `model-index` in the front matter of a model card, which has the figures that the hub shows. Of a card that
-exists nothing but this key changes."""
+"""Edits `model-index` in the front matter of a model card, which has the figures that the hub shows. No other key of
+an existing card changes."""
 
 import re
 
@@ -8,15 +8,15 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
 
 LANE = " lane"
-"""The end of the `split` of every result that is ours, by which they are told apart from other people's."""
+"""The end of `split` in each of our results, which distinguishes them from other people's."""
 _KEY = "model-index"
 _COMMENT = re.compile(r"(?:^|[ \t])#", re.MULTILINE)
 
 
 def with_model_index(head: str, ours: ModelCardData, newline: str) -> str | None:
-    """Front matter with our figures in place of earlier ones of ours, next to those of other people.
+    """Replace our earlier figures in front matter, and leave other people's unchanged.
 
-    None if that is not clear: it is not YAML of a mapping, or what it has for `model-index` would lose something.
+    None if this is not clear: the front matter is not a YAML mapping, or its `model-index` would lose something.
     """
     try:
         metadata = yaml.safe_load(head) or {}
@@ -26,7 +26,7 @@ def with_model_index(head: str, ours: ModelCardData, newline: str) -> str | None
             if eval_results_to_model_index(old_name, old_results) != old:
                 return None
             others = [result for result in old_results if not (result.dataset_split or "").endswith(LANE)]
-            # Their figures are of the model that they name.
+            # Keep the name that other people's figures belong to.
             name, results = old_name if others else name, [*others, *results]
         block = ModelCardData(model_name=name, eval_results=results).to_yaml(line_break=newline) + newline
         start, stop = _place(head)
@@ -38,12 +38,12 @@ def with_model_index(head: str, ours: ModelCardData, newline: str) -> str | None
 
 
 def _place(head: str) -> tuple[int, int]:
-    """Where the key and its value begin and end; the end of the front matter where it has none."""
+    """The range of the key and its value; the end of the front matter if it has no such key."""
     node = yaml.compose(head)
     for key, value in () if node is None else node.value:
         if key.value == _KEY:
             start, lines = key.start_mark.index, head[key.start_mark.index : value.end_mark.index].splitlines(True)
-            # Comments after the value belong to what follows.
+            # Comments after the value belong to the next key.
             while lines[-1].lstrip()[:1] in ("", "#"):
                 lines.pop()
             return start, start + len("".join(lines))

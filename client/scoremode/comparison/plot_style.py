@@ -1,6 +1,6 @@
-"""How all plots look: colors for light and for dark pages, axes without a frame, tips under the pointer.
+"""Styles all plots: colors for light and dark pages, axes without a frame, tips under the pointer.
 
-Figures are made without pyplot, so that nothing of matplotlib's global state is touched.
+Figures are made without pyplot, so that matplotlib's global state is not touched.
 """
 
 import io
@@ -23,12 +23,12 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from scoremode.kld import Floats
 
 WIDTH, HEIGHT = 5.6, 3.9
-"""Inches. Two plots fill a page's width; one is readable on a phone."""
+"""Size of a plot in inches. Two plots fill a page's width; one is readable on a phone."""
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 _TIP = "tip:"
-"""The beginning of the SVG ids that `as_svg` turns into titles."""
+"""Prefix of the SVG ids that `as_svg` turns into titles."""
 _NOISE = (0, (1, 2))
-"""Dashes of a noise floor."""
+"""Dash pattern of a noise floor."""
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 
@@ -39,15 +39,15 @@ class Theme:
     paper: str
     ink: str
     quiet: str
-    """The color of ticks, and of lines that belong to no run."""
+    """The color of ticks, and of lines that do not belong to a run."""
     grid: str
     runs: tuple[str, ...]
-    """Okabe and Ito's hues, which any kind of color vision tells apart, with contrast to the paper."""
+    """Okabe and Ito's hues, which people with any color vision can tell apart, with contrast to the paper."""
     note: str = ""
-    """The line below a picture that says what was measured."""
+    """The line below a picture that describes the measurement."""
 
     def run(self, index: int) -> str:
-        """The color of the run at this index; colors repeat after the last, with other markers and dashes."""
+        """The color of the run at this index. Colors repeat after the last one, with other markers and dashes."""
         return self.runs[index % len(self.runs)]
 
 
@@ -92,13 +92,13 @@ def new_axes(theme: Theme) -> tuple[Figure, Axes]:
 
 
 def plain_log_axis(axes: Axes, which: str) -> None:
-    """Make an axis logarithmic, with numbers as ticks (0.01), and where it has few decades more of them in each."""
+    """Make an axis logarithmic, with decimal numbers as ticks (0.01). With few decades, each has more ticks."""
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = sorted(axis.get_view_interval())
     decades = math.log10(high / max(low, 1e-300))
     if which == "x" and decades > 5:
-        # Zeros of small numbers are wide.
+        # Small numbers have many zeros and need wide ticks.
         axis.set_major_locator(LogLocator(base=100))
     axis.set_major_formatter(_tick)
     axis.set_minor_locator(LogLocator(subs=(2, 5) if decades < 2 else (3,), numticks=100))
@@ -106,12 +106,12 @@ def plain_log_axis(axes: Axes, which: str) -> None:
 
 
 def _tick(value: float, _: float = 0) -> str:
-    """A number as people write it, never in powers of ten."""
+    """Format a number as people write it, never in powers of ten."""
     return np.format_float_positional(float(f"{value:.3g}"), trim="-")
 
 
 def draw_floor(axes: Axes, theme: Theme, floor: float | None, which: str, more: str = "") -> None:
-    """Draw the noise floor as a line across an axis; at the axis' lower end if it lies below."""
+    """Draw the noise floor as a line across an axis, at its lower end if the floor lies below."""
     if floor is None:
         return
     low = min((axes.get_xlim if which == "x" else axes.get_ylim)())
@@ -121,12 +121,12 @@ def draw_floor(axes: Axes, theme: Theme, floor: float | None, which: str, more: 
 
 
 def legend_label(name: str) -> str:
-    """The name, after a space if it begins with an underscore: matplotlib hides such names."""
+    """Put a space before a name that begins with an underscore, because matplotlib hides such names."""
     return f" {name}" if name.startswith("_") else name
 
 
 def legend(figure: Figure, axes: Axes, theme: Theme) -> None:
-    """Put a legend above the axes, in as many columns as fit its longest text."""
+    """Put a legend above the axes, with as many columns as its longest text allows."""
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
@@ -144,27 +144,27 @@ def as_png(figure: Figure) -> bytes:
 
 
 def add_tip(artists: Iterable[Artist], text: str) -> None:
-    """Give the artists a text that an SVG shows under the pointer."""
+    """Add a text to artists, which an SVG shows under the pointer."""
     for artist in artists:
         artist.set_gid(_TIP + text)
 
 
 def draw_curve(
-    axes: Axes, theme: Theme, index: int | None, x: Floats, y: Floats, label: str, shown: str, form: str
+    axes: Axes, theme: Theme, index: int | None, x: Floats, y: Floats, label: str, legend_text: str, form: str
 ) -> None:
-    """A run's curve, as `shown` in the legend, and some thirty tips along it: its label, and `form` as a format of both
-    values. A curve that belongs to no run has no index."""
+    """Draw a run's curve, with about thirty tips along it: the label, and both values in the format `form`. A curve
+    that does not belong to a run has no index."""
     color, dashes = (theme.quiet, _NOISE) if index is None else (theme.run(index), DASHES[index % len(DASHES)])
-    axes.plot(x, y, color=color, linestyle=dashes, linewidth=1.8, label=legend_label(shown))
-    drawn = np.flatnonzero(np.isfinite(y))
-    for at in drawn[:: math.ceil(len(drawn) / 30) or 1]:
-        # An invisible marker has the tip.
-        unseen = axes.plot([x[at]], [y[at]], "s", color=color, markersize=12, alpha=0, scalex=False, scaley=False)
-        add_tip(unseen, f"{label}: {form.format(x[at], y[at])}")
+    axes.plot(x, y, color=color, linestyle=dashes, linewidth=1.8, label=legend_label(legend_text))
+    finite = np.flatnonzero(np.isfinite(y))
+    for at in finite[:: math.ceil(len(finite) / 30) or 1]:
+        # Tips need a marker, which is invisible.
+        markers = axes.plot([x[at]], [y[at]], "s", color=color, markersize=12, alpha=0, scalex=False, scaley=False)
+        add_tip(markers, f"{label}: {form.format(x[at], y[at])}")
 
 
 def as_svg(figure: Figure, *, text_as_paths: bool) -> str:
-    """The figure as SVG, byte by byte the same each time. Text as paths looks alike everywhere; as text it takes the
+    """Render a figure as SVG, with the same bytes each time. Text as paths looks the same everywhere; else it uses the
     page's font."""
     content = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "path" if text_as_paths else "none", "svg.hashsalt": "scoremode"}):
@@ -173,7 +173,8 @@ def as_svg(figure: Figure, *, text_as_paths: bool) -> str:
 
 
 def as_adaptive_svg(draw: Callable[[Theme], Figure]) -> str:
-    """A picture as one SVG file that is dark where pages are: `<picture>` breaks on hubs that rewrite no `srcset`."""
+    """Render a picture as one SVG file that is dark on dark pages. `<picture>` would break on hubs that do not rewrite
+    `srcset`."""
     svg = as_svg(draw(LIGHT), text_as_paths=True)
     for color, variable in _VARIABLES.items():
         svg = svg.replace(color, variable)
@@ -186,13 +187,13 @@ def as_adaptive_svg(draw: Callable[[Theme], Figure]) -> str:
 
 
 def as_element(figure: Figure, name: str, label: str) -> str:
-    """A figure in LIGHT as an `svg` element of a page, with ids that begin with `name`, that scales to its place, takes
-    its colors from the page's variables, and is called `label`. Names in it are text, escaped."""
+    """Turn a figure in LIGHT into an `svg` element of a page, which scales, and uses the page's variables for colors.
+    Its ids begin with `name`, and `label` describes it. Text in it is escaped."""
     root = ElementTree.fromstring(as_svg(figure, text_as_paths=False))
     for element in list(root.iter()):
         for child in element.findall(f"{_SVG}metadata") + element.findall(f"{_SVG}style"):
             element.remove(child)
-        _take_attributes(element, prefix=f"{name}-")
+        _set_attributes(element, prefix=f"{name}-")
         element.tag = element.tag.removeprefix(_SVG)
     for size in ("width", "height"):
         del root.attrib[size]
@@ -200,12 +201,12 @@ def as_element(figure: Figure, name: str, label: str) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _take_attributes(element: ElementTree.Element, prefix: str) -> None:
+def _set_attributes(element: ElementTree.Element, prefix: str) -> None:
     """Prefix the element's ids, and turn its `style` into attributes."""
     for declaration in filter(None, map(str.strip, element.attrib.pop("style", "").split(";"))):
         name, value = (part.strip() for part in declaration.split(":", 1))
         if name == "font":
-            # Only the size stays: the family is the page's.
+            # Keep only the size, because the page has its own font.
             name, value = "font-size", re.findall(r"[\d.]+(?=px)", value)[0]
         element.set(name, _VARIABLES.get(value, value))
     if "id" in element.attrib:

@@ -1,4 +1,4 @@
-"""The plots of a comparison: which there are, what each says below it, and the files that `--plots` writes."""
+"""Makes the plots of a comparison with their captions, and writes the files of `--plots`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from scoremode.kld import NEGLIGIBLE_KLD
 from scoremode.runs import write_together
 
 MAX_LABEL = 40
-"""Characters that a plot and its caption show of a run's name."""
+"""Limit on the characters of a run's name in a plot and its caption."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,17 @@ class Plot:
 
     name: str
     subject: str
-    """What it shows, in words, for readers who cannot see it."""
+    """Description for readers who cannot see the picture."""
     caption: str
-    """Only what is specific to this plot: `common_caption` has what applies to all plots."""
+    """Caption for this plot only; `common_caption` has the part that applies to all plots."""
     drawn: Callable[[Drawing, Axes, Theme], None]
     formats: Sequence[int] = ()
-    """The color of each run: runs of one format share it."""
+    """The index of each run's color: runs with the same format share it."""
     note: str = ""
-    """What was measured, in a line of the picture."""
+    """The line in the picture that describes the measurement."""
 
     def draw(self, theme: Theme) -> Drawing:
-        """The picture, with names as they are: text between two `$` is not a formula."""
+        """Draw the picture. Names stay as they are: text between two `$` is not parsed as a formula."""
         theme = replace(theme, runs=tuple(theme.run(index) for index in self.formats), note=self.note)
         with matplotlib.rc_context({"text.parse_math": False}):
             drawing, axes = new_axes(theme)
@@ -49,7 +49,8 @@ class Plot:
 
 
 def plots(comparison: RunComparison) -> list[Plot]:
-    """Those whose data are there, the most telling first. Long names are shortened, in captions too."""
+    """Make all plots that the comparison has data for, the most important first. Long names are shortened, in captions
+    too."""
     labels = short_labels([run.label for run in comparison.files], MAX_LABEL)
     runs = [
         replace(figures, run=replace(figures.run, label=label))
@@ -73,7 +74,7 @@ def plots(comparison: RunComparison) -> list[Plot]:
 
 
 def write_plots(comparison: RunComparison, folder: Path) -> list[Path]:
-    """Write every plot as SVG and PNG for light and dark pages, and the captions as `captions.md`; return the files."""
+    """Write every plot as SVG and PNG for light and dark pages, and `captions.md`; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     contents: dict[str, bytes] = {}
     all_plots = plots(comparison)
@@ -101,7 +102,7 @@ def _perplexity(comparison: RunComparison) -> Plot | None:
 
 
 def _perplexity_ratio(comparison: RunComparison) -> Plot | None:
-    """Paired by token: difficulty that the text has for all runs alike cancels, and does not widen the intervals."""
+    """Plot ratios paired by token, so that difficulty of the text for all runs does not widen the intervals."""
     ratios = [Figure(0, None, None, None), *(pair.ln_ppl_ratio for pair in comparison.base_pairs.values())]
     base = comparison.base.label
     size, points = sizes.points(comparison, ratios)
@@ -169,8 +170,8 @@ def _agreement(comparison: RunComparison) -> Plot | None:
     return Plot(
         "agreement",
         "Share of answers that are the same, by number of tokens",
-        "Share of the original's answers of which a run gives at least so many tokens too, by its top token after each "
-        "beginning of the answer. Answers that end before they part are censored: the curve is the Kaplan-Meier "
+        "Share of the original's answers for which a run gives at least this many same tokens, by its top token after "
+        "each beginning of the answer. Answers that end before they part are censored: the curve is the Kaplan-Meier "
         f"estimate. No errors are drawn.{missing}",
         partial(token_plots.draw_agreement, curves),
     )
@@ -184,14 +185,14 @@ def _running_difference(comparison: RunComparison) -> Plot | None:
     return Plot(
         "running-difference",
         "Running difference of NLL along the text",
-        f"Mean NLL less that of {base.label}, over the text up to a token. A difference that is one of the models and "
-        "not of a few passages is level long before the end. No errors are drawn.",
+        f"Mean NLL minus that of {base.label}, over the text up to a token. If the models differ, and not only in a "
+        "few passages, the curve is level long before the end. No errors are drawn.",
         partial(token_plots.draw_running_difference, base, runs),
     )
 
 
 def noise_floor(comparison: RunComparison) -> float | None:
-    """Mean KL divergence of the reference's model from itself, nats, where all runs that know one know the same."""
+    """Mean KL divergence of the reference's model from itself, in nats; None if no run has it, or runs differ in it."""
     floors = {run.noise_floor for run in comparison.files} - {None}
     return floors.pop() if len(floors) == 1 else None
 
@@ -202,9 +203,9 @@ def _has_divergence(run: RunFile) -> bool:
 
 
 def _without_place(comparison: RunComparison, drawn: Sequence[RunFile | Point]) -> str:
-    """The runs that a plot of KL divergences leaves out."""
+    """Name the runs that a plot of KL divergences leaves out."""
     runs = [run for run in comparison.files if run.kld is not None]
-    return _not_drawn(comparison, runs, drawn, "a log axis has no place for 0 or infinity")
+    return _not_drawn(comparison, runs, drawn, "a log axis cannot show 0 or infinity")
 
 
 def _not_drawn(
@@ -213,7 +214,7 @@ def _not_drawn(
     drawn: Sequence[RunFile | Point],
     reason: str = "it is infinite",
 ) -> str:
-    labels, against_size = {each.label for each in drawn}, any(isinstance(each, Point) for each in drawn)
+    labels, against_size = {item.label for item in drawn}, any(isinstance(item, Point) for item in drawn)
     reasons: dict[str, list[str]] = {}
     for run in (run for run in runs if run.label not in labels):
         if against_size and is_simulated(run, comparison.base):
@@ -242,13 +243,13 @@ def _floor(comparison: RunComparison) -> str:
 
 
 def common_caption(comparison: RunComparison) -> str:
-    """The caption below all plots together says how intervals were computed, and describes the measurement."""
+    """The caption for all plots, which says how intervals were computed and describes the measurement."""
     return f"{comparison.intervals_in_words('Intervals are 95 %')} {measurement_in_words(comparison)}"
 
 
 def measurement_in_words(comparison: RunComparison) -> str:
-    """The base's model, corpus, method, tokens, dtypes, versions, devices and days; a reference does not say where its
-    text is from."""
+    """Describe the measurement: the base's model, corpus, method, tokens, dtypes, versions, devices and days. Without
+    a corpus, the text is named by its hash."""
     run = comparison.base
     corpus = run.text_in_words if comparison.corpus is None else comparison.corpus.in_words
     dtypes = ", ".join(dict.fromkeys(run.server.dtype for run in comparison.files))

@@ -1,4 +1,4 @@
-"""A comparison as one HTML file that loads nothing from outside, opens from disk, and prints."""
+"""Writes a comparison as one HTML file, which loads nothing else, opens from disk, and can be printed."""
 
 import base64
 import hashlib
@@ -27,9 +27,9 @@ from scoremode.runs import weights_in_words, write_whole
 
 TEMPLATES = Path(__file__).with_name("templates")
 MAX_BYTES = 30_000_000
-"""Of the file: what a browser opens in a moment, and a mail may carry."""
+"""Default limit on the file's size, which browsers open quickly, and mail servers accept."""
 _MAX_NAMED = 8
-"""Runs in the title."""
+"""Limit on the runs in the title."""
 _Pair = tuple[str, str]
 
 
@@ -45,9 +45,9 @@ def write_report(
     Args:
         comparison: The runs and their figures; None for a report on layers alone.
         path: The HTML file.
-        max_bytes: The file's largest size: it keeps the text of as many of the most divergent passages as fit.
-            Tables, plots and means of all passages are always there.
-        layers: Runs of `ppl-client layers`, by their labels, to be shown as well.
+        max_bytes: Limit on the file's size. The text of the most divergent passages is included as far as it fits.
+            Tables, plots and means of all passages are always included.
+        layers: Runs of `ppl-client layers` to show as well, by their labels.
     """
     names = ("report.css", "report.js", "report_actions.js")
     style, *scripts = ((TEMPLATES / name).read_text("utf-8") for name in names)
@@ -77,8 +77,8 @@ def _text_note(comparison: RunComparison, data: dict[str, Any]) -> str:
     note, num_kept, num_tokens = "Values are rounded to 16 bits.", data["num_kept"], comparison.base.num_scored
     if num_kept == num_tokens:
         return note
-    part = f"The text of {num_kept:,} of {num_tokens:,} tokens is here, that of the passages that diverge most"
-    return f"{part}; others have their mean. {note}"
+    part = f"The text of {num_kept:,} of {num_tokens:,} tokens is here, from the most divergent passages"
+    return f"{part}; the others have their mean. {note}"
 
 
 def _context(comparison: RunComparison) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
     more = [f"{len(runs) - _MAX_NAMED} more"] if len(runs) > _MAX_NAMED else []
     warnings = computed_differently(runs)
     settings, run_settings = _settings(comparison)
-    # The base has no cost, unless it is alone.
+    # The base has no verdict, unless it is the only run.
     shown = comparison.rows[1:] or comparison.rows
     options = ["--resamples", str(comparison.num_resamples), "--seed", str(comparison.seed)]
     return {
@@ -105,29 +105,29 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "group_notes": group_notes(comparison),
         "answers": [
             (run.label, parted)
-            for run in (each.answers or each for each in runs)
+            for run in (file.answers or file for file in runs)
             if has_answers(run, are_greedy=True) and (parted := parted_answers(run))[0].cells
         ],
         "accuracies": [] if tasks is None else [*report_sections(tasks)],
         "accuracy_notes": [] if tasks is None else accuracy_notes(tasks),
         "base_of_tasks": "" if tasks is None else tasks.base,
         "has_kld": _largest_kld(comparison) is not None,
-        # What was measured is on the page once.
+        # The page describes the measurement once, so plots have no note.
         "plots": [
             (plot, Markup(as_element(replace(plot, note="").draw(LIGHT), plot.name, plot.subject)))
             for plot in plots(comparison)
         ],
         "settings": settings,
         "run_settings": run_settings,
-        # In the folder of the runs.
+        # The report is written to the folder of the runs.
         "command": comparison.command(*options, "--html", "report.html"),
     }
 
 
 def _settings(comparison: RunComparison) -> tuple[list[_Pair], list[tuple[str, list[_Pair]]]]:
-    """Names and values of the settings that all runs share, and of each run's own by its label."""
+    """Names and values of the settings that all runs share, and by label those of each run alone."""
     run, runs = comparison.base, comparison.files
-    references = (f"{each.reference.model}, {weights_in_words(each.reference)}" for each in runs if each.reference)
+    references = (f"{file.reference.model}, {weights_in_words(file.reference)}" for file in runs if file.reference)
     shared = {
         "corpus": comparison.corpus.name if comparison.corpus else "",
         "text": run.text_identity,
@@ -140,7 +140,7 @@ def _settings(comparison: RunComparison) -> tuple[list[_Pair], list[tuple[str, l
         "answers": comparison.answers_in_words,
         "intervals": f"{comparison.blocks}; {comparison.num_resamples:,} resamples, seed {comparison.seed}",
     }
-    of_runs = {
+    run_values = {
         "model": [run.model for run in runs],
         "weights": [run.weights for run in runs],
         "server": [run.versions for run in runs],
@@ -150,8 +150,8 @@ def _settings(comparison: RunComparison) -> tuple[list[_Pair], list[tuple[str, l
         "finished": [run.finished or "" for run in runs],
         "file": [printable(run.path.name) for run in runs],
     }
-    own = {name: values for name, values in of_runs.items() if len(set(values)) > 1 or len(runs) == 1}
-    shared |= {name: values[0] for name, values in of_runs.items() if name not in own}
+    own = {name: values for name, values in run_values.items() if len(set(values)) > 1 or len(runs) == 1}
+    shared |= {name: values[0] for name, values in run_values.items() if name not in own}
     sections = [
         (run.label, [(name, values[place]) for name, values in own.items() if values[place]])
         for place, run in enumerate(runs)
@@ -160,20 +160,20 @@ def _settings(comparison: RunComparison) -> tuple[list[_Pair], list[tuple[str, l
 
 
 def _largest_kld(comparison: RunComparison) -> int | None:
-    """The place of the run with the largest mean KL divergence."""
+    """The index of the run with the largest mean KL divergence; None if no run diverges."""
     means = [-1.0 if figures.kld is None else figures.kld.value for figures in comparison.runs]
     return int(np.argmax(means)) if max(means) > 0 else None
 
 
 def _template() -> Template:
-    """The template of the report: text is escaped, and a name that is not given is an error."""
+    """Load the report's template, which escapes text and raises an error for an undefined name."""
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
     environment.filters["name"] = _breakable
     return environment.get_template("report.html.j2")
 
 
 def _breakable(name: str) -> Markup:
-    """A name that may be broken after its hyphens, and nowhere else where that suffices."""
+    """Allow line breaks after the hyphens of a name."""
     return escape(name).replace("-", Markup("-<wbr>"))
 
 

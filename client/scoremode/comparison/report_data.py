@@ -1,7 +1,7 @@
-"""Makes the data that a report's page draws its text from: the tokens of the passages that fit, and means of all.
+"""Makes the data from which a report's page draws its text: tokens of the passages that fit, and means of all.
 
-A passage is a window, or a piece of a long one that a page can draw at once. Arrays are base64 of 16 bits per value
-where those are as exact as what the page shows, of 32 where not.
+A passage is a window, or a part of a long one that a page can draw at once. Arrays are in base64 with 16 bits per value
+if these are exact enough for the page, else with 32.
 """
 
 import base64
@@ -20,44 +20,44 @@ from scoremode.results import NUM_TOP, TopTokens
 from scoremode.windows import EXHAUSTIVE_METHODS, TOKEN_CLASSES
 
 MAX_TOKENS = 1024
-"""Of a passage."""
+"""Limit on the tokens of a passage."""
 NUM_LISTED = 50
-"""Most divergent tokens of a run whose passages are kept before all others."""
+"""How many of each run's most divergent tokens have priority: their passages are kept before all others."""
 _BYTES_OF_TOPS = (4 + 2 * NUM_TOP * 6) * 4 // 3 + 1
-"""Of a position of a run, at most."""
+"""Limit on the bytes of a position's top tokens in one run."""
 MAX_PROMPT = 4000
-"""Characters of a prompt: the last ones."""
+"""How many of a prompt's last characters are shown."""
 _KLD_SCALE = 512
-"""Takes KL divergences from 1e-7 to 127 nats to where float16 has all of its 11 bits."""
+"""Factor that brings KL divergences from 1e-7 to 127 nats into the range where float16 has all of its 11 bits."""
 _INFINITE = 65_535
-"""Of fixed-point values."""
+"""Stands for infinity in fixed-point values."""
 
 Packed = dict[str, str | float | None]
-"""Little-endian values in base64. They stand for `values * scale`; in `uint16` with a scale, 65,535 is infinity."""
+"""Little-endian values in base64, which stand for `values * scale`. In `uint16` with a scale, 65,535 is infinity."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passages:
-    """Windows, long ones in pieces: arrays of shape [passages]."""
+    """Windows, and the parts of long windows: arrays of shape [passages]."""
 
     window: NDArray[np.int64]
-    """The window that a passage is of, from 0."""
+    """The index of the passage's window."""
     first: NDArray[np.int64]
-    """Its first token in the window, from 0."""
+    """The index of its first token in the window."""
     start: NDArray[np.int64]
-    """Its first token in the run's arrays."""
+    """The index of its first token in the run's arrays."""
     size: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.size)
 
     def means(self, values: Floats) -> Floats:
-        """[passages], of values of all tokens."""
+        """Mean of each passage, [passages], given the values of all tokens."""
         return np.add.reduceat(values, self.start) / self.size
 
 
 def cut_passages(window_sizes: NDArray[np.int32]) -> Passages:
-    """Windows without targets have none."""
+    """Cut windows into passages. A window without targets has none."""
     pieces = -(-window_sizes.astype(np.int64) // MAX_TOKENS)
     window = np.repeat(np.arange(len(pieces)), pieces)
     number = np.arange(len(window)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -67,18 +67,18 @@ def cut_passages(window_sizes: NDArray[np.int32]) -> Passages:
 
 
 def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
-    """Everything that the text view shows, of which `script_json` makes at most `max_bytes`.
+    """Make the data of the text view. `script_json` turns it into at most `max_bytes`.
 
-    `series` are the runs in order and then their references, each with a mean of every passage and a value of every
-    token of the kept passages, in order. `tokens`, `tops` and the like are places in `vocabulary`.
+    `series` has the runs in order, then their references. Each has a mean per passage, and a value per token in the
+    kept passages, in order. `tokens`, `tops` and the like are indices into `vocabulary`.
     """
     passages = cut_passages(runs[0].window_sizes)
-    # At most 6 % of all bytes.
+    # Top tokens take at most 6 % of all bytes.
     tops = _shown_tops(runs, int(0.06 * max_bytes / (_BYTES_OF_TOPS * len(runs))))
     arrays = [array for run in runs for array in (run.token_ids, run.top_token_ids, run.reference_top_token_ids)]
     ids = [*(array for array in arrays if array is not None), *(top.token_ids[..., :NUM_TOP] for top in tops.values())]
     vocabulary = np.unique(np.concatenate([np.unique(array) for array in ids]))
-    # A passage costs in proportion to its tokens, but for the top tokens of some.
+    # A passage's bytes are proportional to its tokens, apart from top tokens and prompts.
     nothing = np.zeros(len(passages), bool)
     without_tops = {index: top.at(np.empty(0, np.intp)) for index, top in tops.items()}
     fixed = len(script_json(_data(runs, passages, nothing, without_tops, vocabulary)))
@@ -125,7 +125,7 @@ def _data(
         "vocabulary": {
             "ids": pack_integers(vocabulary),
             "texts": [texts.get(token) for token in vocabulary.tolist()],
-            # Of tokens that end within a character, by their places.
+            # Bytes of tokens that end within a character, by their indices.
             "bytes": {place: parts[token] for place, token in enumerate(vocabulary.tolist()) if token in parts},
         },
         "series": series,
@@ -133,7 +133,7 @@ def _data(
 
 
 def _prompts(runs: Sequence[RunFile], passages: Passages) -> dict[int, str]:
-    """The end of each prompt, by the passage that it is before."""
+    """The end of each prompt, by the index of the passage after it."""
     prompts = next((run.prompts for run in runs if run.prompts), None)
     if prompts is None:
         return {}
@@ -142,7 +142,7 @@ def _prompts(runs: Sequence[RunFile], passages: Passages) -> dict[int, str]:
 
 
 def script_json(data: dict[str, Any]) -> str:
-    """JSON that nothing ends or begins a tag in, for inside a `script` element."""
+    """Make JSON for a `script` element, in which no tag can begin or end."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -150,7 +150,7 @@ def _series(
     runs: Sequence[RunFile], passages: Passages, positions: NDArray[np.bool_], vocabulary: NDArray[np.int32]
 ) -> list[dict[str, Any]]:
     nlls = [array for run in runs for array in (run.nlls, run.reference_nlls) if array is not None]
-    # The largest finite one: with one scale for all, values that are equal in two series stay equal.
+    # The largest finite NLL is the scale of all series, so that equal values stay equal.
     largest_nll = max(float(array.max(where=np.isfinite(array), initial=0)) for array in nlls)
     shown = _with_references(runs)
     references = [run.reference_identity for run in shown]
@@ -158,7 +158,7 @@ def _series(
         {
             "label": run.label,
             "is_reference": run.reference_confidence is not None,
-            # Equal for runs that were compared with the same one.
+            # Runs that were compared with the same reference have the same number.
             "reference": references.index(run.reference_identity),
             "nll": pack_fixed(run.nlls[positions], largest_nll),
             "kld": None if run.kld is None else pack_klds(run.kld[positions]),
@@ -175,8 +175,9 @@ def _series(
 
 
 def _with_references(runs: Sequence[RunFile]) -> list[RunFile]:
-    """The runs and every reference once: as the run of its own model if there is one, else as a run of its own. A
-    reference has a confidence and its own top tokens, and no run has the zeros of a model that is itself."""
+    """The runs, and each reference once. If a run is of the reference's own model, it becomes the reference; else one
+    is added. Only references have a confidence, and top tokens of their own. KL divergences that are all 0 are left
+    out."""
     shown = [run if run.is_reference else replace(run, reference_confidence=None) for run in runs]
     for run in {run.reference_identity: run for run in reversed(runs)}.values():
         reference = run.reference
@@ -187,27 +188,28 @@ def _with_references(runs: Sequence[RunFile]) -> list[RunFile]:
             "reference_confidence": run.reference_confidence,
             "top_token_ids": run.reference_top_token_ids,
         }
-        own = [place for place, each in enumerate(runs) if each.lane == "prefill" and _is_of(each, run)]
+        own = [place for place, other in enumerate(runs) if other.lane == "prefill" and _is_of(other, run)]
         if own:
             kld = runs[own[0]].kld
             shown[own[0]] = replace(shown[own[0]], **values, kld=kld if kld is not None and kld.any() else None)
             continue
         label = reference.model
-        while label in {each.label for each in shown}:
+        while label in {other.label for other in shown}:
             label += " (reference)"
         shown.append(replace(run, **values, label=label, nlls=run.reference_nlls, kld=None, ranks=None))
     return shown
 
 
 def _is_of(run: RunFile, compared: RunFile) -> bool:
-    """Whether a run is of the model of another's reference, and not of another reference itself."""
+    """Whether a run is of the reference model of `compared`, and was not compared with a different reference."""
     assert compared.reference is not None
     is_alike = run.reference_identity in (None, compared.reference_identity)
     return is_alike and (run.is_reference or compared.reference.is_of(run.server))
 
 
 def _shown_tops(runs: Sequence[RunFile], num_shown: int) -> dict[int, TopTokens]:
-    """The top tokens of runs where the sum of all divergences, each divided by its run's mean, is largest."""
+    """The top tokens of runs, by their index, at the positions with the largest sum of all runs' divergences. Each is
+    divided by its run's mean."""
     klds = [np.minimum(run.kld, np.finfo(np.float32).max) for run in runs if run.kld is not None]
     score = sum((kld / (kld.mean() or 1) for kld in klds), start=np.zeros(runs[0].num_scored))
     shown = np.argsort(-score, kind="stable")[:num_shown]
@@ -225,16 +227,16 @@ def _packed_tops(tops: TopTokens, kept: NDArray[np.bool_], vocabulary: NDArray[n
 
 
 def kept_passages(passages: Passages, runs: Sequence[RunFile], costs: Floats, max_cost: float) -> NDArray[np.bool_]:
-    """[passages], those to keep where their `costs` [passages] may sum up to `max_cost`.
+    """[passages], whether to keep each, if the kept ones' `costs` [passages] may add up to `max_cost`.
 
-    First come those with a token that is among the most divergent of a run, then those whose mean divergence is
-    largest, each run's divided by its mean over all tokens so that no run decides alone.
+    Passages with one of a run's most divergent tokens come first, then those with the largest mean divergence. Each
+    run's divergence is divided by its mean over all tokens, so that no run alone decides.
     """
     compared = [run for run in runs if run.kld is not None and run.kld.any()] or runs[1:] or runs
     listed = np.zeros(len(passages), bool)
     score = np.zeros(len(passages))
     for run in compared:
-        # From the reference, or else from the first run; that itself by its NLL.
+        # Divergence from the reference; without one, the difference from the first run, and for that run its NLL.
         values = run.nlls if run.kld is None else run.kld
         if run.kld is None and run is not runs[0]:
             # Infinity minus infinity counts as 0.
@@ -251,20 +253,20 @@ def kept_passages(passages: Passages, runs: Sequence[RunFile], costs: Floats, ma
 
 
 def pack_integers(values: NDArray[Any]) -> Packed:
-    """Exactly, in 16 bits where all values fit: none of them is negative."""
+    """Pack nonnegative integers exactly, in 16 bits if all values fit, else in 32."""
     dtype = "uint16" if len(values) == 0 or values.max() < 2**16 else "int32"
     return _packed(values, dtype, None)
 
 
 def pack_fixed(values: Floats, largest: float) -> Packed:
-    """NLLs or probabilities to a 65,534th of the largest, which series have in common whose differences are shown."""
+    """Pack NLLs or probabilities in steps of `largest` / 65,534. Series whose differences are shown must share it."""
     finite = np.isfinite(values)
     scale = largest / (_INFINITE - 1) or 1.0
     return _packed(np.where(finite, np.rint(np.where(finite, values, 0) / scale), _INFINITE), "uint16", scale)
 
 
 def pack_klds(values: Floats) -> Packed:
-    """KL divergences to 11 bits each, because their sizes differ by many powers of ten."""
+    """Pack KL divergences with 11 significant bits each, because their sizes differ by many powers of ten."""
     scaled = np.where(np.isfinite(values), np.minimum(values * _KLD_SCALE, np.finfo(np.float16).max), np.inf)
     return _packed(scaled, "float16", 1 / _KLD_SCALE)
 

@@ -1,4 +1,4 @@
-"""The tables of a report: every figure as text, with its errors, and as the number that it is sorted by."""
+"""Makes the tables of a report: each figure as text with its errors, and as a number for sorting."""
 
 import math
 import operator
@@ -28,14 +28,14 @@ from scoremode.comparison.tables import Column
 from scoremode.wire import TokenTexts
 
 NUM_PARTED = 10
-"""Answers that part first, which the report lists."""
+"""How many of the answers that part first the report lists."""
 _FAR_FEWER = 2
-"""From this many digits of difference after the point, the figures of a column each keep their own digits."""
+"""If the digits after the point in a column differ by this many, each figure has its own number of digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Every run against every other: a row is of the run that the verdicts are on."""
+    """Every run compared with every other. A row's verdicts are on its run."""
 
     name: str
     labels: list[str]
@@ -43,7 +43,7 @@ class Matrix:
 
 
 def run_table(comparison: RunComparison) -> tuple[list[str], list[list[Cell]]]:
-    """Names of columns, and a row for each run, its label first, without the columns that no run has a figure for."""
+    """The names of columns, and one row per run, its label first. Columns that are empty for all runs are left out."""
     shown = [metric for metric in METRICS.values() if metric.report_heading]
     columns = {metric.report_heading: _column(comparison, metric) for metric in shown}
     used = {name: column for name, column in columns.items() if any(cell.text != NOT_KNOWN for cell in column)}
@@ -54,7 +54,7 @@ def run_table(comparison: RunComparison) -> tuple[list[str], list[list[Cell]]]:
 def _column(comparison: RunComparison, metric: Metric) -> list[Cell]:
     values = [row.value(metric.name) for row in comparison.rows]
     if metric.name == "delta_p_rms":
-        # A model that does not diverge has 0: the root would show what its divergence does not.
+        # Show 0 for a model that does not diverge: the root would enlarge a negligible difference.
         nothing = Figure(0.0, None, None, None)
         values = [
             nothing if row.has_no_divergence and value is not None else value
@@ -63,13 +63,13 @@ def _column(comparison: RunComparison, metric: Metric) -> list[Cell]:
     digits = metric.digits if metric.has_fixed_digits else None
     finest = [digits_of(value, metric.scale) for value in values if isinstance(value, Figure)]
     if not metric.has_fixed_digits and finest and max(finest) - min(finest) < _FAR_FEWER:
-        # All with the digits of the finest.
+        # Show all figures with the digits of the most precise one.
         digits = max(finest)
     return [cell_of(metric, value, digits, metric.unit) for value in values]
 
 
 def parted_answers(run: RunFile) -> list[Column]:
-    """The answers of a run that part first, with what both models say there."""
+    """The answers of a run that part first, with both models' tokens there."""
     texts, agreement, ends = (
         TokenTexts(run.token_texts, run.token_bytes),
         agreement_of(run),
@@ -95,7 +95,7 @@ def parted_answers(run: RunFile) -> list[Column]:
         Column("same for", [f"{length:,}" for length in agreement.lengths[windows]]),
         Column("answer before", [printable(texts.joined(tokens)) for tokens in before], right=False),
         *(
-            # At the end of an answer there is no token.
+            # `end` is set at the end of an answer, where there is no token.
             Column(
                 name,
                 [end or f"“{printable(texts.joined([ids[place]]))}”" for place, end in zip(at, ends, strict=True)],
@@ -107,7 +107,7 @@ def parted_answers(run: RunFile) -> list[Column]:
 
 
 def pair_matrices(comparison: RunComparison) -> list[Matrix]:
-    """Perplexity ratios, and differences of mean KL divergence where there are any; none of one run alone."""
+    """Matrices of perplexity ratios, and of differences in mean KL divergence if there are any; empty for one run."""
     ratios: dict[tuple[str, str], Cell] = {}
     differences: dict[tuple[str, str], Cell] = {}
     for pair in comparison.pairs:
@@ -118,12 +118,12 @@ def pair_matrices(comparison: RunComparison) -> list[Matrix]:
             both = (more, more.mapped(operator.neg, 1))
             differences |= _pair_cells(pair, pair.kld_verdict, "mean KL divergence", "nats", both, sign="+")
     labels = [run.label for run in comparison.files]
-    # Any model diverges more than the reference's own.
+    # Leave out the reference's own model: every other diverges more.
     diverging = [figures.run.label for figures in comparison.runs if not figures.has_no_divergence]
     by_ratio = Matrix("Perplexity of the run over that of the other", labels, _rows(labels, ratios))
     if len(diverging) < 2 or not differences:
         return [by_ratio] if ratios else []
-    name = "Mean KL divergence of the run less that of the other"
+    name = "Mean KL divergence of the run minus that of the other"
     return [by_ratio, Matrix(name, diverging, _rows(diverging, differences))]
 
 
@@ -139,13 +139,13 @@ def _rows(labels: list[str], cells: Mapping[tuple[str, str], Cell]) -> list[list
 def _pair_cells(
     pair: PairFigures, verdict: Verdict, by: str, unit: str, figures: tuple[Figure, Figure], sign: str = ""
 ) -> dict[tuple[str, str], Cell]:
-    """Both ways round: of the second run, which the verdict is on, and of the first."""
+    """Make a pair's two cells: the second run's, which the verdict is on, and the first run's."""
     ways = ((pair.second.label, pair.first.label, verdict), (pair.first.label, pair.second.label, OPPOSITE[verdict]))
     cells = {}
     for (run, other, run_verdict), figure in zip(ways, figures, strict=True):
         shown, words = with_errors(figure, sign=sign), pair.in_words(run_verdict)
         mark = words if words in ("better", "worse") else ""
-        said = f"{run} is {mark} than {other}" if mark else f"{run} against {other}"
-        tip = f"{said} by {by}: {' '.join((f'{shown.text} {unit}', *shown.errors))}"
+        result = f"{run} is {mark} than {other}" if mark else f"{run} against {other}"
+        tip = f"{result} by {by}: {' '.join((f'{shown.text} {unit}', *shown.errors))}"
         cells[run, other] = Cell(shown.text, shown.value, shown.errors[1:], mark=mark, tip=tip)
     return cells

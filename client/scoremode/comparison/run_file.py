@@ -1,4 +1,4 @@
-"""Runs as `ppl-client` wrote them, JSON and the values of every token next to it, and labels that tell them apart."""
+"""Reads runs that `ppl-client` wrote, as JSON with the values of every token next to it, and gives them labels."""
 
 import hashlib
 import json
@@ -36,39 +36,39 @@ class _Record:
 
     kind: Literal["perplexity", "kld"]
     model: Annotated[str, AfterValidator(model_name)]
-    """The name that it was served under."""
+    """The model's served name."""
     server: ServerInfo
-    """As it was when the run began."""
+    """The server when the run began."""
     client_version: str
     finished: str | None = None
-    """When, in ISO 8601 and UTC; None where the file does not say."""
+    """The time in ISO 8601 and UTC; None if the file does not have it."""
     arrays: _Arrays | None = None
     """The file with the values of single tokens."""
     token_texts: dict[int, str] = field(default_factory=dict)
-    """The text of every token id that occurs in the arrays; empty for a run that has none."""
+    """The text of every token id in the arrays; empty for a run without texts."""
     token_bytes: dict[int, Annotated[str, Field(pattern="^([0-9a-f]{2})+$")]] = field(default_factory=dict)
-    """The bytes, in hexadecimal, of those that end within a character."""
+    """The bytes, in hexadecimal, of tokens that end within a character."""
     labels: Sequence[str] = ()
     """The values of the `--by` column."""
     prompts: Sequence[str] = ()
-    """The text before each window of a conversation since its last turn."""
+    """For conversations, the text between the last window's turn and this one's, for each window."""
     reference: Reference | None = None
-    """What the run was compared with; None for kind `perplexity`."""
+    """The reference that the run was compared with; None for kind `perplexity`."""
     as_noise_floor: bool = False
     """Whether the run compares the reference with its own model."""
     lane: Lane = "prefill"
-    """How the served model computed it; references are of the prefill lane."""
+    """The served model's lane; references use the prefill lane."""
     corpus: CorpusInfo | None = None
-    """None for kind `kld` where the reference does not say where its text is from."""
+    """The source of the text; None if the reference of a kind `kld` run does not have it."""
     method: Method
     context_length: PositiveInt
     stride: PositiveInt
     num_tokens: PositiveInt
-    """Tokens of the text used."""
+    """Tokens of the measured text."""
     num_bytes: NonNegativeInt | None = None
-    """UTF-8 bytes of the text used; None where a reference was recorded from token ids."""
+    """UTF-8 bytes of the measured text; None if a reference was recorded from token ids."""
     mean_batch: float | None = None
-    """Sequences in a step, on average, of a lane other than prefill."""
+    """Mean number of sequences in a step, in a lane other than prefill."""
 
 
 _RECORD = TypeAdapter(_Record)
@@ -84,7 +84,7 @@ _OPTIONAL_ARRAYS = (
     "reference_top_token_ids",
     "reference_confidence",
 )
-"""That not every file has."""
+"""Arrays that are not in every file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -93,16 +93,16 @@ class RunFile(_Record):
 
     path: Path
     label: str
-    """What it is called in tables and plots; no two runs of a comparison share one."""
+    """The run's name in tables and plots, unique in a comparison."""
     window_sizes: NDArray[np.int32]
     """[windows]; their sum is n."""
     token_ids: NDArray[np.int32]
     nlls: Floats
-    """[n], nats."""
+    """[n], in nats."""
     ranks: NDArray[np.int32] | None
-    """[n], 1 for the most likely."""
+    """[n], 1 for the most likely token."""
     kld: Floats | None
-    """[n], nats, from the reference; this and the next four are there for kind `kld` alone."""
+    """[n], KL divergence from the reference in nats. It and the next four fields are None for kind `perplexity`."""
     reference_nlls: Floats | None
     top_token_ids: NDArray[np.int32] | None
     """[n], the most likely token."""
@@ -110,28 +110,29 @@ class RunFile(_Record):
     reference_confidence: Floats | None
     """[n], the reference's probability of its top token."""
     top_tokens: TopTokens | None = None
-    """Of the most divergent positions, where the run has them."""
+    """Top tokens at the most divergent positions; None if the run does not have them."""
     window_contexts: NDArray[np.int32] | None = None
     """[windows], tokens before the first target; None in files of earlier versions."""
     window_documents: NDArray[np.int32] | None = None
-    """[windows], index of the document that the window is from, not decreasing; None for a text without documents."""
+    """[windows], index of the window's document, not decreasing; None for a text without documents."""
     window_labels: NDArray[np.int32] | None = None
     """[windows], index into `labels`; None for a run without `--by`."""
     classes: NDArray[np.uint8] | None = None
-    """[n], index into `TOKEN_CLASSES`; None where the text is not of conversations."""
+    """[n], index into `TOKEN_CLASSES`; None if the text is not conversations."""
     top_ties: NDArray[np.uint8] | None = None
-    """[n], whether a target shares the highest logit with another token; None unless the text is of greedy answers."""
+    """[n], whether a target has the same logit as the top token, which is another token; None unless the text is greedy
+    answers."""
     simulated_bits: float | None = None
-    """Bits per weight that a quantization would have whose files hold rounded weights of the original's dtype."""
+    """Bits per weight of a simulated quantization, whose files have rounded weights in the original's dtype."""
     is_reference: bool = False
-    """Whether this is the reference of the other runs, which has no file: see `compare._run_of_reference`."""
+    """Whether this is the other runs' reference, which has no file: see `compare._run_of_reference`."""
     answers: "RunFile | None" = None
-    """The run of the same model on the original's answers, if it was measured in addition to this one on a text: the
-    figures on answers are then of that."""
+    """A run of the same model on the original's answers, if there is one in addition to this run on a text. Figures on
+    answers come from it."""
 
     @property
     def is_of_answers(self) -> bool:
-        """Whether its text is the original's answers."""
+        """Whether the text is the original's answers."""
         return self.reference is not None and self.reference.answers is not None
 
     @property
@@ -149,18 +150,18 @@ class RunFile(_Record):
 
     @property
     def noise_floor(self) -> float | None:
-        """Mean KL divergence of the reference's model from itself in this lane, nats; None where this run knew none."""
+        """Mean KL divergence of the reference's model from itself in this lane, in nats; None if the run has none."""
         floor = None if self.reference is None else self.reference.noise_floor_of(self.lane)
         return None if floor is None else floor.mean
 
     @property
     def is_of_original(self) -> bool:
-        """Whether it is of its reference's own model."""
+        """Whether the run is of its reference's own model."""
         return self.reference is not None and self.reference.is_of(self.server)
 
     @property
     def text_identity(self) -> str:
-        """Equal for runs of one kind on one text: the corpus' sha256, or the reference's of its tokens and windows."""
+        """Equal for runs of one kind on one text: the corpus's hash, or the reference's hash of tokens and windows."""
         if self.reference is not None:
             return self.reference.text_fingerprint
         assert self.corpus is not None
@@ -168,12 +169,12 @@ class RunFile(_Record):
 
     @property
     def text_in_words(self) -> str:
-        """The text's name and hash, or its fingerprint where no name is known."""
+        """The text's name and hash, or its fingerprint if it has no name."""
         return f"text {self.text_identity[:12]}" if self.corpus is None else self.corpus.in_words
 
     @property
     def gib(self) -> float | None:
-        """Size of the weight files in GiB; None where the server did not say."""
+        """Size of the weight files in GiB; None if the server did not say."""
         size, number = self.server.weight_bytes, self.server.num_parameters
         if self.simulated_bits is not None:
             size = None if number is None else round(self.simulated_bits * number / 8)
@@ -181,7 +182,7 @@ class RunFile(_Record):
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Bits of the weight files for each parameter; None where the server did not say."""
+        """Bits in the weight files per parameter; None if the server did not say."""
         size, number = self.server.weight_bytes, self.server.num_parameters
         if self.simulated_bits is not None:
             return self.simulated_bits
@@ -189,13 +190,13 @@ class RunFile(_Record):
 
     @property
     def format(self) -> tuple[str | None, int | None]:
-        """The quantization and its whole bits per weight: runs that share both have one color in plots."""
+        """The quantization and its bits per weight, rounded down: runs that share both have one color in plots."""
         bits = self.bits_per_weight
         return self.server.quantization, None if bits is None else int(bits)
 
     @property
     def weights(self) -> str:
-        """Quantization and dtype, in words, and the lane where it is another than usual."""
+        """Describe the quantization and dtype, and the lane if it is not prefill."""
         weights = weights_in_words(self.server)
         if self.simulated_bits is not None:
             weights += f", simulating {self.simulated_bits:g} bits"
@@ -217,20 +218,20 @@ class RunFile(_Record):
 
     @property
     def delta_p(self) -> Floats | None:
-        """[n], the probability of the target less the reference's; None for kind `perplexity`."""
+        """[n], the target's probability minus the reference's; None for kind `perplexity`."""
         return None if self.reference_nlls is None else np.exp(-self.nlls) - np.exp(-self.reference_nlls)
 
 
 def load_run(path: str | Path, label: str | None = None) -> RunFile:
-    """Read what `ppl-client --output` or `ppl-client kld --output` wrote.
+    """Read the output of `ppl-client --output` or `ppl-client kld --output`.
 
     Args:
-        path: The JSON; the arrays are in the file next to it that it names, or that has its own name.
-        label: What the run is called; the model's name when left out.
+        path: The JSON file. Next to it, the file that it names, or one of the same name, has the arrays.
+        label: The run's label; the model's name when left out.
 
     Raises:
-        RunError: it cannot be read, is not such a file or of another version, or its arrays are missing, of another run
-            or do not fit.
+        RunError: the file cannot be read, is not such a file or of another version, or its arrays are missing, of
+            another run or do not fit.
     """
     path = Path(path)
     with file_errors(RunError, f"read {path}"):
@@ -240,7 +241,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
 
 
 def finished_run(record: Mapping[str, object], arrays: Arrays) -> RunFile:
-    """A run that was just measured, as `load_run` would read it from a file."""
+    """Make a `RunFile` of a run that was just measured, as `load_run` would read it."""
     path = Path("run.json")
     return _run(path, _read_record(path, json.dumps(record).encode()), arrays)
 
@@ -281,10 +282,10 @@ def _read_record(path: Path, text: bytes) -> _Record:
         raise RunError(f"{path} is not a result of `ppl-client --output` or `ppl-client kld --output`")
     if version != RECORD_VERSION:
         raise RunError(f"{path} is of version {version}; this ppl-client reads version {RECORD_VERSION}")
-    # The windows and the text of a comparison are its reference's.
+    # A comparison's windows and text are described by its reference.
     parts = [part for part in (record.get("reference"), record.get("settings")) if isinstance(part, dict)]
-    as_is = {name: content.get(name) for name in ("token_texts", "prompts")}
-    layers = ChainMap(as_is, record, *parts)
+    unescaped = {name: content.get(name) for name in ("token_texts", "prompts")}
+    layers = ChainMap(unescaped, record, *parts)
     if record.get(needed := "reference" if kind == "kld" else "corpus") is None:
         raise RunError(f"{path}: {needed}: is required")
     try:
@@ -294,7 +295,7 @@ def _read_record(path: Path, text: bytes) -> _Record:
 
 
 def _shown(value: Any) -> Any:
-    """JSON whose texts a terminal, XML and UTF-8 can have."""
+    """Make all texts in JSON safe for a terminal, XML and UTF-8."""
     if isinstance(value, dict):
         return {printable(name): _shown(part) for name, part in value.items()}
     if isinstance(value, list):
@@ -303,7 +304,7 @@ def _shown(value: Any) -> Any:
 
 
 def _read_arrays(path: Path, record: _Record) -> Arrays:
-    """The arrays whose checksum the record has, also where both files were renamed together."""
+    """Read the arrays that have the record's checksum, from a file that may have been renamed with the record's."""
     described = record.arrays
     if described is None:
         raise RunError(f"{path} has no values of single tokens: an earlier version measured it with --server-side")
@@ -317,11 +318,12 @@ def _read_arrays(path: Path, record: _Record) -> Arrays:
                 return load(content)
             except (SafetensorError, KeyError, ValueError) as error:
                 raise RunError(f"cannot read {candidate}: {type(error).__name__}: {error}") from error
-    raise RunError(f"{path}: the values of its tokens, {described.file}, are missing next to it or of another run")
+    raise RunError(f"{path}: the values of its tokens, {described.file}, are not next to it or are of another run")
 
 
 def _check_arrays(path: Path, record: _Record, arrays: Arrays) -> None:
-    """Their checksum was right: what is left is a file of another version, or one that was made by hand."""
+    """Raise RunError for arrays that do not fit the record, although their checksum is right: those of another version,
+    or made by hand."""
     needed = POSITION_DTYPES if record.kind == "kld" else ("token_ids", "logprobs")
     if missing := [name for name in (*needed, "window_sizes") if name not in arrays]:
         raise RunError(f"{path}: its arrays lack {', '.join(missing)}")
@@ -354,21 +356,21 @@ def _check_answers(path: Path, reference: Reference, num_answers: int, arrays: A
 
 
 def _nlls(logprobs: NDArray[Any]) -> Floats:
-    """Infinite in both kinds of run where a token is impossible: JSON, which those of perplexity went through, has a
-    lowest logprob for that."""
+    """Negate logprobs. An impossible token's NLL becomes infinite: in JSON it has the lowest logprob."""
     return np.where(logprobs <= LOWEST_LOGPROB, np.inf, -logprobs.astype(np.float64))
 
 
 def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[RunFile]:
-    """Read several runs, and tell them apart. Runs on answers join those of their models on a text, if there are any.
+    """Read several runs, and give each its own label. Runs on answers join their models' runs on a text, if any.
 
     Args:
         paths: As for `load_run`.
-        labels: One for each run. When left out, a run bears the model's name, and its lane if that is not prefill,
-            unless another run has both too: then its file's.
+        labels: One label per run. By default the model's name, with the lane if that is not prefill; if two runs share
+            it, the file's name.
 
     Raises:
-        RunError: a run cannot be read, there is not one label for each run, or answers are of no run's model.
+        RunError: a run cannot be read, there are more or fewer labels than runs, or the model of a run on answers has
+            no run on the text.
     """
     runs = [load_run(path) for path in paths]
     labels = labels_of(labels, [in_lane(run.model, run.lane) for run in runs], [run.path for run in runs])
@@ -377,21 +379,20 @@ def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) 
 
 
 def with_run(runs: Sequence[RunFile], run: RunFile) -> list[RunFile]:
-    """Add a run, which joins the run of its model if it is on answers and the others are on a text. RunError if there
-    is none, or it has answers already."""
+    """Add a run. A run on answers joins its model's run if the others are on a text; RunError if there is no such run,
+    or it already has answers."""
     if not run.is_of_answers or not runs or runs[0].is_of_answers:
         return [*runs, run]
-    alike = [each for each in runs if each.server.fingerprint == run.server.fingerprint and each.answers is None]
-    # Equal weights may be there twice, served in two ways.
-    own = max(alike, key=lambda each: each.server == run.server, default=None)
+    alike = [other for other in runs if other.server.fingerprint == run.server.fingerprint and other.answers is None]
+    # The same weights may be served in two ways, so prefer the run with the same server settings.
+    own = max(alike, key=lambda other: other.server == run.server, default=None)
     if own is None:
-        raise RunError(f"{run.path} is on answers, and none of the runs on a text is of its model and without answers")
-    return [replace(each, answers=replace(run, label=each.label)) if each is own else each for each in runs]
+        raise RunError(f"{run.path} is on answers, but no run on a text has its model and no answers yet")
+    return [replace(other, answers=replace(run, label=other.label)) if other is own else other for other in runs]
 
 
 def with_bits(runs: Sequence[RunFile], bits: Mapping[str, float]) -> list[RunFile]:
-    """Say how many bits per weight the simulated quantizations of these labels would have. RunError if a label is
-    none of a run's."""
+    """Set the bits per weight of simulated quantizations, by label. RunError if no run has a label."""
     labels = [run.label for run in runs]
     if unknown := [label for label in bits if label not in labels]:
         raise RunError(f"--bits: no run is called {unknown[0]!r}; there are: {', '.join(labels)}")
@@ -399,12 +400,12 @@ def with_bits(runs: Sequence[RunFile], bits: Mapping[str, float]) -> list[RunFil
 
 
 def labels_of(chosen: Sequence[str] | None, names: Sequence[str], paths: Sequence[Path]) -> list[str]:
-    """The chosen labels of runs, or else names that tell them apart. RunError if there is not one for each run."""
+    """The chosen labels of runs, or by default unique names. RunError if there are more or fewer labels than runs."""
     labels = list(names if chosen is None else chosen)
     if len(labels) != len(paths):
         raise RunError(f"{len(labels)} labels for {len(paths)} runs")
     numbered = [f"{path} ({number})" for number, path in enumerate(paths, 1)]
-    # Each is longer than the one before, and the last is another for every file.
+    # Later alternatives are longer, and the last is different for every file.
     for longer in ([path.stem for path in paths], [str(path) for path in paths], numbered) if chosen is None else ():
         counts = Counter(labels)
         labels = [label if counts[label] == 1 else other for label, other in zip(labels, longer, strict=True)]

@@ -1,4 +1,4 @@
-"""Perplexity and mean KL divergence against what a model takes: which of the runs is worth its size."""
+"""Plots perplexity and mean KL divergence against a model's size: which runs are worth their size."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def draw(
     axes: Axes,
     theme: Theme,
 ) -> None:
-    """A value against size, or by run where the size is not known; `floor` is the noise floor, if there is one."""
+    """Plot a value against size, or by run if `size`, the axis label, is None. `floor` is the noise floor, if any."""
     if size is None:
         _draw_by_run(all_points, value, floor, drawing, axes, theme)
         return
@@ -33,7 +33,7 @@ def draw(
         _draw_point(axes, point, point.size, theme, size)
     if all(point.low > 0 for point in all_points) and axes.get_ylim()[0] < 0:
         axes.set_ylim(bottom=0)
-    # From edge to edge, so that a front of one run is a line too.
+    # Fix the limits, because lines go from edge to edge: so a front of one run is a line too.
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     draw_floor(axes, theme, floor, "y")
     if len(all_points) >= MIN_FRONT:
@@ -61,12 +61,12 @@ def _draw_front(axes: Axes, all_points: Sequence[Point], theme: Theme) -> None:
 
 
 def _label_points(drawing: Drawing, axes: Axes, all_points: Sequence[Point], theme: Theme) -> None:
-    """Put labels where they cover neither each other nor points, intervals and lines, the farther ones with a line."""
+    """Put labels where they cover neither each other nor points, intervals and lines. Distant labels get a line."""
     labels = [
         axes.text(point.size, point.value, point.label, color=theme.run(point.index), fontsize=10)
         for point in all_points
     ]
-    # Labels keep clear of what is drawn in pixels, so the layout has to be final.
+    # Labels avoid what is drawn, in pixels, so the layout must be final.
     drawing.draw_without_rendering()
     paths = [line.get_transform().transform_path(line.get_path()) for line in axes.lines]
     paths += [bar.get_transform().transform_path(path) for bar in axes.collections for path in bar.get_paths()]
@@ -77,7 +77,7 @@ def _label_points(drawing: Drawing, axes: Axes, all_points: Sequence[Point], the
         target_x=[point.size for point in all_points],
         target_y=[point.value for point in all_points],
         ax=axes,
-        # By default it takes as long as a second, and may end elsewhere another time.
+        # Without a limit on iterations it stops after a second, so results may differ between calls.
         iter_lim=500,
         force_static=(1.5, 1.5),
         max_move=(30, 30),
@@ -100,9 +100,9 @@ def _draw_by_run(
 
 
 def _set_scale(axes: Axes, all_points: Sequence[Point], floor: float | None, which: str) -> None:
-    """A log axis if the largest value is more than eight times the smallest. It needs its limits before its ticks."""
+    """Use a log axis if the largest value is over eight times the smallest. Limits must be set before ticks."""
     values = [point.value for point in all_points]
-    # A floor so far below all runs that an axis with both would show neither has its line at the end of the axis.
+    # Leave out a floor far below all runs: an axis with both would show neither. Its line is at the axis's end.
     if floor and 1000 * floor >= min(values):
         values.append(floor)
     if min(values) <= 0 or max(values) / min(values) <= 8:
@@ -113,7 +113,7 @@ def _set_scale(axes: Axes, all_points: Sequence[Point], floor: float | None, whi
 
 
 def _set_size_scale(axes: Axes, sizes: Sequence[float]) -> None:
-    """Sizes that lie far apart, as those of 4 and of 16 bits, on a log axis with ticks at round numbers."""
+    """Use a log axis with ticks at round numbers for sizes that lie far apart, such as those of 4 and 16 bits."""
     low, high = min(sizes), max(sizes)
     if low <= 0 or high / low <= 2:
         axes.margins(x=0.15)
@@ -129,7 +129,7 @@ def _set_size_scale(axes: Axes, sizes: Sequence[float]) -> None:
 
 
 def _draw_point(axes: Axes, point: Point, at: float, theme: Theme, size: str | None) -> None:
-    """The value with its interval, at a place on the other axis: that of the size, or of rows where none is known."""
+    """Draw a value with its interval at position `at` of the other axis, which has sizes, or rows if `size` is None."""
     interval = [[point.value - point.low], [point.high - point.value]]
     vertical = size is not None
     container = axes.errorbar(

@@ -1,4 +1,4 @@
-"""Runs against what their weights take: in GiB, or in bits per weight."""
+"""Orders runs by the size of their weights, in GiB or in bits per weight."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from scoremode.comparison.figures import Figure, RunComparison, Size
 from scoremode.comparison.run_file import RunFile
 
 MIN_FRONT = 3
-"""Runs; fewer are told apart without a line or a table of the best."""
+"""The fewest runs for a Pareto front and a table of the best; fewer are easily compared without."""
 _AXES: dict[Size, str] = {"gib": "weight files (GiB)", "bits_per_weight": "bits per weight"}
 
 
@@ -17,40 +17,42 @@ class Point:
     """A run in a plot."""
 
     index: int
-    """Its place in the comparison, which decides its color and marker."""
+    """The run's index in the comparison, which decides its color and marker."""
     label: str
     size: float
-    """0 where it is not known."""
+    """The size; 0 if it is not known."""
     value: float
     low: float
     high: float
 
 
 def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple[str | None, list[Point]]:
-    """The name of the size axis, None where a run's size is missing; and the runs whose figure is finite. An end that
-    is not known or infinite is the value itself. Left out are references of unknown size where the runs' are known, and
-    simulated quantizations, whose files have another size than what they simulate."""
+    """Return the name of the size axis, or None if a run's size is missing, and a point for each finite figure.
+
+    An end that is unknown or infinite is the value itself. On a size axis, references of unknown size are left out. So
+    are simulated quantizations, whose files do not have the size that they simulate.
+    """
     runs = comparison.files
     sized = [run for run in runs if not is_simulated(run, comparison.base)]
-    known = [name for name in _AXES if all(run.is_reference or getattr(run, name) is not None for run in sized)]
-    name = comparison.size if comparison.size in known else next(iter(known), None)
+    names = [name for name in _AXES if all(run.is_reference or getattr(run, name) is not None for run in sized)]
+    name = comparison.size if comparison.size in names else next(iter(names), None)
     if len(runs) > 1 and not any(run in sized for run in runs[1:]):
-        # Against size only the base would be left.
+        # A size axis would only have the base.
         name = None
     sizes: list[float | None] = [0.0] * len(runs)
     if name is not None:
         sizes = [getattr(run, name) if run in sized else None for run in runs]
-    drawn = []
+    all_points = []
     for index, (run, size, figure) in enumerate(zip(runs, sizes, figures, strict=True)):
         if figure is not None and size is not None and math.isfinite(figure.value):
             ends = (figure.value if end is None or math.isinf(end) else end for end in (figure.low, figure.high))
-            drawn.append(Point(index, run.label, size, figure.value, *ends))
-    return None if name is None else _AXES[name], drawn
+            all_points.append(Point(index, run.label, size, figure.value, *ends))
+    return None if name is None else _AXES[name], all_points
 
 
 def is_simulated(run: RunFile, base: RunFile) -> bool:
-    """Whether a run is of other weights than the base, not quantized and at least as large, so its files do not say
-    what it would take."""
+    """Whether a run simulates a quantization: it has other weights than the base, which are not quantized and at least
+    as large, so its files do not show the quantized size."""
     server, original = run.server, base.server
     has_other_weights = server.fingerprint not in (None, original.fingerprint)
     sizes = (server.weight_bytes, original.weight_bytes)
@@ -59,7 +61,7 @@ def is_simulated(run: RunFile, base: RunFile) -> bool:
 
 
 def pareto_front(all_points: Sequence[Point]) -> list[Point]:
-    """Points that no other beats in size and value both, the smallest first."""
+    """The points that no other point beats in both size and value, the smallest first."""
     front: list[Point] = []
     for point in sorted(all_points, key=lambda point: (point.size, point.value)):
         if not front or point.value < front[-1].value:

@@ -1,4 +1,4 @@
-"""A comparison in a few sentences, what computed its runs besides their weights, and the limits that they exceed."""
+"""Summarizes a comparison in sentences, lists differences in how runs were computed, and checks limits."""
 
 import math
 import re
@@ -26,10 +26,10 @@ from scoremode.wire import ComputedBy, ServedModel
 
 
 def summary(comparison: RunComparison) -> list[str]:
-    """Sentences on the runs: what each costs against the base, which copies are better or worse than others, how they
-    compare with the noise floor, and which GPUs and kernels differ."""
+    """Sentences on the runs: the cost of each compared with the base, which copies are better or worse than others,
+    how they compare with the noise floor, and which GPUs and kernels differ."""
     copies = [pair for pair in comparison.pairs if not pair.has_original]
-    sentences = [*comparison.warnings, *(f"{verdict_line(comparison, each)}." for each in comparison.rows[1:])]
+    sentences = [*comparison.warnings, *(f"{verdict_line(comparison, row)}." for row in comparison.rows[1:])]
     sentences += _order(
         "perplexity",
         {(pair.second.label, pair.first.label): pair.verdict for pair in copies if pair.first is not comparison.base},
@@ -48,8 +48,8 @@ def summary(comparison: RunComparison) -> list[str]:
 
 
 def verdict_line(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog]) -> str:
-    """One line on the cost of a run against the base: with the verdict if the base is a copy too, with the tolerances
-    that were named, and with the reason if there is no interval. The base and logs have their figures alone."""
+    """One line on the cost of a run compared with the base. It has the verdict if the base is a copy too, the reason if
+    there is no interval, and the given tolerances. The base and logs have no verdict."""
     line, ends = f"{figures.run.label}: {', '.join(effects(comparison, figures))}", list[str]()
     pair = comparison.base_pairs.get(figures.run.label)
     if pair is not None and pair.verdict == "no interval":
@@ -66,12 +66,12 @@ def verdict_line(comparison: RunComparison, figures: RunFigures[RunFile | Engine
 
 
 def _tolerances(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog]) -> Iterator[str]:
-    """Whether a run is within each tolerance that was named: its whole interval is, or its value if it has none."""
-    named = (
+    """Say whether a run is within each given tolerance: its whole interval must be, or its value if it has none."""
+    limits = (
         (comparison.max_ppl_increase, figures.ppl_change, 100, "% PPL"),
         (comparison.max_kld, figures.kld, 1, "KLD"),
     )
-    for most, figure, scale, unit in named:
+    for most, figure, scale, unit in limits:
         if most is not None and figure is not None:
             ends = (figure.value, figure.value) if figure.low is None else (figure.low, figure.high)
             low, high = (scale * end for end in ends if end is not None)
@@ -81,21 +81,21 @@ def _tolerances(comparison: RunComparison, figures: RunFigures[RunFile | EngineL
 
 
 def exceeded_limits(comparison: RunComparison, fail_if: Literal["worse", "differs"] | None = None) -> list[str]:
-    """One line per row that exceeds a limit, or whose figure is not finite: which, and its verdict.
+    """One line per run or log that exceeds a limit or has an infinite figure: the limits, and its verdict.
 
-    The values decide on the comparison's tolerances. The base has to keep to `max_kld` too, if it has a divergence. A
-    log's increase of perplexity is over that of the base which it names.
+    Tolerances are checked by the values alone. `max_kld` applies to the base too, if it has a divergence. A log's
+    increase of perplexity is relative to the base that it names.
 
     Args:
         comparison: The runs, with their tolerances.
-        fail_if: By perplexity, a run is worse than the base, or is shown to differ from it.
+        fail_if: Fail if a run's perplexity is shown to be worse than the base's, or to differ from it.
 
     Raises:
         RunError: a limit cannot be checked: there is no base, interval or divergence.
     """
     base, max_kld, max_ppl_increase = comparison.base, comparison.max_kld, comparison.max_ppl_increase
     if len(comparison.rows) == 1 and not base.is_of_original:
-        raise RunError(f"{base.label} has no base, so no limit can be checked: give one, or a run of kld")
+        raise RunError(f"{base.label} has no base, so no limit can be checked: add a base, or a run of kld")
     if fail_if is not None and comparison.logs:
         raise RunError(
             f"--fail-if cannot be checked: {comparison.logs[0].run.label} is a log, which has no interval: leave it "
@@ -123,17 +123,17 @@ def exceeded_limits(comparison: RunComparison, fail_if: Literal["worse", "differ
 
 
 def _increase(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog]) -> float:
-    """The increase of perplexity in percent, from the base of a log where it names one; infinite where a perplexity is
+    """The increase of perplexity in percent, for a log over the base that it names, if any; infinite if a perplexity is
     not finite."""
-    named = figures.run.base_perplexity if isinstance(figures.run, EngineLog) else None
-    difference = figures.nll.value - (comparison.runs[0].nll.value if named is None else math.log(named))
+    log_base = figures.run.base_perplexity if isinstance(figures.run, EngineLog) else None
+    difference = figures.nll.value - (comparison.runs[0].nll.value if log_base is None else math.log(log_base))
     return 100 * (exp(difference) - 1) if math.isfinite(difference) else math.inf
 
 
 def effects(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog]) -> list[str]:
-    """The cost of a run: its change of perplexity with the interval, its divergence, for how many tokens its answers
-    are the same or else how often its top token is, and its size unless it is simulated; of the base and of a log,
-    which have no change that is paired, the perplexity."""
+    """List the cost of a run: its change of perplexity with the interval, its divergence, the length of the agreement
+    of answers (without it, that of top tokens), and its size unless simulated. The base and logs, whose change cannot
+    be paired, have their perplexity instead."""
     parts, change = [f"perplexity {plain(figures.perplexity.value).text}"], figures.ppl_change
     if change is not None:
         cell = with_interval(change, scale=100, sign="+")
@@ -151,27 +151,27 @@ def effects(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog])
     return parts
 
 
-def _order(what: str, verdicts: dict[tuple[str, str], Verdict]) -> Iterator[str]:
-    """Say which runs are shown to be worse than others, and for which pairs nothing is shown. A verdict is on the first
-    of two."""
+def _order(metric: str, verdicts: dict[tuple[str, str], Verdict]) -> Iterator[str]:
+    """Say which runs are shown to be worse than others, and for which pairs no difference is shown. Each verdict is on
+    the first run of its pair."""
     labels = [*dict.fromkeys(label for second, first in verdicts for label in (first, second))]
     both_ways = {**verdicts, **{(second, first): OPPOSITE[verdict] for (first, second), verdict in verdicts.items()}}
     undecided = [
         f"{first} and {second}" for (second, first), verdict in verdicts.items() if verdict == "no difference shown"
     ]
     if len(undecided) == len(labels) * (len(labels) - 1) / 2 > 0:
-        yield f"No difference by {what} is shown between any two copies."
+        yield f"No difference by {metric} is shown between any two copies."
         return
     betters = {label: [other for other in labels if both_ways.get((label, other)) == "worse"] for label in labels}
-    for better in {tuple(each): each for each in betters.values() if each}.values():
+    for better in {tuple(others): others for others in betters.values() if others}.values():
         worse = [label for label in labels if betters[label] == better]
-        yield f"{_listed(worse)} {_are(worse)} worse than {_listed(better)} by {what}."
+        yield f"{_listed(worse)} {_are(worse)} worse than {_listed(better)} by {metric}."
     if undecided:
-        yield f"No difference by {what} is shown between {', nor between '.join(undecided)}."
+        yield f"No difference by {metric} is shown between {', nor between '.join(undecided)}."
 
 
 def _lanes(comparison: RunComparison) -> Iterator[str]:
-    """Whether another lane of a model agrees with its prefill lane."""
+    """Say whether another lane of a model agrees with its prefill lane."""
     before = tokens_before(comparison.files)
     for pair in comparison.pairs:
         prefill, other = sorted((pair.first, pair.second), key=lambda run: run.lane != "prefill")
@@ -179,7 +179,7 @@ def _lanes(comparison: RunComparison) -> Iterator[str]:
         if before is None or not is_one_model or (prefill.lane == "prefill") == (other.lane == "prefill"):
             continue
         first, second, by = prefill.nlls, other.nlls, "NLL"
-        # By rounding a model diverges from itself more in the other lane.
+        # Compare the original by NLL: its divergences are only rounding, which is larger in other lanes.
         if (
             pair.kld_difference is not None
             and prefill.kld is not None
@@ -192,7 +192,7 @@ def _lanes(comparison: RunComparison) -> Iterator[str]:
 
 
 def _noise_floor(runs: Sequence[RunFigures]) -> Iterator[str]:
-    """Nothing of the reference's own run, which the floor is made of."""
+    """Compare runs with the noise floor, except the run that the floor comes from."""
     files = [figures.run for figures in runs]
     unused = (run.reference.unused_floor(run.lane) for run in files if run.reference is not None)
     for reason in dict.fromkeys(filter(None, unused)):
@@ -218,7 +218,7 @@ def _noise_floor(runs: Sequence[RunFigures]) -> Iterator[str]:
 
 
 def agreements(runs: Sequence[RunFigures]) -> Iterator[str]:
-    """For how long runs give the same answers as their reference's model."""
+    """Say for how many tokens runs give the same answers as their reference's model."""
     for figures in runs:
         run, median, sampled = figures.run.answers or figures.run, figures.agreement_median, figures.expected_agreement
         original = "" if run.reference is None else run.reference.model
@@ -263,13 +263,13 @@ _IN_WORDS = {
     "speculative_method": "speculative decoding",
     "batch_invariant": "batch invariance",
 }
-"""In the order in which they are shown."""
+"""Names of the fields of `ComputedBy`, in the order in which they are shown."""
 _WITHOUT_INFLUENCE = {"num_devices", "data_parallel_size"}
-"""Replicas compute alike, each by itself; how many GPUs share a model, the other sizes say."""
+"""Fields that do not change results: replicas compute independently, and other fields say how many share a model."""
 
 
 def in_words(computed_by: ComputedBy | None) -> str:
-    """All that is known of it."""
+    """List all known fields as a phrase."""
     values = {} if computed_by is None else computed_by.model_dump(exclude_none=True)
     return "; ".join(f"{words} {_value(values[name])}" for name, words in _IN_WORDS.items() if name in values)
 
@@ -278,16 +278,16 @@ _SCHEME = re.compile(r"CompressedTensorsW\w+")
 
 
 def computed_differently(runs: Sequence[RunFile]) -> list[str]:
-    """A sentence of what two runs are known to differ by, or a run and its reference, and one of each run whose kernel
-    computes wrongly; none where there is nothing.
+    """Warn of differences in how runs and references were computed, in one sentence, and of each run with a known
+    fault; empty if there are none.
 
-    Kernels are those of a quantization and its schemes: they are compared among equal ones.
+    Kernels depend on the quantization and its schemes, so they are compared only between models with the same ones.
     """
     sources: list[tuple[str, ServedModel, str | None]] = [
         (run.label, run.server, run.lane) for run in runs if not run.is_reference
     ]
-    sources += [(f"reference {each.model}", each, None) for run in runs if (each := run.reference) is not None]
-    # By what it is and, of kernels, the quantization: every value with the labels that have it.
+    sources += [(f"reference {other.model}", other, None) for run in runs if (other := run.reference) is not None]
+    # The labels of each value, by the field's name and, for kernels, the quantization.
     labels_by_value: dict[tuple[str, str | None], dict[str, dict[str, None]]] = {}
     for name in ("dtype", "lane", *(name for name in _IN_WORDS if name not in _WITHOUT_INFLUENCE)):
         for label, model, lane in sources:
@@ -308,7 +308,7 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
 
 
 def _scheme(model: ServedModel) -> str:
-    """The quantization and, of compressed-tensors, the classes of the schemes in which layers are quantized."""
+    """The quantization, and for compressed-tensors the classes of its schemes."""
     kernels = (model.computed_by and model.computed_by.kernels) or ()
     return " ".join([model.quantization or "", *sorted({*_SCHEME.findall(" ".join(kernels))})])
 

@@ -1,4 +1,4 @@
-"""A comparison as text for a terminal and as CSV, and tables in Markdown."""
+"""Shows a comparison as text for a terminal and as CSV, and tables in Markdown."""
 
 import csv
 import io
@@ -47,19 +47,19 @@ _RUN_SECTIONS = (
     ("kld", "same_top_p", "kld_over_noise_floor"),
     ("kld_median", "kld_p95", "kld_p99", "kld_p999", "kld_max", "delta_p_rms"),
 )
-"""Metrics of the tables of runs; the last two are for runs with divergences."""
+"""Metrics in the tables of runs; the last two tables are for runs with divergences."""
 _AGREEMENT_SECTIONS = (
     ("agreement_median", "agreement_p25", "agreement_p75", "agreement_p10"),
     ("agreement_share", "agreement_ties", "agreement_floor", "agreement_floor_share"),
     ("expected_agreement",),
 )
-"""Metrics of the tables of runs whose reference has answers."""
+"""Metrics in the tables of runs whose reference has answers."""
 _GROUP_SECTIONS = (
     ("perplexity", "ppl_ratio"),
     ("kld", "same_top_p"),
     ("agreement_median", "agreement_share", "expected_agreement"),
 )
-"""Metrics of the tables of groups."""
+"""Metrics in the tables of groups."""
 Rows = Sequence[RunFigures[RunFile | EngineLog]]
 
 
@@ -70,11 +70,11 @@ class Column:
     header: str
     cells: Sequence[str]
     right: bool = True
-    """Whether it is set flush right."""
+    """Whether cells are aligned to the right."""
 
 
 def as_text(comparison: RunComparison) -> str:
-    """Several tables, so that each fits in 120 columns where labels are short, and the summary."""
+    """Show the settings, several tables, each at most 120 columns wide if labels are short, and the summary."""
     sections = chain(
         _run_sections(comparison),
         _pair_sections(comparison),
@@ -90,12 +90,13 @@ def as_text(comparison: RunComparison) -> str:
 
 
 def paragraphs(*parts: Sequence[str]) -> str:
-    """Lines with an empty one between two parts, of which empty ones are left out."""
+    """Join parts, which are lines, with an empty line between them. Empty parts are left out."""
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
 def as_csv(comparison: RunComparison | None, accuracies: Iterable[CsvRow] = ()) -> str:
-    """One line per figure that is known, in full precision. A pair's `run` is the second, `base` the first."""
+    """Write one line per known figure, in full precision. In a line on a pair, `run` is the second run and `base` the
+    first."""
     rows = [*(() if comparison is None else _csv_rows(comparison)), *accuracies]
     file = io.StringIO()
     writer = csv.DictWriter(file, _CSV_HEADER, lineterminator="\n")
@@ -105,7 +106,7 @@ def as_csv(comparison: RunComparison | None, accuracies: Iterable[CsvRow] = ()) 
 
 
 def _as_text(cell: object) -> object:
-    """A cell, after an apostrophe if it is text that a spreadsheet would take for a formula and compute."""
+    """Put an apostrophe before text that a spreadsheet would compute as a formula."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
 
 
@@ -162,7 +163,7 @@ def _settings(comparison: RunComparison) -> list[str]:
         f"{run.num_windows:,} windows: {run.method}, context length {run.context_length:,}, stride {run.stride:,}; "
         f"{comparable_with(corpus, run.context_length)}.",
         f"{measured_by(comparison)}.",
-        "± takes tokens as independent; [ ] is a 95 % interval for which tokens near each other depend on each other.",
+        "± takes tokens as independent; [ ] is a 95 % interval that takes neighboring tokens as dependent.",
         comparison.intervals_in_words(f"Seed {comparison.seed}"),
     ]
 
@@ -177,7 +178,7 @@ def measured_by(comparison: RunComparison) -> str:
 
 
 def _cells(name: str, values: Iterable[Figure | float | None]) -> list[str]:
-    """Values of a metric, each with its errors."""
+    """Format values of a metric, each with its errors."""
     metric = METRICS[name]
     return [cell_of(metric, value, metric.digits).in_text for value in values]
 
@@ -196,19 +197,19 @@ def _run_sections(comparison: RunComparison) -> list[list[Column]]:
 def _known_sections(
     labels: Sequence[Column], rows: Rows, sections: Iterable[Sequence[str]], base: str = ""
 ) -> list[list[Column]]:
-    """The sections of a table after the labels of its rows, without figures that no row has."""
-    known = [[name for name in names if any(row.value(name) is not None for row in rows)] for names in sections]
-    return [[*labels, *_figures(rows, names, base)] for names in known if names]
+    """The sections of a table, each after the labels of the rows, without figures that no row has."""
+    used = [[name for name in names if any(row.value(name) is not None for row in rows)] for names in sections]
+    return [[*labels, *_figures(rows, names, base)] for names in used if names]
 
 
 def _figures(rows: Rows, names: Iterable[str], base: str) -> Iterator[Column]:
-    """One column for each metric, each figure with its errors."""
+    """Yield one column per metric; figures have their errors."""
     for name in names:
         yield Column(METRICS[name].heading.format(base=base), _cells(name, [row.value(name) for row in rows]))
 
 
 def agreement_as_text(comparison: RunComparison) -> list[str]:
-    """Tables on answers and sentences on them, for a terminal; none where the reference has no answers."""
+    """Tables and sentences on answers, for a terminal; empty if the reference has no answers."""
     rows = [row for row in comparison.runs if row.agreement_share or row.expected_agreement]
     label = Column("run", [row.run.label for row in rows], right=False)
     sections = ["\n".join(aligned(section)) for section in _known_sections([label], rows, _AGREEMENT_SECTIONS)]
@@ -234,7 +235,8 @@ def _pair_sections(comparison: RunComparison) -> list[list[Column]]:
 
 
 def best_at_each_size(comparison: RunComparison) -> list[Column]:
-    """The runs that no smaller one beats, by divergence where all have one, else by perplexity; none without sizes."""
+    """A table of the runs that no smaller run beats, by divergence if all have one, else by perplexity; empty without
+    sizes."""
     name = "kld" if all(figures.kld is not None for figures in comparison.runs) else "perplexity"
     axis, drawn = points(comparison, [getattr(figures, name) for figures in comparison.runs])
     if axis is None or len(drawn) < MIN_FRONT:
@@ -248,7 +250,7 @@ def best_at_each_size(comparison: RunComparison) -> list[Column]:
 
 
 def group_tables(comparison: RunComparison) -> Iterator[list[Column]]:
-    """The sections of a table for each way in which the text is divided."""
+    """Yield the sections of one table per division of the text into groups."""
     for by in dict.fromkeys(group.by for group, _ in comparison.groups):
         groups, rows = zip(*(pair for pair in comparison.groups if pair[0].by == by), strict=True)
         labels = [
@@ -260,15 +262,14 @@ def group_tables(comparison: RunComparison) -> Iterator[list[Column]]:
 
 
 def group_notes(comparison: RunComparison) -> list[str]:
-    """Why some groups have no intervals although the text has."""
+    """Explain why some groups have no intervals although the text has."""
     if not comparison.has_intervals or all(figures.perplexity.low is not None for _, figures in comparison.groups):
         return []
     return [f"Without an interval: groups with tokens in fewer than {MIN_UNITS} of the documents or windows drawn."]
 
 
 def short_labels(labels: Sequence[str], length: int) -> list[str]:
-    """Labels of at most so many characters: of long ones the beginning and the end, numbered where several would be
-    one."""
+    """Shorten labels to `length` characters, their beginning and end. If several become equal, they are numbered."""
     half = length // 2
     short = [label if len(label) <= length else f"{label[: half - 1]}…{label[-half:]}" for label in labels]
     counts = Counter(short)
@@ -279,7 +280,7 @@ def short_labels(labels: Sequence[str], length: int) -> list[str]:
 
 
 def aligned(columns: Iterable[Column]) -> list[str]:
-    """A table's lines for a terminal."""
+    """Format a table for a terminal, one line per row."""
     padded = []
     for column in columns:
         cells = [column.header, *map(_one_line, column.cells)]
@@ -289,7 +290,7 @@ def aligned(columns: Iterable[Column]) -> list[str]:
 
 
 def markdown_rows(columns: Iterable[Column]) -> list[str]:
-    """A table's lines in Markdown."""
+    """Format a table in Markdown, one line per row."""
     all_cells = []
     for column in columns:
         cells = [escaped(_one_line(cell)) for cell in column.cells]
@@ -302,7 +303,7 @@ def _one_line(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """A label may have what Markdown takes for its own."""
+    """Escape Markdown's special characters, which labels may have."""
     for character in "\\|`*_<[":
         text = text.replace(character, f"\\{character}")
     return text

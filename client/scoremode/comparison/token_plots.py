@@ -1,4 +1,4 @@
-"""Plots of single tokens: how their values are distributed, and where in the text runs begin to differ."""
+"""Plots values of single tokens: their distribution, and where in the text runs begin to differ."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -24,18 +24,18 @@ from scoremode.comparison.run_file import RunFile
 from scoremode.kld import CONFIDENCE_EDGES, Floats, bucket_of, clustered_standard_error
 
 Numbered = Sequence[tuple[int, RunFile]]
-"""Runs with their places in the comparison, which decide their colors."""
+"""Runs with their indices in the comparison, which decide their colors."""
 
 Curve = tuple[int | None, str, Agreement]
-"""A run's place and label, or no place and the label of a floor."""
+"""A run's index, label and agreement; a noise floor has no index."""
 
 _CURVE_POINTS = 400
-"""As many as a plot can show; one point per token would make a file of many megabytes."""
+"""Points of a curve, as many as a plot can show: one per token would make a file of many megabytes."""
 _Z_95 = 1.959964
 
 
 def draw_kld_distribution(runs: Numbered, floor: float | None, drawing: Drawing, axes: Axes, theme: Theme) -> None:
-    """The share of tokens whose KL divergence is larger, both axes logarithmic."""
+    """Plot the share of tokens whose KL divergence is larger than a value; both axes are logarithmic."""
     positive = [values[(values > 0) & np.isfinite(values)] for values in (_kld(run) for _, run in runs)]
     low = min((np.quantile(values, 0.002) for values in positive if len(values)), default=1e-6)
     high = max((values.max() for values in positive if len(values)), default=1.0)
@@ -43,9 +43,9 @@ def draw_kld_distribution(runs: Numbered, floor: float | None, drawing: Drawing,
     for index, run in runs:
         values = _kld(run)
         shares, zeros = survival(values, thresholds), float((values <= 0).mean())
-        shown = run.label + (f" ({_percent(zeros)} exactly 0)" if zeros else "")
+        legend_text = run.label + (f" ({_percent(zeros)} exactly 0)" if zeros else "")
         form = "{1:.3%} of tokens have more than {0:.2g} nats"
-        draw_curve(axes, theme, index, thresholds, shares, run.label, shown, form)
+        draw_curve(axes, theme, index, thresholds, shares, run.label, legend_text, form)
     axes.set_xlim(thresholds[0], thresholds[-1])
     axes.set_ylim(max(0.5 / max(len(run.nlls) for _, run in runs), 1e-7), 1.3)
     plain_log_axis(axes, "x")
@@ -56,21 +56,21 @@ def draw_kld_distribution(runs: Numbered, floor: float | None, drawing: Drawing,
 
 
 def survival(values: Floats, thresholds: Floats) -> Floats:
-    """The share of values above each threshold; NaN, which is not drawn, where it is 0."""
+    """The share of values above each threshold; NaN, which is not drawn, in place of 0."""
     above = len(values) - np.searchsorted(np.sort(values), thresholds, side="right")
     return np.where(above > 0, above / len(values), np.nan)
 
 
 def draw_agreement(curves: Sequence[Curve], drawing: Drawing, axes: Axes, theme: Theme) -> None:
-    """The share of answers that are the same for at least so many tokens, of runs and of the original in lanes."""
+    """Plot the share of answers that are the same for at least a number of tokens."""
     for index, label, agreement in curves:
         tokens, shares = agreement.survival()
         longest = int(max(agreement.sizes.max(), tokens[-1]))
         shown = np.unique(np.linspace(0, longest, _CURVE_POINTS).astype(int))
-        # The share holds from a token on until the next at which an answer parts.
-        held = shares[np.searchsorted(tokens, shown, side="right") - 1]
+        # The share is constant up to the next token at which an answer parts.
+        shown_shares = shares[np.searchsorted(tokens, shown, side="right") - 1]
         form = "{1:.1%} of answers are the same for {0:,.0f} tokens"
-        draw_curve(axes, theme, index, shown.astype(float), held, label, label, form)
+        draw_curve(axes, theme, index, shown.astype(float), shown_shares, label, label, form)
     axes.set_ylim(0, 1.02)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -84,7 +84,7 @@ def _percent(share: float) -> str:
 
 
 def draw_kld_by_confidence(runs: Numbered, drawing: Drawing, axes: Axes, theme: Theme) -> None:
-    """Mean KL divergence of the tokens where the reference was so sure of its top token."""
+    """Plot the mean KL divergence of tokens, grouped by the reference's probability of its top token."""
     edges = CONFIDENCE_EDGES
     means, errors = zip(*(confidence_means(run) for _, run in runs), strict=True)
     for place, (index, run) in enumerate(runs):
@@ -102,7 +102,7 @@ def draw_kld_by_confidence(runs: Numbered, drawing: Drawing, axes: Axes, theme: 
             )
             add_tip(container.get_children(), f"{run.label}: {mean:.3g} ± {error:.2g} nats")
     if np.nanmin(means) > 0:
-        # Intervals that reach 0 go off a log axis.
+        # Set the limits by the means, because intervals that reach 0 leave a log axis.
         axes.set_ylim(np.nanmin(means) / 4, 1.5 * np.nanmax(np.add(means, _Z_95 * np.nan_to_num(errors))))
         plain_log_axis(axes, "y")
     counts = np.bincount(_buckets(runs[0][1]), minlength=len(edges) - 1)
@@ -116,18 +116,18 @@ def draw_kld_by_confidence(runs: Numbered, drawing: Drawing, axes: Axes, theme: 
 
 
 def confidence_means(run: RunFile) -> tuple[Floats, Floats]:
-    """Mean KL divergence of each bucket, [buckets], and its standard error with windows as independent.
+    """Mean KL divergence of each bucket, [buckets], and its standard error if windows are independent.
 
-    NaN for a bucket that is empty, and for the error where fewer than two windows have tokens in it.
+    The mean of an empty bucket is NaN, and so is the error if fewer than two windows have tokens in the bucket.
     """
     bucket, kld = _buckets(run), _kld(run)
     window = np.repeat(np.arange(len(run.window_sizes)), run.window_sizes)
     means, errors = [], []
     for index in range(len(CONFIDENCE_EDGES) - 1):
-        chosen = (bucket == index) & np.isfinite(kld)
-        values = kld[chosen]
+        is_inside = (bucket == index) & np.isfinite(kld)
+        values = kld[is_inside]
         means.append(values.mean() if len(values) else np.nan)
-        errors.append(clustered_standard_error(values, np.bincount(window[chosen])))
+        errors.append(clustered_standard_error(values, np.bincount(window[is_inside])))
     return np.array(means), np.array(errors)
 
 
@@ -137,13 +137,13 @@ def _buckets(run: RunFile) -> NDArray[np.intp]:
 
 
 def draw_running_difference(base: RunFile, runs: Numbered, drawing: Drawing, axes: Axes, theme: Theme) -> None:
-    """Mean NLL less the base's over the text up to a token: a difference that holds is level at the right."""
+    """Plot the mean NLL minus the base's, over the text up to a token. A lasting difference is level at the right."""
     num_tokens = len(base.nlls)
     shown = np.unique(np.linspace(0, num_tokens - 1, _CURVE_POINTS).astype(int))
     settled = []
     for index, run in runs:
         means = running_difference(run, base)
-        # After the first fiftieth of the text, a running mean is fit to set the limits of the axis.
+        # The running mean varies too much in the first fiftieth of the text to set the limits of the axis.
         settled.append(means[num_tokens // 50 :])
         form = "{1:+.4f} nats over {0:,.0f} tokens"
         draw_curve(axes, theme, index, shown + 1, means[shown], run.label, run.label, form)

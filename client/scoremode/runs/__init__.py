@@ -1,5 +1,5 @@
-"""Runs over the windows of a text, as a library: what `ppl-client` measures, records and exports, their journals and
-results, and the servers that share a run."""
+"""Runs over the windows of a text: the measurements, recordings and exports of `ppl-client` as a library, with their
+journals, results, and pools of servers."""
 
 from scoremode.runs.answers import record_answers
 from scoremode.runs.calibration import DEFAULT_THRESHOLD, Calibration, FinishedRun, Overlap, measure_overlap

@@ -1,5 +1,4 @@
-"""A served model's own answers to prompts, recorded as a reference: what `ppl-client record --prompts` runs, as a
-library."""
+"""Records a served model's own answers to prompts as a reference, for `ppl-client record --prompts` and for Python."""
 
 import hashlib
 import json
@@ -27,16 +26,17 @@ from scoremode.wire import Answer, Answers, AnswerSettings, Reference, Reference
 _log = logging.getLogger(__name__)
 
 MAX_RECORDING_BYTES = 1 << 27
-"""Bytes of the request that records all answers, whatever the server takes: their prompts are read again later."""
+"""Limit on the bytes of the request that records all answers, even if the server accepts more: the client later reads
+the prompts back."""
 OTHER_BYTES = 4096
-"""The part of that request for names and settings."""
+"""Bytes of that request for names and settings."""
 LISTS_PER_ANSWER = 3
-"""Lists and objects in JSON."""
+"""Lists and objects of one answer in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswersPlan:
-    """The prompts that a model answers, as the journal has them."""
+    """The prompts that a model answers; the `Measurement` of their journal."""
 
     server: ServerInfo
     model: str
@@ -54,7 +54,7 @@ class AnswersPlan:
         return GeneratedAnswer(index=index, token_ids=token_ids, text=text)
 
     def nats(self, window: GeneratedAnswer) -> float:
-        """Nothing: an answer is not scored yet."""
+        """Return 0: answers are scored later, when they are recorded."""
         return 0.0
 
     def header(self) -> dict[str, object]:
@@ -75,29 +75,29 @@ class AnswersPlan:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that the request with all answers may have."""
+        """Limit on the bytes of the request with all answers."""
         return min(self.server.bounds.recording_bytes, MAX_RECORDING_BYTES)
 
     @property
     def most_needed(self) -> int:
-        """Bytes of the longest request that the answers can make, without their texts."""
+        """Bytes of the request if every answer has its full length, without the answers' texts."""
         num_new = len(self.prompts) * self.settings.max_new_tokens
         token_bytes = len(f"{self.server.vocab_size},")
         return self._num_bytes(self._joined([([], "")] * len(self.prompts))) + num_new * token_bytes
 
     def answers(self, generated: Sequence[GeneratedAnswer]) -> Answers:
-        """The answers to all prompts, as they are recorded: without their texts, which are only kept, if the request
-        would be too long with them."""
-        answers = self._joined((each.token_ids, each.text) for each in generated)
+        """Make the answers to record. If the request would be too long, their texts, which are only stored, are left
+        out."""
+        answers = self._joined((answer.token_ids, answer.text) for answer in generated)
         if self._num_bytes(answers) <= self.most_bytes:
             return answers
         _log.warning("the answers are recorded without their texts, which are too long for one request")
-        return self._joined((each.token_ids, "") for each in generated)
+        return self._joined((answer.token_ids, "") for answer in generated)
 
     def check_bounds(self) -> None:
-        """Make sure that a reference can have all answers, however long they are. CorpusError if it cannot."""
+        """Raise CorpusError if a reference could not have all answers at their full length."""
         bounds, num_prompts = self.server.bounds, len(self.prompts)
-        # A list for the answers in an object.
+        # 2 for the object and the list that contain the answers.
         most_prompts = min(bounds.sequences, (bounds.lists - 2) // LISTS_PER_ANSWER)
         if num_prompts > most_prompts:
             raise CorpusError(
@@ -108,11 +108,11 @@ class AnswersPlan:
             raise CorpusError(
                 f"{num_prompts:,} prompts with answers of {self.settings.max_new_tokens:,} tokens can have "
                 f"{most_needed:,} bytes, and one recording takes {self.most_bytes:,}: answer fewer (--num-samples), "
-                "ask for shorter answers (--max-new-tokens), or start the server with a larger --max-request-bytes"
+                "make answers shorter (--max-new-tokens), or start the server with a larger --max-request-bytes"
             )
 
     def _joined(self, answers: Iterable[tuple[list[int], str]]) -> Answers:
-        """The prompts with answers as token ids and texts."""
+        """Combine the prompts with their answers, given as token ids and texts."""
         data = [
             Answer(prompt_token_ids=prompt, token_ids=token_ids, text=text)
             for prompt, (token_ids, text) in zip(self.prompts, answers, strict=True)
@@ -138,25 +138,25 @@ async def record_answers(
     """Have a served model answer prompts, and record its distributions over the answers' tokens.
 
     Args:
-        client: Of one server, as for `record_reference`.
+        client: Client of one server, as for `record_reference`.
         prompts: Conversations or documents, from `load_prompts`.
-        name: Of the reference.
+        name: Name of the reference.
         settings: How the answers are generated.
         concurrency: Prompts in flight at once; by default as many as the server runs sequences at once.
-        folder: Keeps a journal of the answers until the reference is complete, from which the same call resumes.
-        on_progress: Called for each answer that is generated, which takes most of the time.
+        folder: Folder of the journal, from which the same call resumes until the reference is complete.
+        on_progress: Called for each generated answer; generating takes most of the time.
 
     Raises:
-        ScoremodeError: a prompt cannot be answered within the model's context, or one recording cannot have all
-            answers, which is found before any answer is generated; the journal or the reference of that name is of
-            something else; or as in `record_reference`.
+        ScoremodeError: a prompt and its answer exceed the model's context, or one recording cannot have all answers
+            (both before any answer is generated); the journal or the reference belongs to another run; or as in
+            `record_reference`.
     """
     pool = await Pool.connect(client, concurrency)
     path = folder / f"{name}.answers{JOURNAL_SUFFIX}"
     earlier = await _recorded(client, pool.info, prompts, name, settings)
     if earlier is not None:
         if earlier.complete:
-            # Left by a command that ended before it could.
+            # The earlier command ended before it could delete its journal.
             path.unlink(missing_ok=True)
             return Recording(prompts, earlier, earlier.num_recorded, 0.0)
         if not path.exists():
@@ -169,7 +169,7 @@ async def record_answers(
     plan = AnswersPlan(pool.info, client.model or pool.info.model, prompts, token_ids, settings)
     plan.check_bounds()
     with closing(Journal(path, plan)) as journal:
-        _log.info("answers are kept in %s until the reference is complete; it has %d", path, journal.num_done)
+        _log.info("%s stores answers until the reference is complete; it has %d", path, journal.num_done)
         run = await measure(plan, pool, lambda _: journal, on_progress)
         answered = replace(prompts, answers=plan.answers(run.in_order()))
         recording = await record_reference(client, answered, name)
@@ -180,9 +180,9 @@ async def record_answers(
 async def _recorded(
     client: AsyncScoreClient, server: ServerInfo, prompts: Corpus, name: str, settings: AnswerSettings
 ) -> Reference | None:
-    """The reference, if the server has it, perhaps not complete. OutputError if there is another of that name."""
-    # Fails before anything is generated if the server has no folder for references.
-    reference = next((each for each in await client.references() if each.name == name), None)
+    """The server's reference, perhaps incomplete; None if there is none. OutputError if the name belongs to another."""
+    # If the server has no folder for references, this fails before anything is generated.
+    reference = next((reference for reference in await client.references() if reference.name == name), None)
     if reference is None:
         return None
     wanted = ReferenceAnswers(**settings.model_dump(), num_answers=prompts.num_rows)
@@ -190,14 +190,15 @@ async def _recorded(
     is_same_model = reference.is_of(server) and not any(reference.other_stops(server))
     if not (is_same_text and reference.answers == wanted and is_same_model):
         raise OutputError(
-            f"there is a reference {name!r} already, of another model, other prompts or other settings of answers: "
-            "delete it, or take another name"
+            f"there is already a reference {name!r} with another model, other prompts or other settings of answers: "
+            "delete it, or choose another name"
         )
     return reference
 
 
 async def _tokenized(client: AsyncScoreClient, server: ServerInfo, prompts: Corpus) -> list[list[int]]:
-    """The token ids of each prompt: a conversation's by the chat template, a text's as completions have them."""
+    """The token ids of each prompt: a conversation is rendered by the chat template, a text tokenized as for
+    completions."""
 
     async def tokens_of(row: int) -> list[int]:
         try:
@@ -205,7 +206,7 @@ async def _tokenized(client: AsyncScoreClient, server: ServerInfo, prompts: Corp
                 return await client.tokenize(prompts.documents[row])
             messages, tools = prompts.conversations[row].messages, prompts.conversations[row].tools
             if server.chat_template_fingerprint is None:
-                # Without a Jinja template, or older.
+                # This server has no Jinja template, or is older.
                 return await client.tokenize_messages(messages, tools, prompts.chat_template_kwargs)
             [sequence] = await client.turns(messages, tools, prompts.chat_template_kwargs, add_generation_prompt=True)
             return sequence["token_ids"]
@@ -222,5 +223,5 @@ def _check_lengths(prompts: Corpus, token_ids: Sequence[Sequence[int]], max_new_
         if len(tokens) + max_new_tokens > context:
             raise CorpusError(
                 f"row {row} of {prompts.name} has {len(tokens)} tokens, which with {max_new_tokens} new ones "
-                f"(--max-new-tokens) exceed the model's context of {context}: shorten it, or ask for fewer"
+                f"(--max-new-tokens) exceed the model's context of {context}: shorten it, or allow fewer new ones"
             )

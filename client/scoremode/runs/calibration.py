@@ -1,7 +1,7 @@
-"""Windows that share text with what a quantization was calibrated on: it has seen them, so they flatter it.
+"""Finds windows that share text with a quantization's calibration data. Such windows make it look better than it is.
 
-Texts share their common 13-grams (13 tokens in a row), the measure used to search training sets for test sets
-(GPT-3, arXiv 2005.14165, appendix C).
+Overlap is measured in common 13-grams (13 consecutive tokens), as GPT-3's authors searched training sets for test sets
+(arXiv 2005.14165, appendix C).
 """
 
 import hashlib
@@ -20,7 +20,7 @@ FinishedRun = Evaluation | KldMeasurement
 NGRAM = 13
 DEFAULT_THRESHOLD = 0.3
 
-# A hash of an n-gram is the sum of its tokens times these, modulo 2**64.
+# The hash of an n-gram is the sum of its tokens times these factors, modulo 2**64.
 _FACTORS = np.random.default_rng(NGRAM).integers(2**63, dtype=np.uint64, size=NGRAM) * np.uint64(2) + np.uint64(1)
 
 
@@ -29,9 +29,9 @@ class Calibration:
     name: str
     texts: list[str]
     token_ids: list[list[int]]
-    """Of each text, by the tokenizer of the model that is measured."""
+    """Token ids of each text, by the measured model's tokenizer."""
     threshold: float
-    """A window that shares more than this has been seen."""
+    """A window with a larger share of common n-grams counts as seen."""
 
     @property
     def num_tokens(self) -> int:
@@ -40,22 +40,21 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlap:
-    """How much the windows of a run share with a calibration text."""
+    """How much the windows of a run share with the calibration texts."""
 
     calibration: Calibration
     shares: NDArray[np.float64]
-    """[windows], share of each window's n-grams that the calibration text has too; 0 for a window without n-grams."""
+    """[windows], share of each window's n-grams that the calibration texts have too; 0 for a window without n-grams."""
     without: Any
-    """Figures, as the run's `figures_of` has them, of the windows that share no more than the threshold; None if there
-    are none."""
+    """Figures, from the run's `figures_of`, over the windows that are not seen; None if there are none."""
 
     @property
     def is_shared(self) -> NDArray[np.bool_]:
-        """[windows], whether the share is more than the threshold."""
+        """[windows], whether each share exceeds the threshold."""
         return self.shares > self.calibration.threshold
 
     def record(self) -> dict[str, object]:
-        """For a run's JSON."""
+        """The overlap's part of a run's JSON."""
         rest, text = self.without, self.calibration
         return {
             "calibration": {
@@ -71,7 +70,7 @@ class Overlap:
 
     @property
     def in_words(self) -> str:
-        """The text, and what windows share with it."""
+        """The calibration texts and the overlap, as a phrase."""
         text, num_shared = self.calibration, int(self.is_shared.sum())
         return (
             f"{text.name}, {text.num_tokens:,} tokens: {num_shared:,} of {len(self.shares):,} windows "
@@ -80,7 +79,7 @@ class Overlap:
 
 
 def measure_overlap(calibration: Calibration | None, run: FinishedRun) -> Overlap | None:
-    """Measure what the windows of a run share with a calibration text; None without such a text."""
+    """Measure how much the windows of a run share with the calibration texts; None without such texts."""
     if calibration is None:
         return None
     seen = np.unique(np.concatenate([_hashes(np.array(tokens, np.int64)) for tokens in calibration.token_ids]))
@@ -91,7 +90,7 @@ def measure_overlap(calibration: Calibration | None, run: FinishedRun) -> Overla
 
 
 def _hashes(token_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The hash of each n-gram, [tokens - n + 1]; none where there are fewer tokens."""
+    """The hash of each n-gram, [tokens - n + 1]; empty if there are fewer than n tokens."""
     if len(token_ids) < NGRAM:
         return np.empty(0, np.uint64)
     return np.asarray(sliding_window_view(token_ids.astype(np.uint64), NGRAM) @ _FACTORS)

@@ -1,4 +1,4 @@
-"""The file of a model card, in which only the text between marks is replaced, and a part of its front matter."""
+"""Edits the file of a model card. Only the text between two marks, and a part of the front matter, is replaced."""
 
 import re
 from pathlib import Path
@@ -7,14 +7,14 @@ from tempfile import TemporaryFile
 from scoremode.errors import RunError, file_errors
 
 START, END = "<!-- scoremode -->", "<!-- /scoremode -->"
-"""Marks on lines of their own."""
+"""Marks around the replaced text, each on its own line."""
 _FRONT_MATTER = re.compile(r"\ufeff?\s*---[ \t]*\r?\n((?:.*\n)*?)---[ \t]*\r?(?:\n|\Z)")
-"""As the hub reads it, also after a byte order mark and with blanks after the line."""
+"""Matches front matter as the hub does: a byte order mark, and blanks after the dashes, are allowed."""
 _MARK = re.compile(r"^\ufeff?<!-- (/?)scoremode -->[ \t]*(?=\r?$)", re.MULTILINE)
 
 
 def read_card(path: Path) -> str:
-    """The text of a card with its line ends and byte order mark; empty if there is no file yet.
+    """Read a card's text, including its line ends and byte order mark; empty if there is no file yet.
 
     Raises:
         RunError: the file cannot be read or written, is not UTF-8, or its marks are not one pair.
@@ -25,7 +25,7 @@ def read_card(path: Path) -> str:
         if path.exists():
             with path.open("r+b") as file:
                 content = file.read()
-    # UTF-16 without a byte order mark is valid UTF-8 as far as ASCII goes.
+    # Make NUL invalid, because ASCII in UTF-16 without a byte order mark would be valid UTF-8.
     try:
         text = content.replace(b"\0", b"\xff").decode()
     except UnicodeDecodeError as error:
@@ -35,18 +35,18 @@ def read_card(path: Path) -> str:
 
 
 def newline_of(text: str) -> str:
-    """The line end that most of a text's lines have."""
+    """The line end of most lines in a text."""
     return "\r\n" if 2 * text.count("\r\n") > text.count("\n") else "\n"
 
 
 def front_matter(text: str) -> slice | None:
-    """The place of the YAML at the head of a card, between its lines of dashes; None if it has none."""
+    """The range of the YAML between the lines of dashes at the top of a card; None if it has none."""
     match = _FRONT_MATTER.match(text)
     return None if match is None else slice(*match.span(1))
 
 
 def with_block(path: Path, text: str, markdown: str) -> str:
-    """The text of a card's file with new Markdown between its marks, or at its end with marks if it has none."""
+    """Put new Markdown between the marks in a card's text. A text without marks gets them at its end."""
     newline = newline_of(text)
     if (place := _between(path, text)) is None:
         gap = next(gap for gap in ("", newline, 2 * newline) if (text + gap).endswith(2 * newline))
@@ -57,7 +57,7 @@ def with_block(path: Path, text: str, markdown: str) -> str:
 
 
 def _between(path: Path, text: str) -> slice | None:
-    """The place between the marks below the front matter; None without marks. RunError if they are not one pair."""
+    """The range between the marks after the front matter; None without marks. RunError if they are not one pair."""
     head = front_matter(text)
     marks = [*_MARK.finditer(text, 0 if head is None else head.stop)]
     match [mark[1] for mark in marks]:
@@ -67,4 +67,4 @@ def _between(path: Path, text: str) -> slice | None:
             return slice(marks[0].end(), marks[1].start())
         case ["", *ends] if "/" not in ends:
             raise RunError(f"{path}: {START} has no {END} after it")
-    raise RunError(f"{path}: keep one {START} and one {END} after it: no block says which comparison it is from")
+    raise RunError(f"{path}: keep one {START} and one {END} after it, because blocks cannot be told apart")

@@ -1,4 +1,4 @@
-"""Conversations of a dataset, in OpenAI's shape or ShareGPT's, and what kind of text each of their tokens is."""
+"""Reads a dataset's conversations, in OpenAI's format or ShareGPT's, and classifies their tokens."""
 
 import json
 import re
@@ -14,9 +14,9 @@ from scoremode.errors import CorpusError
 from scoremode.windows import TOKEN_CLASSES
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns whose place in the messages a placeholder marks."""
+"""Columns of media, which placeholders in the messages refer to."""
 OPTIONAL_COLUMNS = ("tools", "system", *MEDIA)
-"""What a row may have next to its messages."""
+"""Columns that a row may have in addition to its messages."""
 _PLACEHOLDER = re.compile("<(?:image|video|audio)>")
 
 _NAMES = {
@@ -32,20 +32,20 @@ _NAMES = {
         "bot",
         "model",
         "output",
-        # A call of a tool, as text.
+        # Tool calls as text.
         "function_call",
         "tool_call",
     ),
     "tool": ("tool", "function", "observation", "function_response", "tool_response", "ipython"),
 }
 _ROLES = {name: role for role, names in _NAMES.items() for name in names}
-"""Roles of OpenAI's API by the names that sets for LLaMA-Factory, axolotl, FastChat, Unsloth and ms-swift have."""
+"""Maps the role names in datasets for LLaMA-Factory, axolotl, FastChat, Unsloth and ms-swift to OpenAI's roles."""
 RENDERED = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "task", "tools"}
-"""The fields of a message that vLLM hands to the chat template."""
+"""The fields of a message that vLLM passes to the chat template."""
 
-# No match begins again where another has looked: each takes as long as the text is, at most.
+# All patterns take linear time: no match attempt scans text again that an earlier one has scanned.
 _KINDS = {
-    # The generation prompt may hold the opening tag.
+    # The opening tag may be part of the generation prompt.
     "reasoning": re.compile(r"(?:<think>|\A(?=(?:(?!<think>).)*?</think>)).*?(?:</think>|\Z)", re.DOTALL),
     "tool call": re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)|(?:\[TOOL_CALLS\]|<\|python_tag\|>).*\Z", re.DOTALL),
 }
@@ -53,25 +53,25 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages as `/v1/chat/completions` has them, and the tools that they may call."""
+    """Messages as in `/v1/chat/completions`, and the tools that they may call."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     where: str = field(default="", compare=False)
-    """The row that it is from, in words."""
+    """Its row in the dataset, as error messages name it."""
 
 
 def read_conversation(row: Mapping[str, Any], column: str, where: str, *, is_prompt: bool = False) -> Conversation:
-    """Read a row of a dataset, whose messages and tools are lists, or JSON of lists. A prompt has no answer: if the
-    last message is the assistant's, it is left out.
+    """Read the messages and tools of a dataset's row, which are lists or JSON of lists. From a prompt, a last message
+    of the assistant is left out.
 
-    CorpusError with `where` if they are not, or the assistant says nothing, or images belong to the messages.
+    CorpusError with `where` if they have another format, the assistant says nothing, or the messages refer to images.
     """
     try:
         cells: list[Any] = [row.get(column), row.get("tools")]
-        messages, tools = (json.loads(each) if isinstance(each, str) and each else each for each in cells)
-        messages = [_message(each, f"{where}, message {number}") for number, each in enumerate(messages, 1)]
-        # Other sets have the function alone.
+        messages, tools = (json.loads(cell) if isinstance(cell, str) and cell else cell for cell in cells)
+        messages = [_message(message, f"{where}, message {number}") for number, message in enumerate(messages, 1)]
+        # Some datasets have only the function, without its type.
         tools = [
             {"type": "function", "function": tool} if tool.get("name") else tool
             for tool in ([tools] if isinstance(tools, dict) else tools or ())
@@ -87,7 +87,7 @@ def read_conversation(row: Mapping[str, Any], column: str, where: str, *, is_pro
         messages.pop()
     if is_prompt and not messages:
         raise CorpusError(f"{where} has no message before the assistant's answer")
-    if not is_prompt and not any(each["role"] == "assistant" and _has_content(each) for each in messages):
+    if not is_prompt and not any(item["role"] == "assistant" and _has_content(item) for item in messages):
         raise CorpusError(f"{where} has no answer of the assistant to score")
     if any(row.get(name) for name in MEDIA) and (match := _PLACEHOLDER.search(content)):
         raise CorpusError(f"{where} has {match[0]} in its messages: only text is scored")
@@ -97,7 +97,7 @@ def read_conversation(row: Mapping[str, Any], column: str, where: str, *, is_pro
 
 
 def _message(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """Bring a message into OpenAI's shape, without fields that are null because other rows of a table have them."""
+    """Convert a message to OpenAI's format. Null fields, which tables have for other rows' sake, are left out."""
     message = {name: value for name, value in fields.items() if value is not None}
     name = message.pop("from") if "from" in message else message["role"]
     role = _ROLES.get(str(name).lower().replace("-", "_"))
@@ -106,7 +106,7 @@ def _message(fields: dict[str, Any], where: str) -> dict[str, Any]:
     content = message.pop("value") if "value" in message else fields.get("content")
     message |= {"role": role}
     if content is not None or "content" in fields:
-        # Templates tell a call without content from one whose content is null.
+        # Templates distinguish a call without content from a call with null as its content.
         message["content"] = content
     if not isinstance(content, str | list) and (content is not None or not _has_content(message)):
         raise CorpusError(f"{where} has no text: its content is {json.dumps(content, default=str)}")
@@ -120,10 +120,10 @@ def _has_content(message: Mapping[str, Any]) -> bool:
 def token_classes(
     token_ids: NDArray[Any], window_sizes: Sequence[int], roles: Sequence[str], texts: Mapping[int, str]
 ) -> NDArray[np.uint8]:
-    """The index in `TOKEN_CLASSES` of each of n targets, whose `token_ids` are in the order of windows.
+    """Classify n targets, whose `token_ids` are in the order of windows: returns indices in `TOKEN_CLASSES`.
 
-    A window is one turn; other turns than the assistant's are `other`. `texts` has that of each token alone: tags are
-    found in the joined texts of a turn.
+    A window is one turn, and every token of a turn that is not the assistant's is `other`. Tags are searched in a
+    turn's joined `texts`, which has the text of each token by its id.
     """
     classes = np.full(len(token_ids), TOKEN_CLASSES.index("other"), np.uint8)
     end = 0

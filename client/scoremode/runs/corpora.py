@@ -1,6 +1,6 @@
-"""Texts to measure perplexity on: literal text, local files and folders, Hugging Face datasets, Python's own manual.
+"""Loads texts to measure: literal text, local files and folders, Hugging Face datasets, and Python's manual.
 
-The rows of a dataset are joined with a blank line, as the field does for WikiText-2, or as a preset says.
+A dataset's rows are joined with a blank line between them, as is usual for WikiText-2, or by the rules of a preset.
 """
 
 import hashlib
@@ -31,62 +31,62 @@ HUB_ALIASES = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
 """Short names of hub datasets: the repository and its default config."""
 
 PROMPT_COLUMNS = ("messages", "conversations", "prompt")
-"""Columns in which prompts are looked for, in this order; the last may have texts."""
+"""Columns that may have prompts, in the order of search; only the last may have texts."""
 
 MAX_LABEL = 1024
-"""Characters, as the server takes them."""
+"""The server's limit on the characters of a label."""
 
 _Row = tuple[str, Mapping[str, Any]]
-"""Where a row is, in words, and its values by column."""
+"""A row's place, as error messages name it, and its values by column."""
 _SUFFIXES = (".parquet", ".jsonl", ".txt")
 
 _CATEGORIES = Path(__file__).with_name("categories")
-"""SOURCES.md in it describes the files. A line `%` ends a document, as in files of `fortune`."""
+"""Folder of the texts by category; its SOURCES.md describes them. A line `%` ends a document, as in `fortune` files."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text and where it is from."""
+    """A text and its source."""
 
     name: str
     text: str
     source: str
-    """In words, enough to find the text again."""
+    """Describes the text well enough to find it again."""
     num_rows: int = 1
-    """Rows that the text was joined from, 1 for a text that is not a dataset."""
+    """Rows that the text was joined from; 1 if it is not from a dataset."""
     config: str | None = None
-    """Configuration of a dataset; this and the next are None for other texts."""
+    """The dataset's configuration; `config` and `split` are None for other texts."""
     split: str | None = None
     preset: Preset | None = None
-    """Whose rules it is joined by."""
+    """The tool whose rules join the text."""
     max_windows: int | None = None
-    """The number of first windows that are measured, if not all that the preset cuts."""
+    """How many of the first windows are measured; None for all that the preset cuts."""
     documents: tuple[str, ...] = ()
-    """What is scored, each without the others as context, where that is not the text as a whole."""
+    """Texts that are scored in place of `text`, each without the others as context; empty if `text` is scored."""
     num_bytes: int | None = None
-    """Bytes that bits per byte divide by, and next the words, where they differ from those of the scored text."""
+    """Bytes for bits per byte. It and `num_words` are None if they are those of the scored text."""
     num_words: int | None = None
     conversations: tuple[Conversation, ...] = ()
-    """Instead of a text."""
+    """Conversations that are scored in place of `text`."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     by: str | None = None
-    """The column that the labels are from."""
+    """The column that has the labels."""
     labels: tuple[str, ...] = ()
-    """Of each conversation or document, such as its language; empty without `by`."""
+    """One label per conversation or document, such as its language; empty without `by`."""
     answers: Answers | None = None
-    """A model's answers to the conversations or documents, which are then prompts."""
+    """A model's answers, if the conversations or documents are prompts."""
 
     @property
     def info(self) -> CorpusInfo:
-        """The description that a reference keeps."""
+        """The description that is stored with a reference."""
         names = CorpusInfo.model_fields.keys() - {"sha256"}
         return CorpusInfo(sha256=self.fingerprint, **{name: getattr(self, name) for name in names})
 
     @property
     def prompt(self) -> dict[str, Any]:
-        """The fields of a request that have it."""
+        """The fields of a request for the whole corpus."""
         if self.answers is not None:
             return {"answers": self.answers}
         if self.conversations:
@@ -94,17 +94,17 @@ class Corpus:
         return {"texts": list(self.documents)} if self.documents else {"prompt": self.text}
 
     def messages(self, start: int, stop: int) -> dict[str, Any]:
-        """The fields of a request that have some of the conversations."""
+        """The fields of a request for the conversations [start, stop)."""
         some = self.conversations[start:stop]
         return {
-            "messages": [each.messages for each in some],
-            "tools": [each.tools for each in some] if any(each.tools for each in some) else None,
+            "messages": [item.messages for item in some],
+            "tools": [item.tools for item in some] if any(item.tools for item in some) else None,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
 
     def named(self, error: BadRequestError, start: int = 0) -> ScoremodeError:
-        """An error of a server, with the row of the conversation that it is about, if it is about one of those that a
-        request had from `start` on."""
+        """Turn a server's error about a conversation into one that names its row; other errors stay as they are.
+        `start` is the index of the request's first conversation."""
         match = re.match(r"messages\[(\d+)\](?:\[(\d+)\])?", str(error))
         if match is None or not self.conversations:
             return error
@@ -117,16 +117,16 @@ class Corpus:
         """sha256 of the text in UTF-8, in hexadecimal."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
-    def warn_of_unscored(self, of_windows: Iterable[int]) -> None:
-        """Log which conversations or documents have no window, given the index of each window's."""
+    def warn_of_unscored(self, scored: Iterable[int]) -> None:
+        """Log which conversations or documents have no window; `scored` are the indices of those that have one."""
         num_rows = len(self.conversations or self.documents)
         reason = "have nothing to score and are left out"
         if self.answers is not None:
             reason = "have an empty answer, which keeps its place with length 0"
-        self.warn_of_rows({*range(num_rows)} - {*of_windows}, reason)
+        self.warn_of_rows({*range(num_rows)} - {*scored}, reason)
 
     def warn_of_rows(self, indices: Collection[int], reason: str) -> None:
-        """Log that something is so for some conversations or documents, if there are any."""
+        """Log a warning about some conversations or documents, if there are any; `reason` completes the sentence."""
         if indices:
             numbers = ", ".join(str(index + 1) for index in sorted(indices)[:10])
             numbers += ", ..." if len(indices) > 10 else ""
@@ -155,17 +155,22 @@ def load_corpus(
         dataset: `pydoc` (the Python language reference in the standard library); an alias such as `wikitext`; a path
             to a parquet, jsonl or txt file, or to a folder of them laid out like the hub's; or a name on the hub.
             A folder called `wikitext` is `./wikitext`.
-        config: Configuration of the dataset; a subfolder of a local one. It has a `split`, and the text in a `column`.
-        num_samples: Read the first rows only.
-        preset: Join it as this tool does; `categories` has its own text, and takes none of the sources.
-        max_windows: Say that only so many of the preset's windows are measured: see `presets.window_settings`.
-        messages: Column of the dataset that holds conversations, used instead of `column`; their tools are in the
-            column `tools`, if there is one, and a system message may be in a column `system`.
-        by: Column of the dataset that holds a label of each row. Rows are then not joined.
+        text: The text itself.
+        text_file: Path of a file that has the text.
+        config: Configuration of the dataset; for a local dataset, a subfolder.
+        split: Split of the dataset.
+        column: Column of the dataset that has the text.
+        num_samples: Read only this many rows.
+        preset: Join the rows as this tool does. `categories` has its own text, and takes no source.
+        max_windows: How many windows will be measured, for the corpus's description: see `presets.window_settings`.
+        messages: Column of the dataset that has conversations, used in place of `column`. A column `tools` may have
+            their tools, and a column `system` a system message.
+        by: Column of the dataset that has a label for each row. Rows are then not joined.
+        chat_template_kwargs: Passed to the chat template.
 
     Raises:
-        CorpusError: the text cannot be read, or there is none.
-        ValueError: not exactly one source.
+        CorpusError: the text cannot be read, or is empty.
+        ValueError: more or fewer than one source is given.
     """
     is_own_text = preset == presets.CATEGORIES
     if sum(source is not None for source in (dataset, text, text_file)) != (0 if is_own_text else 1):
@@ -185,7 +190,7 @@ def load_corpus(
         columns = [messages or column, *([by] if by else [])]
         corpus, rows = _load_dataset(dataset, config, split, columns, OPTIONAL_COLUMNS if messages else (), num_samples)
         _check_filled(rows, columns, dataset)
-    # Only datasets have rows of several columns.
+    # `by` is only possible for datasets.
     labels = tuple(_label(values[by]) for _, values in rows) if by else ()
     corpus = replace(corpus, num_rows=len(rows), by=by, labels=labels)
     if messages is not None:
@@ -200,7 +205,7 @@ def load_corpus(
     if by is not None:
         return replace(corpus, documents=tuple(texts))
     if preset == "llama.cpp":
-        # It reads a file without the newline at its end.
+        # llama.cpp removes the newline at a file's end.
         return replace(corpus, documents=(joined.removesuffix("\n"),))
     if preset == "lm-eval":
         pages = presets.lm_eval_pages(joined)
@@ -214,7 +219,7 @@ def load_corpus(
 
 
 def _load_categories() -> Corpus:
-    """The texts that come with the package. Their hash is that of the files joined in the order of their names."""
+    """Load the texts that come with the package. Their hash is over the files, joined in the order of their names."""
     files = {file.stem: file.read_bytes().decode() for file in sorted(_CATEGORIES.glob("*.txt"))}
     rows = [(name, text) for name, file in files.items() for text in file.removesuffix("\n").split("\n%\n")]
     return Corpus(
@@ -241,9 +246,9 @@ def load_prompts(
 
     Args:
         path: A jsonl or parquet file.
-        messages: Column that holds conversations; by default the first of PROMPT_COLUMNS that has a value in
-            some row. Texts are in `prompt` alone. A last message of the assistant is left out.
-        by: As for `load_corpus`, as are the others.
+        messages: Column that has conversations; by default the first of PROMPT_COLUMNS that has a value in any row.
+            Only `prompt` may have texts. A last message of the assistant is left out.
+        by: As for `load_corpus`, with the other arguments.
 
     Raises:
         CorpusError: the file cannot be read, has no such column or no row, or a row has no prompt.
@@ -253,13 +258,13 @@ def load_prompts(
     _check_filled(rows, columns, path.name)
     column = messages or next((name for name in PROMPT_COLUMNS if any(row.get(name) for _, row in rows)), None)
     if column is None:
-        known = ", ".join(PROMPT_COLUMNS)
         raise CorpusError(
-            f"--prompts: {path} has no row with a value in a column of {known}: --messages COLUMN names another"
+            f"--prompts: {path} has no value in any of the columns {', '.join(PROMPT_COLUMNS)}: name another column "
+            "with --messages COLUMN"
         )
     is_text = messages is None and column == "prompt" and not any(isinstance(row.get(column), list) for _, row in rows)
     if is_text and chat_template_kwargs:
-        raise CorpusError(f"--chat-template-kwargs is for conversations, and column {column!r} of {path} has texts")
+        raise CorpusError(f"--chat-template-kwargs is for conversations, but column {column!r} of {path} has texts")
     labels = tuple(_label(values[by]) for _, values in rows) if by else ()
     if long := [where for (where, _), label in zip(rows, labels, strict=False) if len(label) > MAX_LABEL]:
         raise CorpusError(f"{long[0]}: column {by!r} has a label of more than {MAX_LABEL:,} characters")
@@ -271,7 +276,7 @@ def load_prompts(
 
 
 def _check_filled(rows: list[_Row], columns: Iterable[str], where: str) -> None:
-    """Refuse a column that is null in every row: it is there only because other files of the dataset have it."""
+    """Raise CorpusError for a column that is null in every row, as one is that only the dataset's other files use."""
     for column in columns:
         if rows and all(values[column] is None for _, values in rows):
             raise CorpusError(f"column {column!r} of {where} is null in every row: name another column")
@@ -289,12 +294,12 @@ def _with_conversations(
     *,
     are_prompts: bool = False,
 ) -> Corpus:
-    if without := next((where for where, values in rows if values.get(column) is None), None):
-        raise CorpusError(f"{without}: column {column!r} is null, and is not a list of messages as in others")
+    if empty_row := next((where for where, values in rows if values.get(column) is None), None):
+        raise CorpusError(f"{empty_row}: column {column!r} is null, not a list of messages as in other rows")
     conversations = tuple(read_conversation(values, column, where, is_prompt=are_prompts) for where, values in rows)
     if not conversations:
         raise CorpusError(f"no conversation in {corpus.source}")
-    fields = {name for each in conversations for message in each.messages for name in message}
+    fields = {name for conversation in conversations for message in conversation.messages for name in message}
     if unused := sorted(fields - RENDERED):
         _log.warning(
             "fields of messages in %s are not used%s: %s",
@@ -302,8 +307,8 @@ def _with_conversations(
             "" if are_prompts else ", and every turn of the assistant is scored",
             ", ".join(unused),
         )
-    # What tells it from others.
-    lines = [json.dumps([each.messages, each.tools, chat_template_kwargs], default=str) for each in conversations]
+    # This text identifies the corpus by its hash; it is not scored.
+    lines = [json.dumps([item.messages, item.tools, chat_template_kwargs], default=str) for item in conversations]
     return replace(
         corpus,
         text="\n".join(lines),
@@ -314,7 +319,7 @@ def _with_conversations(
 
 
 def local_path(dataset: str, folder: Path = Path()) -> Path | None:
-    """The file or folder in `folder` that a dataset's name means, if any; that of an alias is never one."""
+    """The file or folder in `folder` with a dataset's name; None if there is none, and for aliases."""
     path = folder / Path(dataset).expanduser()
     return path if dataset not in (PYDOC, *HUB_ALIASES) and path.exists() else None
 
@@ -327,7 +332,7 @@ def _load_dataset(
     optional: Collection[str],
     num_samples: int | None,
 ) -> tuple[Corpus, list[_Row]]:
-    """Its first rows, and a corpus that has none of their text yet."""
+    """Load a dataset's first rows, and describe it as a corpus without text."""
     if dataset == PYDOC:
         from pydoc_data.topics import topics
 
@@ -352,7 +357,7 @@ def _load_local(
     folder = None if path.is_file() else _config_folder(path, config)
     files = [path]
     if folder is not None:
-        # By the hub's naming: `test.parquet`, `test-00000-of-00002.parquet`, ..., in order.
+        # The hub names files `test.parquet`, or in order `test-00000-of-00002.parquet`, ...
         files = [file for file in _data_files(folder) if file.stem == split or file.stem.startswith(f"{split}-")]
         if not files:
             raise CorpusError(f"no split {split!r} in {folder}; its files are: {_names(_data_files(folder))}")
@@ -365,7 +370,7 @@ def _load_local(
 
 
 def _config_folder(folder: Path, config: str | None) -> Path:
-    """The folder whose files hold the splits: `folder` itself, or the subfolder of the configuration."""
+    """The folder with the files of the splits: `folder` itself, or the configuration's subfolder."""
     subfolders = sorted(entry for entry in folder.iterdir() if entry.is_dir() and _data_files(entry))
     if config is not None:
         if not (folder / config).is_dir():
@@ -374,7 +379,7 @@ def _config_folder(folder: Path, config: str | None) -> Path:
     if _data_files(folder):
         return folder
     if len(subfolders) != 1:
-        raise CorpusError(f"{folder} has several or no configurations, name one of: {_names(subfolders)}")
+        raise CorpusError(f"{folder} does not have exactly one configuration; name one of: {_names(subfolders)}")
     return subfolders[0]
 
 
@@ -393,7 +398,7 @@ def read_rows(file: Path, column: str) -> list[str]:
 
 
 def read_file(file: Path, columns: list[str], optional: Collection[str] = ()) -> Iterator[_Row]:
-    """The rows of a file one by one, which have all of the columns, and of the optional ones those that it has."""
+    """Yield the rows of a file. They have all `columns`, and the `optional` ones that exist in the file."""
     if file.suffix == ".parquet":
         rows = _parquet_rows(file, columns, optional)
     elif file.suffix == ".jsonl":
@@ -420,7 +425,7 @@ def _parquet_rows(file: Path, columns: list[str], optional: Collection[str]) -> 
         names = table.schema_arrow.names
         _check_columns(columns, names, str(file))
         present = {*optional} & {*names}
-        # Images are not read: it is enough to know that there are some.
+        # Media are not read: it is enough to know whether there are any.
         media = dict.fromkeys((name for name in present & {*MEDIA} if _has_values(table, name)), True)
         for batch in table.iter_batches(256, columns=[*dict.fromkeys([*columns, *present - {*MEDIA}])]):
             for index in range(batch.num_rows):
@@ -428,7 +433,7 @@ def _parquet_rows(file: Path, columns: list[str], optional: Collection[str]) -> 
 
 
 def _has_values(table: Any, column: str) -> bool:
-    """Whether a column of a parquet file, or a part of it, is not null in some row, as far as the file says."""
+    """Whether a column of a parquet file, or a part of it, may have values: the file does not say that all are null."""
     groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
     chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
     return any(
@@ -439,7 +444,8 @@ def _has_values(table: Any, column: str) -> bool:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null fields from a value of a table, whose objects all have the fields of each other."""
+    """Remove null fields from a table's value. All objects in a column have the same fields, and unused ones are
+    null."""
     if isinstance(value, dict):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
@@ -460,16 +466,16 @@ def _load_from_hub(
     config = config or default_config
     with extra("datasets"):
         import datasets
-    # What is streamed is not downloaded as a whole.
+    # Stream, so that only the first rows are downloaded.
     streaming = {} if num_samples is None else {"streaming": True}
     try:
         table = datasets.load_dataset(repository, config, split=split, **streaming)
-        # A stream may not know them.
+        # A stream may not know its column names.
         _check_columns(columns, table.column_names or next(iter(table), {}), repository)
         records = list(islice(table, num_samples))
     except CorpusError:
         raise
-    # What can go wrong comes from half a dozen libraries below `datasets`, each with its own exceptions.
+    # Errors come from half a dozen libraries that `datasets` uses, each with its own exceptions.
     except Exception as error:
         raise CorpusError(
             f"cannot load {repository} from the Hugging Face hub: {error}. Without the hub, pass a copy: "

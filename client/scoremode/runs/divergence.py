@@ -1,4 +1,4 @@
-"""KL divergence from a reference, on one or several servers: what `ppl-client kld` runs, as a library."""
+"""Measures KL divergence from a reference on one or several servers, for `ppl-client kld` and for Python."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComparedModel:
-    """A served model, and the reference that it is compared with."""
+    """A served model, and the reference to compare it with."""
 
     server: ServerInfo
     model: str
@@ -53,14 +53,14 @@ class ComparedModel:
 
     @property
     def layers(self) -> ReferenceLayers:
-        """The layers of a reference that was recorded with some."""
+        """The layers of the reference, which must be recorded with them."""
         assert self.reference.layers is not None
         return self.reference.layers
 
 
 @dataclass(frozen=True, slots=True)
 class KldPlan(ComparedModel):
-    """The models and the reference that a run compares, as its journal has them."""
+    """The model and the reference that a run compares; the `Measurement` of its journal."""
 
     top_logprobs: int = 0
     lane: Lane = "prefill"
@@ -97,7 +97,7 @@ class DivergentToken:
     """A token of the text where the KL divergence is among the largest. Texts are None if the server gave none."""
 
     index: int
-    """Its place among the targets of all windows, in order, from 0."""
+    """Index among the targets of all windows, in order, from 0."""
     window: int
     """Index of its window in the reference."""
     kld: float | None
@@ -124,11 +124,11 @@ class DivergentToken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KldMeasurement(ComparedModel):
-    """A served model compared with a reference, over all its windows. The reference is as read after the last window,
-    with its noise floor."""
+    """A served model compared with all windows of a reference, which was read again after the last window, with its
+    noise floor."""
 
     concurrency: int | None
-    """Windows in flight at once, at all servers together; None where the server decided."""
+    """Windows in flight at once, at all servers together; None if the server decided."""
     as_noise_floor: bool
     window_sizes: list[int]
     """The number of targets of each window."""
@@ -137,23 +137,24 @@ class KldMeasurement(ComparedModel):
     statistics: KldStatistics
     most_divergent: list[DivergentToken]
     seconds: float
-    """From the first request for a window to the last answer, summed over sessions."""
+    """Time from the first request for a window to the last answer, summed over sessions."""
     token_texts: TokenTexts = field(default_factory=TokenTexts)
     """The text of every token id in `positions` and `top_tokens`; empty unless requested and given by a server."""
     top_tokens: TopTokens | None = None
     origins: WindowOrigins | None = None
-    """The place of each window in the text."""
+    """The source of each window."""
     lane: Lane = "prefill"
     mean_batch: float | None = None
     """The mean of the windows' mean batches."""
     top_ties: NDArray[np.bool_] | None = None
-    """[n], whether a target's logit is the served model's highest, and another's too; None unless the text is of greedy
-    answers, or if the server gives no top tokens."""
+    """[n], whether a target has the same logit as the served model's top token, which is another token. None if the
+    text is not greedy answers, or the server gives no top tokens."""
 
     @property
     def agreement_lengths(self) -> list[int] | None:
-        """For a reference of greedy answers, the tokens of each before the first that is not the served model's top
-        token, or comes after one that ends an answer for the served model alone, in the order of prompts."""
+        """How many tokens of each greedy answer the served model agrees with, in the order of prompts; None for other
+        texts. Agreement ends at the first token that is not its top token, or follows a token that ends an answer only
+        for the served model."""
         answers = self.reference.answers
         if answers is None or not answers.are_greedy or self.origins is None:
             return None
@@ -185,7 +186,7 @@ class KldMeasurement(ComparedModel):
         return over_noise_floor(self.statistics["kld"]["mean"], None if floor is None else floor.mean)
 
     def record(self, urls: Sequence[str]) -> dict[str, object]:
-        """All that was measured and all that it takes to repeat it. JSON lacks infinity: it becomes null."""
+        """The run as JSON, with everything that is needed to repeat it. Infinity, which JSON lacks, becomes null."""
         return {
             **record_beginning("kld", urls, self.model, self.server),
             "reference": finite_or_none(self.reference.model_dump()) | {"model": model_name(self.reference.model)},
@@ -228,21 +229,20 @@ async def measure_kld(
     """Measure the KL divergence of a served model from a reference, on one server or on several of the same model.
 
     Args:
-        clients: One, or one for each server; every server must have the reference.
+        clients: A client, or one client per server; every server must have the reference.
         name: The name of a complete reference.
-        return_token_texts: Keep the text of every token that is a target or either model's top token. If the server
+        return_token_texts: Include the text of every token that is a target or either model's top token. If the server
             cannot give them, the run has no texts, and the log says so.
-        top_logprobs: Keep the k top tokens of both models where they diverge most, or as many as the server gives.
+        top_logprobs: Include the k top tokens of both models where they diverge most, or as many as the server gives.
         concurrency: Windows in flight at each server; by default as many as it runs sequences at once.
         lane: The served model's lane, as for `AsyncScoreClient.score`.
         start_journal: Called with the plan; returns the journal. Windows in the journal are not measured again, and
-            every other is added to it. The caller closes it.
-        on_progress: Called once for all windows of the journal, and then for each window that was compared.
+            the others are added to it. The caller closes it.
+        on_progress: Called once for all windows in the journal, and then for each compared window.
 
     Raises:
-        ScoremodeError: no server is left that answers, the servers or their references differ, the
-            reference is refused or was replaced meanwhile, or the journal cannot be written. Windows in flight are
-            cancelled.
+        ScoremodeError: no server is left, the servers or their references differ, the reference is refused or was
+            replaced during the run, or the journal cannot be written. Windows in flight are cancelled.
     """
     pool = await Pool.connect(clients, concurrency)
     reference = await same_references(pool, name)
@@ -258,18 +258,19 @@ async def measure_kld(
 
 
 def _num_top(reference: Reference) -> int:
-    """The top tokens that a comparison needs: the highest logit tells ties, on which the agreement of greedy answers
-    depends."""
+    """How many top tokens a comparison needs: 1 for greedy answers, whose agreement depends on ties with the highest
+    logit; else 0."""
     return int(reference.answers is not None and reference.answers.are_greedy)
 
 
 async def same_references(pool: Pool, name: str) -> Reference:
-    """Look up a reference that all servers must have. ServersDifferError if one has another of that name."""
+    """Look up a reference on all servers. ServersDifferError if one has another reference with that name."""
     references = [await client.reference(name) for client in pool.clients]
     for client, other in zip(pool.clients, references, strict=True):
         if difference := differences(_identity(other), _identity(references[0])):
             raise ServersDifferError(
-                f"{client.address} has another reference {name!r} than {pool.clients[0].address}: {difference}"
+                f"the reference {name!r} at {client.address} differs from that at {pool.clients[0].address}: "
+                f"{difference}"
             )
     return references[0]
 
@@ -282,10 +283,10 @@ async def measure_noise_floor(
     return_token_texts: bool = False,
     on_progress: OnProgress | None = None,
 ) -> KldMeasurement:
-    """Compare a reference with the model that it was recorded from, and keep the result with it as its noise floor.
+    """Compare a reference with the model that it was recorded from, and store the result with it as its noise floor.
 
-    This is one request. The server's fingerprint must equal the reference's. It scores the windows again, in other
-    batches than in the recording. Each lane has its own floor. The arguments mean the same as in `measure_kld`.
+    One request does this. The server, whose fingerprint must equal the reference's, scores all windows again in
+    different batches. Each lane has its own floor. The arguments are those of `measure_kld`.
 
     Raises:
         ScoremodeError: the server fails, or serves another model.
@@ -311,13 +312,13 @@ async def measure_noise_floor(
 
 
 async def _origins(client: AsyncScoreClient, reference: Reference) -> WindowOrigins:
-    """Look up where the windows of a reference are from. ResponseError if they are not those of the reference."""
+    """Look up the sources of a reference's windows. ResponseError if they do not fit the reference."""
     origins = await client.reference_windows(reference.name)
     lists = (origins.num_context, origins.documents, origins.labels, origins.roles, origins.prompts)
     is_beyond = reference.answers is not None and max(origins.documents) >= reference.answers.num_answers
-    if is_beyond or any(each is not None and len(each) != reference.num_windows for each in lists):
+    if is_beyond or any(values is not None and len(values) != reference.num_windows for values in lists):
         raise ResponseError(
-            f"the server described another number of windows of {reference.name} than {reference.num_windows}"
+            f"the server's description of the windows does not fit the {reference.num_windows} of {reference.name}"
         )
     return origins
 
@@ -370,7 +371,7 @@ async def _measurement(
 
 
 def _top_ties(windows: Sequence[KldWindowValues]) -> NDArray[np.bool_] | None:
-    """The targets [n] whose logit is as high as the top token's, and is not the only one; None without top tokens."""
+    """[n], whether a target has the same logit as the top token, which is another token; None without top tokens."""
     ties = [
         (window.positions.ranks > 1) & (window.positions.logprobs == window.top_logprobs.logprobs[:, 0])
         for window in windows
@@ -382,8 +383,8 @@ def _top_ties(windows: Sequence[KldWindowValues]) -> NDArray[np.bool_] | None:
 async def compared_window(
     client: AsyncScoreClient, server: ServerInfo, reference: Reference, index: int, **settings: Any
 ) -> KldWindowValues:
-    """Compare one window, with settings of `AsyncScoreClient.kld`. ServersDifferError if the server has another model
-    than `server`."""
+    """Compare one window, with the settings of `AsyncScoreClient.kld`. ServersDifferError if the server's model is not
+    that of `server`."""
     result = await client.kld(reference.name, (index, index + 1), num_positions=reference.context_length, **settings)
     if server.fingerprint is not None and result.fingerprint != server.fingerprint:
         raise ServersDifferError(
@@ -394,7 +395,7 @@ async def compared_window(
 
 
 async def unreplaced(client: AsyncScoreClient, reference: Reference) -> Reference:
-    """Look up a reference again after a run, with what is kept with it now. ResponseError if it is another one."""
+    """Look up a reference again after a run, with its current noise floors. ResponseError if it was replaced."""
     now = await client.reference(reference.name)
     if difference := differences(_identity(now), _identity(reference)):
         raise ResponseError(f"the reference was replaced while the model was compared with it: {difference}")
@@ -402,25 +403,24 @@ async def unreplaced(client: AsyncScoreClient, reference: Reference) -> Referenc
 
 
 def reference_header(reference: Reference) -> dict[str, object]:
-    """The fields of a journal that tell a reference from any other."""
+    """The fields of a journal's header that identify a reference."""
     return {f"reference.{name}": value for name, value in _identity(reference).items()}
 
 
 def _identity(reference: Reference) -> Mapping[str, object]:
-    """The fields of a reference that tell it from any other."""
+    """The fields that identify a reference."""
     return reference.model_dump(
         include={"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}
     )
 
 
 async def texts_of_occurring(client: AsyncScoreClient, *token_ids: Collection[int] | NDArray[Any]) -> TokenTexts:
-    """The text of every token id that occurs in some arrays, by a server's tokenizer; none if the server fails or is
-    older than the route."""
+    """Look up the text of every token id in some arrays. Empty if the server fails, or is too old for the route."""
     occurring = np.unique(np.concatenate([np.asarray(ids, np.int32) for ids in token_ids])).tolist()
     try:
         return await client.token_texts(occurring)
     except ScoremodeError as error:
-        _log.warning("the run is kept without the texts of its tokens: %s", error)
+        _log.warning("the run is stored without the texts of its tokens: %s", error)
         return TokenTexts()
 
 
@@ -432,10 +432,10 @@ async def _divergent_tokens(
     method: Method,
     origins: WindowOrigins,
 ) -> list[DivergentToken]:
-    """Describe these positions, with texts by a server's tokenizer: None if that fails, and the log says so."""
+    """Describe the most divergent positions. If the server cannot give texts, they are None, and the log says so."""
     firsts = np.cumsum([0, *window_sizes[:-1]])
     if method in EXHAUSTIVE_METHODS:
-        # Here targets follow one another through a whole document; with other methods only within a window.
+        # Targets follow one another through a whole document with these methods, but only within a window with others.
         firsts = np.maximum.accumulate(np.where(np.diff(origins.documents, prepend=-1) != 0, firsts, 0))
     starts = np.repeat(firsts, window_sizes)
     places = [entry["index"] for entry in most_divergent]
@@ -448,7 +448,7 @@ async def _divergent_tokens(
     texts_before: list[str | None] = [None] * len(places)
     try:
         texts = await client.token_texts({*chain(*shown_ids)})
-        # One by one, over one connection: they are few and short.
+        # One by one over one connection, because they are few and short.
         texts_before = [await client.detokenize(sequence) if sequence else "" for sequence in sequences_before]
     except ScoremodeError as error:
         _log.warning("the most divergent tokens are shown without their text: %s", error)

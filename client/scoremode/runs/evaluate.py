@@ -1,6 +1,6 @@
-"""Perplexity of a corpus on one or several servers: what `ppl-client` runs, as a library.
+"""Measures the perplexity of a corpus on one or several servers, for `ppl-client` and for Python.
 
-The windows are cut here and scored over `/v1/score`, so that every token's NLL is known.
+The client cuts the windows and scores them over `/v1/score`, so it gets every token's NLL.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from scoremode.wire import Lane, TokenTexts
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A finished evaluation: its figures, and all that is needed to repeat it."""
+    """A finished evaluation: its figures, and everything that is needed to repeat it."""
 
     plan: Plan
     concurrency: int
@@ -34,13 +34,13 @@ class Evaluation:
     result: Perplexity
     windows: list[WindowNlls]
     seconds: float
-    """From the first request for scores to the last answer; of a run in several sessions, the sum."""
+    """Time from the first request for scores to the last answer, summed over sessions."""
     token_texts: TokenTexts = field(default_factory=TokenTexts)
-    """The text of every target, by its id, where it was asked for and a server gave it."""
+    """The text of every target, by its id; empty unless requested and given by a server."""
 
     @property
     def mean_batch(self) -> float | None:
-        """Mean of the windows'; None in the prefill lane."""
+        """The mean of the windows' mean batches; None in the prefill lane."""
         return mean_batch(window.mean_batch for window in self.windows)
 
     @property
@@ -65,7 +65,7 @@ class Evaluation:
         return self.plan.target_ids()
 
     def figures_of(self, windows: NDArray[np.bool_]) -> Perplexity:
-        """The figures of some windows, [windows] true for each."""
+        """The figures of the windows that a mask [windows] selects."""
         return perplexity(nll for window in compress(self.windows, windows) for nll in window.nlls)
 
     @property
@@ -73,7 +73,7 @@ class Evaluation:
         return self.result.num_scored / self.seconds
 
     def record(self, urls: Sequence[str]) -> dict[str, object]:
-        """All that was measured and all that it takes to repeat it. JSON lacks infinity: it becomes null."""
+        """The run as JSON, with everything that is needed to repeat it. Infinity, which JSON lacks, becomes null."""
         plan, result = self.plan, self.result
         return {
             **record_beginning("perplexity", urls, plan.model, plan.server),
@@ -84,7 +84,7 @@ class Evaluation:
                 "stride": plan.stride,
                 "max_tokens": plan.max_tokens,
                 "add_special_tokens": plan.add_special_tokens,
-                # True in files of earlier versions whose windows the server cut.
+                # True in files of earlier versions, if the server cut the windows.
                 "server_side": False,
                 "concurrency": self.concurrency,
                 **lane_fields(plan.lane, self.mean_batch),
@@ -95,7 +95,7 @@ class Evaluation:
             **finite_or_none(asdict(result) | asdict(self.text_metrics)),
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
-            # Under the names that a comparison with a reference has for the served model.
+            # Names as for the served model in a comparison with a reference.
             "statistics": finite_or_none(
                 {
                     "num_scored": result.num_scored,
@@ -107,7 +107,7 @@ class Evaluation:
                 }
             ),
             "windows": [
-                # Not by `asdict`, which would copy every NLL.
+                # `asdict` would copy every NLL.
                 {name: getattr(window, name) for name in ("index", "num_scored", "nll_sum", "nlls")}
                 for window in self.windows
             ],
@@ -118,7 +118,7 @@ class Evaluation:
         """The values of every target, in the order of windows, and the windows' sizes."""
         arrays: Arrays = {
             "token_ids": np.array(self.target_ids, np.int32),
-            # As the server sent them, which float32 holds.
+            # The server sent float32, so nothing is lost.
             "logprobs": np.array([-nll for window in self.windows for nll in window.nlls], np.float32),
             "window_sizes": np.array(self.window_sizes, np.int32),
         }
@@ -140,15 +140,15 @@ async def evaluate(
     on_progress: OnProgress | None = None,
     **windows: Unpack[WindowSettings],
 ) -> Evaluation:
-    """Measure the perplexity of a corpus, cutting the windows here, and spreading them over servers of the same model.
+    """Measure the perplexity of a corpus. The client cuts the windows, and spreads them over servers of the same model.
 
-    `return_ranks` keeps the rank of every target too, `return_token_texts` its text. The other arguments are those of
-    `measure_kld`.
+    `return_ranks` includes the rank of every target, and `return_token_texts` its text. The other arguments are those
+    of `measure_kld`.
 
     Raises:
-        WindowError: windows that cannot be cut, or a text too short for one.
-        ScoremodeError: the only server or the last of several fails, the servers differ, or the journal cannot be
-            written. Windows in flight are cancelled.
+        WindowError: windows cannot be cut, or the text is too short for one.
+        ScoremodeError: no server is left, the servers differ, or the journal cannot be written. Windows in flight are
+            cancelled.
     """
     pool = await Pool.connect(clients, concurrency)
     plan = await make_plan(pool.clients[0], pool.info, corpus, return_ranks=return_ranks, lane=lane, **windows)

@@ -1,6 +1,5 @@
-"""A reference as the base file of llama.cpp's `llama-perplexity --kl-divergence-base`: what `ppl-client export` runs,
-as a library. The server computes the log-probabilities.
-"""
+"""Exports a reference as the base file of llama.cpp's `llama-perplexity --kl-divergence-base`, for `ppl-client export`
+and for Python. The server computes the log-probabilities."""
 
 import hashlib
 import logging
@@ -20,20 +19,19 @@ from scoremode.wire.base_file import BaseFile
 _log = logging.getLogger(__name__)
 
 OnBytes = Callable[[int, int], object]
-"""Called with the bytes that are written and those of the whole file."""
+"""Called with the number of bytes written so far, and the size of the whole file."""
 
 
 async def export_llama_cpp(
     client: AsyncScoreClient, name: str, path: Path, *, force: bool = False, on_bytes: OnBytes | None = None
 ) -> int:
-    """Write the distributions of a complete reference to a file for llama.cpp, which appears when it is whole; returns
-    its bytes.
+    """Write the distributions of a complete reference to a file for llama.cpp, and return its size in bytes.
 
-    The reference was recorded with method `llama.cpp`, and can be compared with the server's model. What is written of
-    an unfinished file stays next to it, and the same call resumes it. `force` replaces an earlier file.
+    The reference must be recorded with method `llama.cpp`. The file appears under its name when it is complete. Until
+    then a partial file is next to it, from which the same call resumes. `force` replaces an earlier file.
 
     Raises:
-        OutputError: the file is there already, cannot be written, is being written, or needs more than the disk has.
+        OutputError: the file exists, cannot be written, is being written, or does not fit on the disk.
         ScoremodeError: the server fails, or refuses the reference.
     """
     if not force and await in_thread(path.exists):
@@ -70,7 +68,7 @@ async def _fill(
         try:
             await client.llama_cpp_base(name, num_done, write)
         except (TransportError, ServerError, RateLimitError):
-            # As in a recording: a server that has sent a window since then is asked again.
+            # Try again if the server has sent a window since the last attempt.
             if layout.num_complete(file.tell()) == num_done:
                 raise
         else:

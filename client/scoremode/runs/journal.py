@@ -1,8 +1,8 @@
-"""The finished windows of a run in a file that outlives the run, should it be killed.
+"""Stores the finished windows of a run in a file, from which a killed run can resume.
 
-The file is JSON lines: a header with everything that decides the windows and their numbers, then each window when it is
-finished, in any order. A line is handed to the operating system before anything else is done, so a process that is
-killed leaves at most one torn line, the last.
+The file has JSON lines: a header with everything that determines the windows and their values, then the windows in the
+order in which they finish. Each line is written to the operating system at once, so a killed process leaves at most
+one incomplete line, the last.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ from scoremode.runs.plan import WindowNlls, conflicts
 
 _log = logging.getLogger(__name__)
 
-# The first fields of a header: what tells a journal from any other file.
+# The first fields of a header, which distinguish a journal from any other file.
 _KIND: dict[str, object] = {"object": "ppl-client.journal", "format": 2}
 _BEGINNING = json.dumps(_KIND).removesuffix("}").encode()
 
@@ -38,7 +38,7 @@ Result = TypeVar("Result", bound=WindowNlls | KldWindowValues | ResumedKld | Gen
 
 
 class Measurement(Protocol[Result]):
-    """Measures the windows of a run, and says how its journal has them."""
+    """Measures the windows of a run, and defines its journal's header and lines."""
 
     @property
     def num_windows(self) -> int: ...
@@ -47,27 +47,27 @@ class Measurement(Protocol[Result]):
         """Have a server score a window."""
 
     def nats(self, window: Result) -> float:
-        """The value that a window adds to the sum whose mean is `Progress.mean`."""
+        """A window's part of the sum whose mean per token is `Progress.mean`."""
 
     def header(self) -> dict[str, object]:
-        """Everything that decides the windows and their numbers; flat, so that each difference has a name."""
+        """Everything that determines the windows and their values. Flat, so that each difference has a name."""
 
     def from_line(self, line: dict[str, object]) -> Result:
-        """The window that a line has; a ValueError or ResponseError if it is not of this run, whatever its index."""
+        """Parse a window from a line; a ValueError or ResponseError if it cannot be a window of this run."""
 
 
 class AppendedFile:
-    """A locked file that is only appended to, of what a run has finished."""
+    """A locked file to which a run appends its finished windows or rows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_done = 0
-        """What the file has, in windows or rows."""
+        """Windows or rows in the file."""
         self._file = open_locked(path)
         self._failure: OutputError | None = None
 
     def close(self) -> None:
-        """Close the file. One without anything to resume from is deleted."""
+        """Close the file, and delete it if it has no windows or rows."""
         if not self.num_done:
             self.path.unlink(missing_ok=True)
         self._file.close()
@@ -77,13 +77,13 @@ class AppendedFile:
         self._file.close()
 
     def _append(self, record: Buffer) -> None:
-        """Nothing is written after a failure, so that a torn record stays the last."""
+        """Append a record. After a failure nothing more is written, so that an incomplete record stays the last."""
         if self._failure is not None:
             raise self._failure
         rest = memoryview(record)
         try:
             while rest:
-                # An unbuffered write stops when the disk is full.
+                # An unbuffered write may write only a part, as when the disk is full.
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             self._failure = OutputError(f"cannot write {self.path}: {error.strerror}")
@@ -91,9 +91,9 @@ class AppendedFile:
 
 
 class Journal(AppendedFile, Generic[Result]):
-    """The journal of a run: the windows of its earlier sessions, and a place for those of this one.
+    """The journal of a run: reads the windows of earlier sessions, and appends those of this one.
 
-    OutputError if the file is of another run, damaged or in use.
+    OutputError if the file belongs to another run, is damaged or in use.
     """
 
     def __init__(self, path: Path, plan: Measurement[Result]) -> None:
@@ -120,7 +120,7 @@ class Journal(AppendedFile, Generic[Result]):
         self.num_done += 1
 
     def _resume(self) -> None:
-        """Read the windows that the file has, and cut off a torn line."""
+        """Read the windows in the file, and cut off an incomplete line."""
         size = 0
         for number, line in enumerate(_whole_lines(self.path), start=1):
             if number > 1:
@@ -131,12 +131,12 @@ class Journal(AppendedFile, Generic[Result]):
 
     def _read_window(self, number: int, text: bytes) -> None:
         try:
-            # Not by `json`, which reads text that UTF-8 cannot hold.
+            # `json` would accept text that UTF-8 cannot encode.
             line = from_json(text)
             seconds = _SECONDS.validate_python(line.pop("seconds", None))
             window = self.plan.from_line(line)
             if window.index in self.windows or window.index >= self.plan.num_windows:
-                raise ValueError("a window twice, or none of this run")
+                raise ValueError("a window that occurs twice, or is not of this run")
         except (ValueError, TypeError, AttributeError, RecursionError, ResponseError) as error:
             raise OutputError(f"{self.path} is damaged at line {number}; delete it to start afresh") from error
         self.windows[window.index] = window
@@ -147,13 +147,13 @@ class Journal(AppendedFile, Generic[Result]):
 
 
 def check_same_run(path: Path, header: Mapping[str, object], wanted: Mapping[str, object], other_way: str) -> None:
-    """Refuse a file of finished work whose header is that of another run."""
+    """Raise OutputError if a file's header belongs to another run; `other_way` is an alternative for its message."""
     if differing := conflicts(path, header, wanted):
-        raise OutputError(f"{path} is of another run: {differing}; give the options of that run, or {other_way}")
+        raise OutputError(f"{path} belongs to another run: {differing}; use the options of that run, or {other_way}")
 
 
 def count_windows(path: Path) -> tuple[int, int]:
-    """The windows that a locked journal has, and those of its whole run; both 0 if it was killed at its header."""
+    """The numbers of windows in a locked journal and in its whole run; both 0 if the header is incomplete."""
     header = _read_header(path)
     return (0, 0) if header is None else (sum(1 for _ in _whole_lines(path)) - 1, header["num_windows"])
 
@@ -163,7 +163,7 @@ def _header(plan: Measurement[Any]) -> dict[str, object]:
 
 
 def _read_header(path: Path) -> dict[str, Any] | None:
-    """The header, or None where a process was killed before it was whole."""
+    """The header; None if a process was killed while writing it."""
     with path.open("rb") as file:
         line = file.readline()
     if not line.endswith(b"\n") and _BEGINNING.startswith(line[: len(_BEGINNING)]):
@@ -193,11 +193,11 @@ def open_locked(path: Path) -> FileIO:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.close()
-            raise OutputError(f"{path} is in use: another ppl-client is at work on the same output") from error
+            raise OutputError(f"{path} is in use: another ppl-client writes the same output") from error
         except OSError as error:
-            _log.debug("%s cannot be locked, as on some network file systems: %s", path, error)
+            _log.debug("%s cannot be locked, as is normal on some network file systems: %s", path, error)
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 return file
-        # Its owner deleted it after it was opened and before it was locked.
+        # Between opening and locking, its owner deleted it: open a new one.
         file.close()

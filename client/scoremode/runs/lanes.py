@@ -1,4 +1,4 @@
-"""Lanes of runs: how runs record one, and whether two agree, by how much not, and from which position on."""
+"""Stores the lane of a run, and compares two lanes: whether and how much they differ, and from which position on."""
 
 import math
 from collections.abc import Iterable
@@ -17,27 +17,27 @@ def mean_batch(batches: Iterable[float | None]) -> float | None:
 
 
 def lane_fields(lane: Lane, batch: float | None = None) -> dict[str, object]:
-    """In the header of a journal and in the settings of a run; the usual lane has none."""
+    """The lane's fields in a journal's header and a run's settings; none for prefill."""
     if lane == "prefill":
         return {}
     return {"lane": lane} if batch is None else {"lane": lane, "mean_batch": batch}
 
 
 def in_lane(name: str, lane: Lane) -> str:
-    """The label of a model's run, with its lane where that is another than usual."""
+    """The label of a run: the model's name, with the lane unless it is prefill."""
     return name if lane == "prefill" else f"{name} ({lane})"
 
 
 @dataclass(frozen=True, slots=True)
 class LaneDifference:
-    """Decode less prefill, in nats: of NLLs, or of KL divergences from one reference."""
+    """The other lane minus prefill in nats, in NLLs or in KL divergences from one reference."""
 
     mean: float
     mean_absolute: float
     by_position: list[tuple[int, int, float]]
-    """(first position, position after the last, mean) of ranges that double."""
+    """(first position, position after the last, mean difference) of ranges that double in length."""
     differs_from: int | None
-    """First position of the last ranges, all of which differ, or of all if only the mean does; None for agreement."""
+    """Position from which on every range differs, or the first if only the overall mean does; None for agreement."""
 
     def verdict(self, lane: Lane = "decode") -> str:
         if math.isnan(self.mean):
@@ -55,8 +55,8 @@ class LaneDifference:
 def lane_difference(
     prefill: NDArray[np.floating], decode: NDArray[np.floating], positions: NDArray[np.integer]
 ) -> LaneDifference:
-    """Compare both lanes of one server: [n] nats of the same targets, and the [n] positions of these in their windows,
-    at least 1. Targets whose value is infinite in a lane are left out."""
+    """Compare two lanes of one server, given their nats [n] for the same targets, and the targets' positions [n] in
+    their windows, at least 1. Targets with an infinite value in either lane are left out."""
     finite = np.isfinite(prefill) & np.isfinite(decode)
     off, positions = np.asarray(decode, np.float64)[finite] - prefill[finite], positions[finite]
     if not finite.any():
@@ -69,12 +69,12 @@ def lane_difference(
         significant.append(_is_different(part))
     differs_from = None
     if _is_different(off) or significant[-1]:
-        # The last ranges that all differ; where the mean alone does, all positions.
-        count = next((index for index, each in enumerate(reversed(significant)) if not each), len(significant))
+        # The number of last ranges that all differ; 0 if only the overall mean does.
+        count = next((index for index, differs in enumerate(reversed(significant)) if not differs), len(significant))
         differs_from = ranges[-count][0] if count else ranges[0][0]
     return LaneDifference(float(off.mean()), float(np.abs(off).mean()), ranges, differs_from)
 
 
 def _is_different(off: Floats) -> bool:
-    """Whether the mean is more than rounding, which is 0.001 nats or 0.1 % of a perplexity, and than its error."""
+    """Whether the mean exceeds rounding (0.001 nats, or 0.1 % of a perplexity) and three standard errors."""
     return len(off) > 1 and bool(abs(off.mean()) > max(0.001, 3 * standard_error(off)))

@@ -1,9 +1,9 @@
-"""The cost of each block of decoder layers in nats, on one or several servers: what `ppl-client layers` runs, as a
-library.
+"""Measures the cost of each block of decoder layers in nats, on one or several servers, for `ppl-client layers` and for
+Python.
 
-D(k) is the mean KL divergence of the served model from a reference when its residual stream is replaced by the
-reference's at boundary k. The cost of block k is D(k) - D(k + 1), that of the embeddings is the whole divergence less
-D(0), and that of the final norm and the LM head is D of the last boundary. So costs add up to the whole divergence.
+D(k) is the mean KL divergence of the served model from a reference whose residual stream replaces the model's at
+boundary k. The cost of block k is D(k) - D(k + 1). The embeddings cost the whole divergence minus D(0), and the final
+norm and the LM head D of the last boundary. So costs add up to the whole divergence.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,16 @@ from scoremode.wire import BlockKind, Reference
 
 PartKind = BlockKind | Literal["embeddings", "head"]
 LEAST_WINDOWS = 4
-"""Windows from which on the errors of costs mean something."""
+"""The fewest windows that give costs meaningful standard errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayersPlan(ComparedModel):
-    """The divergences to be measured, as their journal has them."""
+    """The divergences to measure; the `Measurement` of their journal."""
 
     @property
     def num_places(self) -> int:
-        """Divergences of a window: of the whole model, and from each boundary."""
+        """How many divergences a window has: one for the whole model, and one per boundary."""
         return self.layers.num_boundaries + 1
 
     @property
@@ -52,7 +52,7 @@ class LayersPlan(ComparedModel):
         )
         kld = values.positions.kld
         if not np.isfinite(kld).all():
-            raise ResponseError(f"the divergence of window {window} is infinite, and has no parts")
+            raise ResponseError(f"the divergence of window {window} is infinite, so it cannot be split by layers")
         return ResumedKld(index=index, num_scored=len(kld), kld_sum=float(kld.sum(dtype="f8")))
 
     def nats(self, window: ResumedKld) -> float:
@@ -72,7 +72,7 @@ class LayersPlan(ComparedModel):
 
 @checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore", allow_inf_nan=False))
 class Cost:
-    """A cost in nats per token, and its standard error with windows as independent; None for one window."""
+    """A cost in nats per token, with its standard error if windows are independent; None for one window."""
 
     cost: float
     stderr: float | None
@@ -87,11 +87,11 @@ class PartCost(Cost):
     """The cost of a part of the model."""
 
     name: str
-    """A block's as the checkpoint's modules, such as `model.layers.11.mlp`."""
+    """For a block, the names of its modules, such as `model.layers.11.mlp`."""
     kind: PartKind
     modules: list[str]
     floor: float
-    """What the recorded model costs here from its own boundaries, by rounding in another place."""
+    """The recorded model's own divergence at the part's boundaries, which rounding causes: the larger of both."""
 
     @property
     def is_above_floor(self) -> bool:
@@ -100,12 +100,12 @@ class PartCost(Cost):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayersMeasurement(ComparedModel):
-    """The cost of each part of a served model, next to a reference."""
+    """The cost of each part of a served model, compared with a reference."""
 
     window_sizes: NDArray[np.int64]
     """Positions of each window."""
     kld_sums: NDArray[np.float64]
-    """[windows, boundaries + 1]: of each window the sum of its divergences, of the whole model first."""
+    """[windows, boundaries + 1], sums of each window's divergences: the whole model's, then one per boundary."""
     seconds: float
 
     @property
@@ -121,12 +121,12 @@ class LayersMeasurement(ComparedModel):
             *((block.name, block.kind, block.modules) for block in self.layers.blocks),
             ("head", "head", []),
         ]
-        # Of the whole model and after the head there is nothing to resume from.
+        # The whole model and the end of the head have a floor of 0, because nothing is resumed there.
         floors = [max(pair) for pair in zip([0.0, *floor], [*floor, 0.0], strict=True)]
         sums = [*(self.kld_sums[:, :-1] - self.kld_sums[:, 1:]).T, self.kld_sums[:, -1]]
         return [
-            PartCost(**asdict(self._cost(of_windows)), name=name, kind=kind, modules=modules, floor=at_floor)
-            for of_windows, (name, kind, modules), at_floor in zip(sums, names, floors, strict=True)
+            PartCost(**asdict(self._cost(window_sums)), name=name, kind=kind, modules=modules, floor=part_floor)
+            for window_sums, (name, kind, modules), part_floor in zip(sums, names, floors, strict=True)
         ]
 
     @property
@@ -134,14 +134,14 @@ class LayersMeasurement(ComparedModel):
         return self.parts[1:-1]
 
     def without(self, blocks: Sequence[PartCost]) -> Cost:
-        """The divergence to expect if blocks are kept as the reference has them."""
+        """Predict the divergence if these blocks stay as in the recorded model."""
         return self._cost(self.sums_without(blocks))
 
     def sums_without(self, blocks: Sequence[PartCost]) -> NDArray[np.float64]:
-        """[windows], of each the sum of divergences to expect then."""
+        """[windows], the predicted sum of each window's divergences if these blocks stay as in the recorded model."""
         places = np.array([index + 1 for index, block in enumerate(self.blocks) if block in blocks], np.int64)
-        kept = (self.kld_sums[:, places] - self.kld_sums[:, places + 1]).sum(1)
-        sums: NDArray[np.float64] = self.kld_sums[:, 0] - kept
+        costs = (self.kld_sums[:, places] - self.kld_sums[:, places + 1]).sum(1)
+        sums: NDArray[np.float64] = self.kld_sums[:, 0] - costs
         return sums
 
     def _cost(self, sums: NDArray[np.float64]) -> Cost:
@@ -171,7 +171,7 @@ class LayersMeasurement(ComparedModel):
 
 
 def few_windows(reference: Reference) -> list[str]:
-    """A sentence where a reference has too few windows to tell costs from chance; none where it has enough."""
+    """A warning if a reference has too few windows to tell costs from chance; empty if it has enough."""
     number = reference.num_windows
     if number >= LEAST_WINDOWS:
         return []
@@ -180,7 +180,7 @@ def few_windows(reference: Reference) -> list[str]:
 
 
 def shares(parts: Sequence[Cost]) -> list[float]:
-    """The share of each cost in the sum of those above 0, so that no sum of shares exceeds 1; 0 for the others."""
+    """The share of each cost in the sum of positive costs, so that no sum of shares exceeds 1; 0 for other costs."""
     total = sum(max(part.cost, 0) for part in parts)
     return [max(part.cost, 0) / total if total else 0.0 for part in parts]
 
@@ -193,23 +193,23 @@ async def measure_layers(
     start_journal: StartJournal[ResumedKld] | None = None,
     on_progress: OnProgress | None = None,
 ) -> LayersMeasurement:
-    """Measure what each block of a served model's decoder layers costs, spread over servers of the same model.
+    """Measure the cost of each block of a served model's decoder layers, on one server or on several of the same model.
 
     Args:
-        clients: One, or one for each server; all must have the reference, and run with `--enforce-eager`.
-        name: Of a complete reference that was recorded with `layers`.
-        concurrency: As for `measure_kld`, with its other arguments.
-        start_journal: Opens the journal once it is known what is to be measured.
+        clients: A client, or one per server; all servers must have the reference, and run with `--enforce-eager`.
+        name: Name of a complete reference that was recorded with `layers`.
+        concurrency: As for `measure_kld`.
+        start_journal: Called with the plan; returns the journal, as for `measure_kld`.
         on_progress: Called for each window and boundary.
 
     Raises:
-        ScoremodeError: as `measure_kld`; or the reference has no layers, or the served model has others.
+        ScoremodeError: as for `measure_kld`; or the reference has no layers, or the served model has different ones.
     """
     pool = await Pool.connect(clients, concurrency)
     reference = await same_references(pool, name)
     if reference.layers is None or not reference.complete:
-        what = "is not complete" if reference.layers is not None else "was recorded without layers"
-        raise RunError(f"reference {name} {what}: record it on a server of the original (ppl-client record --layers)")
+        fault = "is not complete" if reference.layers is not None else "was recorded without layers"
+        raise RunError(f"reference {name} {fault}: record it on a server of the original (ppl-client record --layers)")
     plan = LayersPlan(pool.info, pool.clients[0].model or pool.info.model, reference)
     run = await measure(plan, pool, start_journal, on_progress)
     windows, seconds = run.in_order(), run.seconds()

@@ -1,4 +1,4 @@
-"""The one reader of JSON lines: of a text that is measured, of a corpus, and of what lm-eval wrote."""
+"""Reads JSON lines: texts to measure, corpora, and lm-eval's files."""
 
 import gzip
 import importlib
@@ -13,19 +13,19 @@ from typing import Any
 from scoremode.errors import CorpusError, extra
 
 LONGEST_LINE = 64 << 20
-"""Characters. A line is held whole, and a compressed file may unpack to one of any length. No server takes a text as
-long."""
+"""Limit on the characters of a line, which is read whole: a compressed file may unpack to a line of any length. No
+server accepts a text this long."""
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a file, each after where it is, in words. CorpusError for a line that is not an object; the errors of
-    reading, decoding and unpacking stay as they are.
+    """Yield a file's rows, each after its place, as error messages name it. CorpusError for a line that is not an
+    object; errors of reading, decoding and unpacking are raised unchanged.
 
-    Lines end at line feeds alone: a row may hold U+2028 and its like. Bytes that are not text become surrogates, for
-    which a row is refused if they are in a column that is read.
+    Lines end only at line feeds, because a row may contain U+2028. Bytes that are not text become surrogates, and a row
+    with surrogates in a column that is read is refused.
     """
     content = _unpacked(path)
-    # JSON's first two characters tell its encoding.
+    # The first two characters of JSON show its encoding.
     encoding = json.detect_encoding(content.peek(4)[:4])
     with TextIOWrapper(content, encoding, errors="surrogateescape", newline="\n") as lines:
         for number in count(1):
@@ -39,14 +39,14 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _unpacked(path: Path) -> Any:
-    """The bytes of a file, decompressed if its name says so."""
+    """Open a file, decompressed if its suffix is .gz or .zst."""
     if path.suffix == ".gz":
         return gzip.open(path)
     if path.suffix != ".zst":
         return path.open("rb")
     with extra("corpora"):
         zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
-    # `zstd --long=31` makes windows of 2 GiB; by default more than 128 MiB are refused.
+    # Allow windows of 2 GiB, as `zstd --long=31` makes; by default zstd refuses more than 128 MiB.
     return zstd.open(path, options={zstd.DecompressionParameter.window_log_max: 31})
 
 

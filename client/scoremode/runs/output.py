@@ -28,8 +28,8 @@ class _AnyRun(BaseModel):
 
 
 def run_kind(path: Path) -> str | None:
-    """The kind of a finished run; None where its JSON has none. RunError if the file cannot be read, or has a run's
-    arrays."""
+    """The kind of a finished run; None if its JSON has none. RunError if the file cannot be read, or has the arrays of
+    a run."""
     if path.suffix == ARRAYS_SUFFIX:
         raise RunError(f"{path} has the values of a run's tokens: give the run itself, {path.with_suffix('.json')}")
     with file_errors(RunError, f"read {path}"):
@@ -41,13 +41,13 @@ def run_kind(path: Path) -> str | None:
 
 
 class Output:
-    """A result's file, which appears whole or not at all: until then an earlier file of the name stays as it is.
+    """A result's file, which is written as a whole. Until then, an earlier file with that name stays unchanged.
 
     The arrays of a result are in a second file next to it, `run.safetensors` for `run.json`.
 
     Raises:
-        OutputError: no file can be written there, there is the journal of an unfinished run and `resume` is false, or
-            there is an earlier file, `force` is false and no run that was to replace it is resumed.
+        OutputError: the file cannot be written; the journal of an unfinished run exists and `resume` is false; or an
+            earlier file exists, `force` is false, and no run with this output is resumed.
     """
 
     def __init__(self, path: Path, *, resume: bool, force: bool = False) -> None:
@@ -59,12 +59,12 @@ class Output:
         has_journal = self._journal_path.exists()
         if has_journal and not resume:
             self._clear_journal()
-        for each in () if force or (has_journal and resume) else (self.path, self._arrays_path):
-            # A script may have made an empty file, to have a name of its own.
-            if each.exists() and each.stat().st_size:
-                raise OutputError(f"{each} is there already: --force replaces it")
+        for file in () if force or (has_journal and resume) else (self.path, self._arrays_path):
+            # An empty file may be replaced: a script may have created it to reserve the name.
+            if file.exists() and file.stat().st_size:
+                raise OutputError(f"{file} exists; --force replaces it")
         if resume and not has_journal:
-            _log.info("there is no %s: starting at the beginning", self._journal_path)
+            _log.info("%s does not exist: starting at the beginning", self._journal_path)
 
     def start_journal(self, plan: Measurement[Result]) -> Journal[Result]:
         self._journal = journal = Journal(self._journal_path, plan)
@@ -73,9 +73,9 @@ class Output:
         return journal
 
     def write(self, record: dict[str, object], arrays: Arrays) -> None:
-        """Put the result and its arrays in their places.
+        """Write the result and its arrays.
 
-        The result says which file has its arrays, and the file's checksum, for a process may be killed between the two.
+        The result has the name and the checksum of the file of arrays, because a process may be killed between the two.
         """
         content = save(arrays)
         described = {"file": self._arrays_path.name, "sha256": hashlib.sha256(content).hexdigest()}
@@ -89,7 +89,7 @@ class Output:
             self._journal = None
 
     def abort(self) -> str:
-        """Close the journal of a run that failed; returns how to resume it, or nothing where no window was kept."""
+        """Close the journal of a failed run, and return how to resume it; empty if no window was stored."""
         if self._journal is None:
             return ""
         self._journal.close()
@@ -99,7 +99,7 @@ class Output:
 
     def _check_writable(self) -> None:
         if self.path == self._arrays_path:
-            raise OutputError(f"cannot write {self.path}: the values of single tokens go to a file of that name")
+            raise OutputError(f"cannot write {self.path}: a run's arrays need this name; choose another suffix")
         for path in (self.path, self._arrays_path):
             if path.exists() and not path.is_file():
                 raise OutputError(f"cannot write {path}: it is not a file")
@@ -107,7 +107,7 @@ class Output:
             TemporaryFile(dir=self.path.parent).close()
 
     def _clear_journal(self) -> None:
-        """Delete a journal that nothing hangs on: without a window, or of a run that was killed after its output."""
+        """Delete a journal that is not needed: it has no windows, or its run was killed after writing its output."""
         with open_locked(self._journal_path):
             num_done, num_windows = count_windows(self._journal_path)
             has_output = self.path.exists() and self.path.stat().st_mtime_ns >= self._journal_path.stat().st_mtime_ns
@@ -124,17 +124,16 @@ def _progress(journal: Journal[Any]) -> str:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Put content in the place of a file, whole or not at all; links to it stay links. OutputError if it cannot be
-    written."""
+    """Replace a file's content as a whole; links to it stay links. OutputError if it cannot be written."""
     if path.exists() and not path.is_file():
-        # Such as /dev/stdout.
+        # A device such as /dev/stdout.
         path.write_bytes(content)
     else:
         write_together({path.resolve(): content})
 
 
 def write_together(contents: Mapping[Path, bytes]) -> None:
-    """Write files of one folder, whole, before any takes its place, with the mode of the one that was there."""
+    """Write several files of one folder completely, then replace the earlier files, whose modes they get."""
     temporaries = {path: path.with_name(f".{path.name}.tmp") for path in contents}
     path = next(iter(contents))
     try:
@@ -156,7 +155,7 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names of a folder on disk, after a file took its place there."""
+    """Flush a folder's entries to disk, after a file was created or replaced in it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

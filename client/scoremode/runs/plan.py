@@ -1,4 +1,4 @@
-"""The windows of an evaluation, cut before the first one is scored, and the values of a window."""
+"""Cuts the windows of an evaluation before the first is scored, and measures them."""
 
 import hashlib
 import json
@@ -32,9 +32,10 @@ _log = logging.getLogger(__name__)
 
 _COMPUTED_BY = "server.computed_by."
 TEXTS_AT_ONCE = 16
-"""Tokenized by the server."""
+"""Texts that the server tokenizes at once."""
 CONVERSATIONS_AT_ONCE, CONVERSATION_BYTES = 64, 1 << 20
-"""Rendered by one request, and their bytes unless one alone has more: 64 of 128k tokens exceed what a server takes."""
+"""Limits on conversations per request and on their bytes; one larger conversation is allowed if it is alone. Without
+the second, 64 long conversations would exceed the server's limit."""
 
 
 class WindowNlls(JournalLine):
@@ -45,14 +46,14 @@ class WindowNlls(JournalLine):
     nlls: Many[Nats]
     """NLL of each target, in order."""
     ranks: Many[Rank] | None = None
-    """Rank of each target in the vocabulary, 1 for the most likely; None where they were not asked for."""
+    """Rank of each target in the vocabulary, 1 for the most likely; None if not requested."""
     mean_batch: float | None = None
     """As in `Score`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The tokens and windows of an evaluation, and the settings that they follow from, all resolved."""
+    """The tokens and windows of an evaluation, and its resolved settings."""
 
     corpus: Corpus
     server: ServerInfo
@@ -63,24 +64,24 @@ class Plan:
     max_tokens: int | None
     add_special_tokens: bool
     tokens: list[int] = field(default_factory=list)
-    """Of the text used, with any special tokens that the tokenizer added."""
+    """Tokens of the measured text, including special tokens that the tokenizer added."""
     num_bytes: int = 0
-    """UTF-8 bytes of the text used; 0, as `num_words`, for conversations: templates write more than what was said."""
+    """UTF-8 bytes of the measured text. It and `num_words` are 0 for conversations, whose templates add text."""
     num_words: int = 0
     windows: list[Window] = field(default_factory=list)
     return_ranks: bool = False
-    """Whether ranks are asked for."""
+    """Whether ranks are requested."""
     lane: Lane = "prefill"
     documents: list[int] = field(default_factory=list)
     """The index of each window's document or conversation."""
     roles: list[str] | None = None
-    """Of each window's turn, for conversations."""
+    """The role of each window's turn; None for a text."""
     prompts: list[list[int]] | None = None
-    """The tokens before each window's turn since the last one, for conversations."""
+    """The tokens between the last window's turn and this one's; None for a text."""
 
     @property
     def origins(self) -> WindowOrigins:
-        """Where the windows are from."""
+        """The source of each window."""
         labels = [self.corpus.labels[index] for index in self.documents] if self.corpus.labels else None
         return WindowOrigins(
             num_context=[window.first_scored for window in self.windows],
@@ -101,12 +102,12 @@ class Plan:
     async def measure(self, client: AsyncScoreClient, index: int) -> WindowNlls:
         window = self.windows[index]
         sequence = window.token_ids(self.tokens)
-        # In the other lanes, the tokens before the first target are prefilled, so ask for no logprobs there.
-        left_out = 0 if self.lane == "prefill" else window.first_scored
+        # In the other lanes, the tokens before the first target are prefilled, so no logprobs are requested there.
+        num_omitted = 0 if self.lane == "prefill" else window.first_scored
         [score] = await client.score(
-            [sequence], return_ranks=self.return_ranks, lane=self.lane, logprobs_from=left_out or None
+            [sequence], return_ranks=self.return_ranks, lane=self.lane, logprobs_from=num_omitted or None
         )
-        first = window.first_scored - left_out
+        first = window.first_scored - num_omitted
         nlls = [-logprob for logprob in score.logprobs[first:] if logprob is not None]
         ranks = [rank for rank in (score.ranks or [])[first:] if rank is not None]
         counts = {"logprobs": len(nlls), **({"ranks": len(ranks)} if self.return_ranks else {})}
@@ -189,7 +190,7 @@ async def make_plan(
 
 
 async def tokenize_texts(client: AsyncScoreClient, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-    """Token ids of each text, by the tokenizer of a server."""
+    """Tokenize texts on a server."""
     return await results_for_each(texts, lambda text: client.tokenize(text, add_special_tokens), at_once=TEXTS_AT_ONCE)
 
 
@@ -200,7 +201,7 @@ async def _with_text(plan: Plan, client: AsyncScoreClient) -> Plan:
     tokens, text = [token for document in documents for token in document], "".join(texts)
     if max_tokens is not None and len(tokens) > max_tokens:
         if len(documents) > 1:
-            raise WindowError("max_tokens is for one text, and the corpus has several", "max_tokens")
+            raise WindowError("max_tokens works only with one text, and the corpus has several", "max_tokens")
         tokens = tokens[:max_tokens]
         documents = [tokens]
         # A BOS that the tokenizer put before the text is not part of it.
@@ -240,7 +241,7 @@ async def _with_text(plan: Plan, client: AsyncScoreClient) -> Plan:
 
 
 async def _with_turns(plan: Plan, client: AsyncScoreClient) -> Plan:
-    """A window for each turn, as far as the context reaches."""
+    """Make one window per turn. Tokens after the context length are left out."""
     corpus, context_length = plan.corpus, plan.context_length
     tokens, windows, documents, roles = list[int](), list[Window](), list[int](), list[str]()
     num_turns, num_cut, merged = 0, 0, set[int]()
@@ -274,10 +275,10 @@ async def _with_turns(plan: Plan, client: AsyncScoreClient) -> Plan:
 
 
 def _batches(corpus: Corpus) -> Iterator[tuple[int, int]]:
-    """The first conversation of each request, and the one after its last."""
+    """Yield the range [first, end) of conversations in each request."""
     start = num_bytes = 0
-    for index, each in enumerate(corpus.conversations):
-        size = len(json.dumps([each.messages, each.tools], default=str))
+    for index, conversation in enumerate(corpus.conversations):
+        size = len(json.dumps([conversation.messages, conversation.tools], default=str))
         if index - start == CONVERSATIONS_AT_ONCE or (index > start and num_bytes + size > CONVERSATION_BYTES):
             yield start, index
             start, num_bytes = index, 0
@@ -286,14 +287,14 @@ def _batches(corpus: Corpus) -> Iterator[tuple[int, int]]:
 
 
 def identity(server: ServerInfo) -> dict[str, object]:
-    """The fields that decide the numbers of a server: servers with equal ones can share a run. GPUs and kernels, which
-    decide the last digits, are left out, and so is the chat template, by which one server renders for all."""
+    """The fields that determine a server's scores: servers with equal fields can share a run. GPUs and kernels, which
+    change only the last digits, are left out. So is the chat template, because one server renders for all."""
     others = {"object", "max_top_logprobs", "max_num_seqs", "bounds", "weight_bytes", "num_parameters", "computed_by"}
     return server.model_dump(exclude={*others, "chat_template_fingerprint"})
 
 
 def server_header(server: ServerInfo) -> dict[str, object]:
-    """`identity` and `computed_by`, flat, for the header of a journal."""
+    """Flatten `identity` and `computed_by` for a journal's header."""
     computed_by = {} if server.computed_by is None else server.computed_by.model_dump()
     return {
         **{f"server.{name}": value for name, value in identity(server).items()},
@@ -302,20 +303,20 @@ def server_header(server: ServerInfo) -> dict[str, object]:
 
 
 def conflicts(path: Path, header: Mapping[str, object], wanted: Mapping[str, object]) -> str:
-    """Say why a file with this header cannot be resumed as the run that is `wanted`; empty if it can. Other GPUs or
-    kernels do not prevent it: they are logged."""
+    """Explain why a file with this header cannot be resumed as the run `wanted`; empty if it can. Other GPUs or kernels
+    are only logged."""
     earlier, now = (
         {name: value for name, value in fields.items() if name.startswith(_COMPUTED_BY)} for fields in (header, wanted)
     )
-    known = {name for name in now if None not in (earlier.get(name), now[name])}
-    if differing := differences(*({name: fields[name] for name in known} for fields in (earlier, now))):
-        _log.warning("%s was begun on another server, and will mix what both compute: %s", path, differing)
-    forgiven = {**earlier, **now}
-    return differences({**header, **forgiven}, {**wanted, **forgiven})
+    in_both = {name for name in now if None not in (earlier.get(name), now[name])}
+    if differing := differences(*({name: fields[name] for name in in_both} for fields in (earlier, now))):
+        _log.warning("%s was begun on another server, so its values will be from both: %s", path, differing)
+    allowed = {**earlier, **now}
+    return differences({**header, **allowed}, {**wanted, **allowed})
 
 
 def differences(actual: Mapping[str, object], wanted: Mapping[str, object]) -> str:
-    """The fields whose values differ, in words; empty where none do."""
+    """List the fields whose values differ, as a phrase; empty if none do."""
     return ", ".join(
         f"{name} is {actual.get(name)!r} instead of {wanted.get(name)!r}"
         for name in dict.fromkeys([*wanted, *actual])

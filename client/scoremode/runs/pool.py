@@ -1,4 +1,4 @@
-"""The servers of one run, over which its windows or its other requests are spread."""
+"""Spreads the requests of one run over its servers."""
 
 import logging
 from asyncio import Event, Lock
@@ -19,17 +19,17 @@ _log = logging.getLogger(__name__)
 DEFAULT_CONCURRENCY = 8
 """Windows in flight at a server that does not say how many sequences it runs at once."""
 MAX_CONCURRENCY = 64
-"""Windows in flight at a server that runs more at once: more would not keep the engine busier."""
+"""Limit on the default number of windows in flight at a server: more would not keep the engine busier."""
 GRACE = 20.0
-"""Seconds to wait for a server that is down while others are left."""
+"""Seconds to wait for a server that is down if others are left."""
 
 Job = TypeVar("Job")
-"""The input of one request, such as a window's number."""
+"""The input of one request, such as a window's index."""
 
 
 def patient_client(url: str, *, retry_for: float | None = None, **settings: Any) -> AsyncScoreClient:
-    """A client for runs that take long: unless `retry_for` says how long it waits, that is less for a server that has
-    not answered yet. Other arguments are those of `AsyncScoreClient`."""
+    """Make a client for long runs, which by default waits long for a server, but less if it has not answered yet.
+    `settings` are other arguments of `AsyncScoreClient`."""
     client = AsyncScoreClient(url, retry_for=PATIENT_RETRY_FOR if retry_for is None else retry_for, **settings)
     if retry_for is None:
         client.retries.first_contact = FIRST_CONTACT_SECONDS
@@ -40,16 +40,16 @@ def patient_client(url: str, *, retry_for: float | None = None, **settings: Any)
 class _Server:
     client: AsyncScoreClient
     concurrency: int
-    """Requests in flight at once: halved when the server answers 504."""
+    """Limit on requests in flight, which is halved when the server answers 504."""
     failures_seen: int
     """`client.retries.num_failures` when the server's identity was last checked."""
     in_flight: int = 0
-    num_asked: int = 0
-    """Requests so far: single requests go to one server after another."""
+    num_requests: int = 0
+    """Requests so far. Of equally busy servers, the one with the fewest gets the next request."""
 
 
 class Pool:
-    """Servers that serve the same, each with windows of its own in flight."""
+    """Servers of the same model, each with several requests in flight."""
 
     def __init__(
         self, clients: Sequence[AsyncScoreClient], infos: Sequence[ServerInfo], concurrency: int | None
@@ -61,15 +61,15 @@ class Pool:
             at_once = concurrency or min(info.max_num_seqs or DEFAULT_CONCURRENCY, MAX_CONCURRENCY)
             self._servers.append(_Server(client, at_once, client.retries.num_failures))
         self.concurrency = sum(server.concurrency for server in self._servers)
-        """The most requests in flight at once, all servers together, as the run begins."""
+        """Limit on requests in flight at all servers together when the run begins."""
         self._next = Lock()
-        """Callers wait here for a slot, first come, first served."""
+        """Lock that the first caller in line holds while it waits for a free server."""
         self._answered = Event()
 
     @classmethod
     async def connect(cls, clients: AsyncScoreClient | Sequence[AsyncScoreClient], concurrency: int | None) -> Self:
-        """Ask every server, or the one given, for its `info`. `concurrency` is the number of windows in flight at each;
-        None for as many sequences as it runs at once, at most MAX_CONCURRENCY."""
+        """Make a pool, and ask every server for its `info`. `concurrency` is the number of windows in flight at each
+        server; None for as many as it runs sequences at once, at most MAX_CONCURRENCY."""
         clients = [clients] if isinstance(clients, AsyncScoreClient) else clients
         infos = [await client.info() for client in clients]
         for client, info in zip(clients, infos, strict=True):
@@ -79,34 +79,34 @@ class Pool:
 
     @property
     def clients(self) -> list[AsyncScoreClient]:
-        """The clients of the servers that were not dropped."""
+        """The clients of the servers that are left."""
         return [server.client for server in self._servers]
 
     async def score(
         self,
         jobs: Iterable[Job],
         send: Callable[[AsyncScoreClient, Job], Awaitable[Result]],
-        keep: Callable[[Result], object],
+        store: Callable[[Result], object],
     ) -> None:
-        """Have each job answered, by the server with the fewest requests in flight, and hand each result to `keep`, in
-        any order.
+        """Send each job to the server with the fewest requests in flight, and pass each result to `store`, in any
+        order.
 
-        A server that fails is dropped, as long as there is another, which takes over its jobs. ScoremodeError if the
-        last server failed, or a request is at fault.
+        A server that fails is dropped, and others take over its jobs. ScoremodeError if the last server fails, or a
+        request is at fault.
         """
         remaining = iter(jobs)
 
         async def work() -> None:
             for job in remaining:
-                keep(await self.ask(job, send))
+                store(await self.ask(job, send))
 
         with self.taking_over():
             await results_of(work() for _ in range(self.concurrency))
 
     @contextmanager
     def taking_over(self) -> Iterator[None]:
-        """While others are left, drop a server that fails sooner than its client would give up. After a 504, halve its
-        requests in flight, down to one."""
+        """Set short retries while several servers are left, so that a failed one is dropped soon. A 504 halves a
+        server's requests in flight, down to one."""
         self._set_retries()
         servers = [*self._servers]
         try:
@@ -117,20 +117,20 @@ class Pool:
                 server.client.retries.raises_timeouts = False
 
     async def ask(self, job: Job, send: Callable[[AsyncScoreClient, Job], Awaitable[Result]]) -> Result:
-        """Have the server with the fewest requests in flight answer one request, and another if that fails. The request
-        that has waited longest is next.
+        """Send one request to the server with the fewest requests in flight, and to another if that fails. Callers get
+        servers in the order in which they called.
 
-        For runs whose requests follow from one another; others have `score`, with its errors. Use it within
-        `taking_over`.
+        Use it within `taking_over`, for runs whose requests depend on one another. Others use `score`, which has the
+        same errors.
         """
         while True:
             async with self._next:
-                while not (free := [each for each in self._servers if each.in_flight < each.concurrency]):
+                while not (free := [server for server in self._servers if server.in_flight < server.concurrency]):
                     self._answered.clear()
                     await self._answered.wait()
-                server = min(free, key=lambda each: (each.in_flight, each.num_asked))
+                server = min(free, key=lambda server: (server.in_flight, server.num_requests))
                 server.in_flight += 1
-                server.num_asked += 1
+                server.num_requests += 1
             concurrency = server.concurrency
             try:
                 result = await send(server.client, job)
@@ -146,17 +146,17 @@ class Pool:
                 self._answered.set()
 
     def _slow_down_or_drop(self, server: _Server, concurrency: int, error: ScoremodeError) -> None:
-        """After a request failed that was sent when the server had `concurrency`."""
+        """React to a failed request, which was sent when the server's limit was `concurrency`."""
         if server not in self._servers:
             return
         if concurrency == 1 or not isinstance(error, ServerError) or error.status_code != TIMED_OUT:
             if len(self._servers) == 1:
                 raise error
             self._servers.remove(server)
-            _log.warning("%s is dropped, its windows go to the other servers: %s", server.client.address, error)
+            _log.warning("%s is dropped, and its windows go to the other servers: %s", server.client.address, error)
             self._set_retries()
         elif concurrency == server.concurrency:
-            # The first of those that were sent together: the others say nothing of fewer in flight.
+            # Halve once per batch: failures of requests sent at the old concurrency do not count again.
             server.concurrency //= 2
             self._set_retries()
             _log.warning(
@@ -176,4 +176,4 @@ class Pool:
         if differing := differences(identity(info), identity(self.info)):
             raise ServersDifferError(f"{address} does not serve the model that the run began with: {differing}")
         if differing := info.computes_otherwise(self.info):
-            _log.warning("%s has other GPUs or kernels, and the run mixes what both compute: %s", address, differing)
+            _log.warning("%s has other GPUs or kernels, so the run's values are from both: %s", address, differing)

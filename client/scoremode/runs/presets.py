@@ -1,7 +1,6 @@
-"""The settings that tools publish perplexities with: how each joins the rows of a text and cuts it into windows; and
-those of the texts by category that come with the package.
+"""Presets: how each tool that publishes perplexities joins a text's rows and cuts it into windows.
 
-`docs/methods.md` names each source and check.
+The preset `categories` is for the texts that come with the package. docs/methods.md has each preset's source and check.
 """
 
 import re
@@ -17,21 +16,21 @@ Preset = Literal["llama.cpp", "exl3", "gptq", "lm-eval", "hf", "categories"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 CATEGORIES: Preset = "categories"
 CATEGORIES_VERSION = 1
-"""Of the texts in the folder `categories`. Add 1 when a byte of them changes: figures over other texts differ."""
+"""Version of the texts in the folder `categories`. Add 1 when a byte of them changes, because figures then differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tool:
     publishes: str
-    """The figure, in words; a context length goes into it."""
+    """The published figure, as a phrase with a placeholder for the context length."""
     method: Method
     context_length: int
     strides: int = 1
-    """In a window."""
+    """Strides per window."""
     max_windows: int | None = None
     adds_special_tokens: bool | None = None
     is_checked: bool = False
-    """Whether its figures were compared with those of the tool itself."""
+    """Whether our figures were compared with the tool's own."""
 
 
 _TOOLS: dict[str, _Tool] = {
@@ -47,8 +46,8 @@ _TOOLS: dict[str, _Tool] = {
 
 
 def window_settings(preset: Preset, context_length: int | None, max_windows: int | None = None) -> WindowSettings:
-    """Arguments of `evaluate` and `record_reference` that cut windows as a tool does, of its length or another, and the
-    first `max_windows` of them. WindowError for so many of a preset whose documents have any length."""
+    """Arguments with which `evaluate` and `record_reference` cut windows as a tool does. Its context length is the
+    default. WindowError for `max_windows` with a preset that measures whole documents."""
     tool = _TOOLS[preset]
     if max_windows is not None and preset in ("lm-eval", CATEGORIES):
         raise WindowError(
@@ -56,7 +55,7 @@ def window_settings(preset: Preset, context_length: int | None, max_windows: int
         )
     length = context_length or tool.context_length
     stride = max(1, length // tool.strides)
-    # Where windows share no tokens, one more begins where two more tokens follow.
+    # `disjoint` cuts a window only if a token follows it. This one token makes no further window.
     most = min((number for number in (tool.max_windows, max_windows) if number is not None), default=None)
     return {
         "method": tool.method,
@@ -68,7 +67,7 @@ def window_settings(preset: Preset, context_length: int | None, max_windows: int
 
 
 def comparable_with(corpus: CorpusInfo | None, context_length: int) -> str:
-    """Whose published figures a measurement may be put next to, as the end of a sentence."""
+    """Say which published figures a measurement can be compared with, as the end of a sentence."""
     tool = None if corpus is None or corpus.preset is None else _TOOLS.get(corpus.preset)
     if corpus is None or tool is None:
         return "not comparable with published figures (no --preset)"
@@ -80,17 +79,17 @@ def comparable_with(corpus: CorpusInfo | None, context_length: int) -> str:
 
 
 def as_lines(rows: Sequence[str]) -> str:
-    """The file that rows are the lines of, or several lines each; that of WikiText-2 is `wiki.test.raw`."""
-    # The dataset on the hub has an empty row where that file has a space.
+    """Restore the file whose lines are the rows of a dataset, such as WikiText-2's `wiki.test.raw`."""
+    # On the hub, a row is empty if its line in the file is a space.
     lines = [(row or " ").removesuffix("\n") for row in rows]
     ends = not rows[-1] or rows[-1].endswith("\n")
     return "\n".join([*lines, ""] if ends else lines)
 
 
 def lm_eval_pages(text: str) -> list[str]:
-    """The articles of WikiText-2's file, as the dataset of lm-eval's task `wikitext` has them."""
+    """Split WikiText-2's file into articles, as in the dataset of lm-eval's task `wikitext`."""
     lines = text.split("\n")
-    # A title is ` = Title = `, and that of a section has more signs.
+    # An article's title is ` = Title = `; titles of sections have more signs.
     stripped = [line.replace("= = =", "===").replace("= =", "==").strip() for line in lines]
     titles = [at for at, line in enumerate(stripped) if line.startswith("= ") and line.endswith(" =")]
     starts = [0, *titles, len(lines)]
@@ -109,8 +108,8 @@ def detokenized(page: str) -> str:
 
 
 def _stripped(page: str, first: str, last: str) -> str:
-    """Without white space at the ends of what is between two marks. A regular expression would take the cube of the
-    length of white space that has no mark at its end."""
+    """Strip the text between each pair of marks. A regular expression would take cubic time for long white space
+    without a second mark."""
     parts, done = [], 0
     while (start := page.find(first, done) + 1) and (end := page.find(last, start)) >= 0:
         parts += [page[done:start], page[start:end].strip(), last]
@@ -120,7 +119,7 @@ def _stripped(page: str, first: str, last: str) -> str:
 
 _BEFORE = [
     ("s '", "s'"),
-    # As lm-eval has it: it puts the pattern itself there.
+    # As in lm-eval, which inserts the pattern itself.
     ("/' [0-9]/", "/'[0-9]/"),
     *[(f" @{mark}@ ", mark.replace("\\", "")) for mark in ("-", ",", r"\.")],
     *[(f" {re.escape(mark)} ", f"{mark} ") for mark in ":;.!?,"],
@@ -135,4 +134,4 @@ _AFTER = [
     (" N ", " 1 "),
     (" 's", "'s"),
 ]
-"""Patterns, and in the second list words, and what goes in their place, one after another."""
+"""Replacements in the order in which they are applied: `_BEFORE` has patterns, `_AFTER` literal text."""

@@ -1,4 +1,4 @@
-"""Choose the blocks of a quantized model to keep in 16 bits, for the most nats per byte."""
+"""Chooses the blocks of a quantized model that should stay in 16 bits, by the most nats per byte."""
 
 import json
 import math
@@ -16,33 +16,33 @@ from scoremode.runs.layers import Cost, LayersMeasurement, PartCost
 class KeptBlock:
     block: PartCost
     modules: list[str]
-    """As the original's checkpoint names them."""
+    """Names of its modules in the original checkpoint."""
     extra_bytes: int
-    """That the block takes in the original, in addition to what it takes in the quantized checkpoint."""
+    """How much larger the block is in the original checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     kept: list[KeptBlock]
     predicted: Cost
-    """The divergence to expect."""
+    """The predicted divergence."""
     scheme: dict[str, Any]
-    """The `quantization_config` of the quantized checkpoint, if it is one of compressed-tensors; else empty."""
+    """The quantized checkpoint's `quantization_config`; empty if it is not one of compressed-tensors."""
 
     @property
     def extra_bytes(self) -> int:
-        return sum(each.extra_bytes for each in self.kept)
+        return sum(choice.extra_bytes for choice in self.kept)
 
     @property
     def ignore(self) -> list[str]:
-        """The kept modules, as llm-compressor's `ignore` takes them, after those that the copy has kept already."""
-        kept = _patterns([module for each in self.kept for module in each.modules])
-        return [*(self.scheme.get("ignore") or ["lm_head"]), *kept]
+        """llm-compressor's `ignore`: the modules that the copy has not quantized, then those of the recipe."""
+        patterns = _patterns([module for choice in self.kept for module in choice.modules])
+        return [*(self.scheme.get("ignore") or ["lm_head"]), *patterns]
 
     @property
     def modifier(self) -> str | None:
-        """A recipe of llm-compressor that quantizes as the copy is quantized, and keeps the blocks; None if its scheme
-        is not known. JSON is YAML too."""
+        """A YAML recipe for llm-compressor with the copy's scheme, which leaves the blocks in 16 bits; None if the
+        scheme is unknown."""
         if not self.scheme:
             return None
         names = ("config_groups", "kv_cache_scheme")
@@ -60,8 +60,8 @@ class Recipe:
 
     @property
     def quantization_config(self) -> str:
-        """For vLLM's `--quantization-config`, which goes by its own names."""
-        return json.dumps({"ignore": _patterns([module for each in self.kept for module in each.block.modules])})
+        """The value of vLLM's `--quantization-config`, with vLLM's names of modules."""
+        return json.dumps({"ignore": _patterns([module for choice in self.kept for module in choice.block.modules])})
 
 
 def _without_nulls(content: Any) -> Any:
@@ -80,7 +80,7 @@ def _scheme(folder: Path) -> dict[str, Any]:
 
 
 def _patterns(modules: list[str]) -> list[str]:
-    # A module that is a linear layer itself, or has some.
+    # Each matches a module that is a linear layer itself, and one that contains some.
     return [rf"re:^{re.escape(module)}(\..*)?$" for module in modules]
 
 
@@ -92,15 +92,15 @@ def make_recipe(
     num_blocks: int | None = None,
     extra_bytes: float | None = None,
 ) -> Recipe:
-    """Choose blocks greedily by nats per byte: a number of them, or as many as take so many bytes more. None that costs
-    no more than its floor is kept.
+    """Choose blocks greedily by nats per byte, up to a number of blocks or bytes. Only blocks that cost more than their
+    floor are chosen.
 
     Args:
         measurement: The costs.
-        base_weights: The folder of the original's checkpoint.
-        weights: That of the quantized one.
-        num_blocks: How many to keep.
-        extra_bytes: How much larger the model may be.
+        base_weights: The folder of the original checkpoint.
+        weights: The folder of the quantized checkpoint.
+        num_blocks: How many blocks to choose.
+        extra_bytes: How much larger the model may become.
 
     Raises:
         RunError: a checkpoint cannot be read, or does not have the blocks.
@@ -112,25 +112,25 @@ def make_recipe(
             continue
         modules = [_checkpoint_module(module, base, base_weights) for module in block.modules]
         sizes = [
-            sum(_bytes_of(module, each, at) for module in modules)
-            for each, at in ((base, base_weights), (quantized, weights))
+            sum(_bytes_of(module, tensors, folder) for module in modules)
+            for tensors, folder in ((base, base_weights), (quantized, weights))
         ]
-        # A block that the checkpoint has not quantized costs what those before it made of its input.
+        # Leave out blocks that are not quantized: their cost comes from earlier blocks, which changed their input.
         if sizes[0] > sizes[1]:
             candidates.append(KeptBlock(block, modules, sizes[0] - sizes[1]))
     if not candidates:
         raise RunError(f"no block costs more than its floor and is smaller in {weights} than in {base_weights}")
     kept: list[KeptBlock] = []
-    for each in sorted(candidates, key=lambda each: -each.block.cost / each.extra_bytes):
-        taken = sum(other.extra_bytes for other in kept)
-        if len(kept) != num_blocks and (extra_bytes is None or taken + each.extra_bytes <= extra_bytes):
-            kept.append(each)
-    return Recipe(kept, measurement.without([each.block for each in kept]), _scheme(weights))
+    for choice in sorted(candidates, key=lambda choice: -choice.block.cost / choice.extra_bytes):
+        num_bytes = sum(other.extra_bytes for other in kept) + choice.extra_bytes
+        if len(kept) != num_blocks and (extra_bytes is None or num_bytes <= extra_bytes):
+            kept.append(choice)
+    return Recipe(kept, measurement.without([choice.block for choice in kept]), _scheme(weights))
 
 
 def tensor_bytes(folder: Path, *, in_16_bits: bool = False) -> dict[str, int]:
-    """The size of each tensor of a checkpoint, by its name, from the headers of its safetensors files; at most that in
-    16 bits if asked for. RunError if there are none, or one cannot be read."""
+    """Read the size of each tensor in a checkpoint, by name, from the headers of its safetensors files. `in_16_bits`
+    counts larger types as 16 bits. RunError if there are no such files, or one cannot be read."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise RunError(f"{folder} has no safetensors files")
@@ -151,22 +151,21 @@ def tensor_bytes(folder: Path, *, in_16_bits: bool = False) -> dict[str, int]:
 
 
 def _checkpoint_module(module: str, sizes: dict[str, int], folder: Path) -> str:
-    """The name that a checkpoint has for a module of vLLM, which may have another prefix. RunError if there is none, or
-    there are several."""
+    """The checkpoint's name for a vLLM module, perhaps with another prefix. RunError unless exactly one module fits."""
     if any(name.startswith(f"{module}.") for name in sizes):
         return module
-    # The list of layers, the index and the rest.
+    # Compare from the list of layers on, as in `layers.11.mlp`.
     tail = re.search(r"[^.]+\.\d+\..*$", module)
     pattern = re.compile(rf"(?:.*\.)?{re.escape(tail[0] if tail else module)}(?=\.)")
-    found = {match[0] for name in sizes if (match := pattern.match(name))}
-    if len(found) != 1:
-        raise RunError(f"{folder} has {len(found)} modules that could be {module}, so a recipe cannot name it")
-    return found.pop()
+    names = {match[0] for name in sizes if (match := pattern.match(name))}
+    if len(names) != 1:
+        raise RunError(f"{folder} has {len(names)} modules that could be {module}, so a recipe cannot name it")
+    return names.pop()
 
 
 def _bytes_of(module: str, sizes: dict[str, int], folder: Path) -> int:
     """The bytes of a module's tensors."""
-    found = [size for name, size in sizes.items() if name.startswith(f"{module}.")]
-    if not found:
+    tensor_sizes = [size for name, size in sizes.items() if name.startswith(f"{module}.")]
+    if not tensor_sizes:
         raise RunError(f"{folder} has no tensors of {module}")
-    return sum(found)
+    return sum(tensor_sizes)

@@ -1,4 +1,4 @@
-"""Recording a corpus as a reference on a server: what `ppl-client record` runs, as a library."""
+"""Records a corpus as a reference on a server, for `ppl-client record` and for Python."""
 
 import logging
 import math
@@ -21,7 +21,7 @@ class Recording:
     corpus: Corpus
     reference: Reference
     num_resumed: int
-    """Windows that the server had recorded before."""
+    """Windows that the server had already recorded."""
     seconds: float
 
 
@@ -35,24 +35,23 @@ async def record_reference(
     on_window: OnWindow | None = None,
     **windows: Unpack[WindowSettings],
 ) -> Recording:
-    """Record the served model's distributions over a corpus, for `measure_kld` to compare other models with.
+    """Record the served model's distributions over a corpus, so that `measure_kld` can compare other models with it.
 
-    The server cuts the windows and keeps what it has recorded: it resumes an interrupted recording when this is called
-    again with the same arguments.
+    The server cuts the windows. If the recording is interrupted, call this again with the same arguments to resume it.
 
     Args:
-        client: Of one server, which must have a folder for references.
+        client: Client of one server, which must have a folder for references.
         corpus: The text.
-        name: Of the reference.
+        name: Name of the reference.
         layers: Record the residual stream at the boundaries of the decoder layers too, for `measure_layers`. The log
-            says how much disk that takes; a ScoremodeError if it is not free.
+            says how much disk space this takes; a ScoremodeError if there is not enough.
         on_progress: Called for each window.
-        on_window: Called with each window too, which then has logprobs and ranks.
+        on_window: Called with each window too, including its logprobs and ranks.
         **windows: How the text is cut into windows.
 
     Raises:
-        ScoremodeError: the server fails and records nothing more when it is asked again, refuses the windows, or has
-            another reference of that name.
+        ScoremodeError: the server fails twice without recording a window in between, refuses the windows, or has
+            another reference with that name.
     """
     try:
         num_resumed = (await client.reference(name)).num_recorded
@@ -94,7 +93,7 @@ async def record_reference(
         except BadRequestError as error:
             raise corpus.named(error) from error
         except (TransportError, ServerError, RateLimitError):
-            # The client's patience is for one failure; a server that has recorded more since then has a new one.
+            # Try again if the server has recorded a window since the last attempt.
             if num_new == num_before:
                 raise
         else:
@@ -104,8 +103,8 @@ async def record_reference(
 
 
 async def _say_space(client: AsyncScoreClient, name: str, max_tokens: int | None) -> None:
-    """Say how much disk the layers of a text take at most in disjoint windows. The server, which knows how long the
-    text is, refuses what does not fit before it records anything."""
+    """Log how much disk space the layers of a text take, at most, in disjoint windows. The server, which knows the
+    text's length, checks the space before it records anything."""
     served, info = await client.layers(), await client.info()
     token_bytes = served.token_bytes(info.dtype)
     needed, free = f"{token_bytes / 2**20:.2f} MiB per token", f"{served.free_bytes / 2**30:,.1f} GiB"

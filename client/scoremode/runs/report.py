@@ -1,4 +1,4 @@
-"""Finished runs as JSON and arrays: what both kinds of run have in common."""
+"""The parts of a finished run's JSON and arrays that perplexity and KL divergence share."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,15 +15,15 @@ from scoremode.runs.conversations import token_classes
 from scoremode.wire import Reference, ServedModel, ServerInfo, TokenTexts, WindowOrigins
 
 RECORD_VERSION = 1
-"""Of the JSON of every `kind`: fields may be added; none changes its meaning or is removed."""
+"""Version of the JSON of every `kind`. Within it, fields may be added, but not removed or changed in meaning."""
 
 Arrays = dict[str, NDArray[Any]]
-"""Values of a run by their names."""
+"""Arrays of a run by name."""
 
 
 def weights_in_words(model: ServedModel) -> str:
     words = f"{model.quantization or 'not quantized'}, {model.dtype}"
-    # Of quantized weights it says little that a checkpoint's other tensors have another dtype.
+    # The dtype of the checkpoint's other tensors says little about quantized weights.
     if model.quantization is not None or model.stored_dtype in (None, model.dtype):
         return words
     return f"{words} (stored in {model.stored_dtype})"
@@ -36,7 +36,7 @@ def reference_in_words(reference: Reference) -> str:
 
 
 def chat_differences(label: str, server: ServedModel, reference: Reference) -> Iterator[str]:
-    """By which answers in chats of a served model differ from those of a reference's, whatever both models compute."""
+    """Yield reasons why chat answers of a served model differ from the recorded model's even if logits are equal."""
     if reference.method != "conversation":
         return
     original = model_name(reference.model)
@@ -52,13 +52,13 @@ def chat_differences(label: str, server: ServedModel, reference: Reference) -> I
         yield f"{label} stops after token {added}, where {original} continues, by its EOS ids."
     if len({reference.chat_template_fingerprint, server.chat_template_fingerprint, None}) > 2:
         yield (
-            f"{label} has another chat template than {original}: answers in chats part at once where it renders the "
-            "prompts otherwise, which figures on the same tokens do not show."
+            f"{label} has another chat template than {original}: if it renders prompts differently, answers in chats "
+            "differ from the beginning, which figures on the same tokens do not show."
         )
 
 
 def origin_arrays(origins: WindowOrigins | None, run_arrays: Arrays, token_texts: Mapping[int, str]) -> Arrays:
-    """Where each window of a run is from, and the classes of its targets, as far as they are known."""
+    """Arrays with the sources of a run's windows, and the classes of targets if texts of tokens are given."""
     if origins is None:
         return {}
     arrays: Arrays = {"window_contexts": np.array(origins.num_context, np.int32)}
@@ -88,7 +88,9 @@ def record_beginning(kind: str, urls: Sequence[str], model: str, server: ServerI
 def record_end(texts: TokenTexts, origins: WindowOrigins | None) -> dict[str, object]:
     """The texts and bytes of a run's tokens by their ids, and the labels and prompts of its windows."""
     by_id = {"token_texts": texts, "token_bytes": texts.contents}
-    record: dict[str, object] = {name: {str(token): each for token, each in of.items()} for name, of in by_id.items()}
+    record: dict[str, object] = {
+        name: {str(token): text for token, text in values.items()} for name, values in by_id.items()
+    }
     if origins is not None and origins.labels is not None:
         record["labels"] = list(dict.fromkeys(origins.labels))
     if origins is not None and origins.prompts is not None and texts:

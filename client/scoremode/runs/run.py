@@ -1,4 +1,4 @@
-"""The windows of one run as they are finished, over all its sessions, and the progress."""
+"""Collects the finished windows of one run over all its sessions, and reports progress."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,15 +17,15 @@ class Progress:
     num_scored: int
     """Tokens so far."""
     mean: float
-    """Of the tokens so far, in nats: of their NLLs, or of their KL divergences."""
+    """Mean NLL, or mean KL divergence, of the tokens so far, in nats."""
     num_resumed: int = 0
-    """Tokens among them that an earlier session scored."""
+    """How many of these tokens an earlier session scored."""
     seconds: float = 0.0
-    """Since this session began, whose server had answered already."""
+    """Time since this session began, which is after the server's first answer."""
 
     @property
     def perplexity(self) -> float:
-        """The perplexity of the tokens so far, where `mean` is that of their NLLs."""
+        """The perplexity of the tokens so far, if `mean` is their mean NLL."""
         return exp(self.mean)
 
 
@@ -34,9 +34,9 @@ StartJournal = Callable[[Measurement[Result]], Journal[Result]]
 
 
 class Run(Generic[Result]):
-    """Takes each window when it is finished, writes it into the journal, and reports the progress.
+    """Stores each finished window, writes it into the journal, and reports progress.
 
-    The windows of the journal are taken at once, and reported together.
+    It begins with the windows in the journal, and reports them once.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Run(Generic[Result]):
         return (index for index in range(self._measurement.num_windows) if index not in self._windows)
 
     def store(self, window: Result) -> None:
-        """Take a window that has just been finished."""
+        """Store a window that has just been finished."""
         self._take(window)
         if self._journal is not None:
             self._journal.add(window, self.seconds())
@@ -71,7 +71,7 @@ class Run(Generic[Result]):
         return [self._windows[index] for index in range(self._measurement.num_windows)]
 
     def seconds(self) -> float:
-        """Since the run began, over all sessions."""
+        """Time since the run began, summed over sessions."""
         before = 0.0 if self._journal is None else self._journal.seconds
         return before + time.perf_counter() - self._started
 
@@ -83,7 +83,7 @@ class Run(Generic[Result]):
     def _report(self) -> None:
         if self._on_progress is not None:
             done, num_windows = len(self._windows), self._measurement.num_windows
-            # An answer may have no token.
+            # Answers may have no tokens.
             mean = self._total / max(1, self._num_scored)
             seconds = time.perf_counter() - self._started
             self._on_progress(Progress(done, num_windows, self._num_scored, mean, self._num_resumed, seconds))
@@ -95,7 +95,7 @@ async def measure(
     start_journal: StartJournal[Result] | None,
     on_progress: OnProgress | None,
 ) -> Run[Result]:
-    """Measure every window that the journal does not have, at the first server with a free slot."""
+    """Measure every window that is not in the journal, on the pool's servers."""
     run = Run(measurement, None if start_journal is None else start_journal(measurement), on_progress)
     await pool.score(run.missing(), measurement.measure, run.store)
     return run

@@ -1,4 +1,4 @@
-"""The client's side of the HTTP API: its types, which the server shares, requests, and how their answers are read."""
+"""The client's side of the HTTP API: types, which the server shares, requests, and readers of their answers."""
 
 from scoremode.wire.arrays import (
     TopLogprobs,

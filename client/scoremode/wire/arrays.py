@@ -14,8 +14,8 @@ from scoremode.wire.protocol import ROUNDING, ColumnArray, TopLogprobArrays
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopLogprobs:
-    """The k most likely tokens of n positions, the most likely first: arrays of shape [n, k], log-probabilities in
-    nats. The first position of a text has no context: its token ids are -1, its log-probabilities NaN."""
+    """The k most likely tokens of n positions, the top token first: arrays of shape [n, k], log-probabilities in nats.
+    A text's first position has no context: its token ids are -1, its log-probabilities NaN."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -30,12 +30,12 @@ _RANGES = {
     **dict.fromkeys(("acceptance", "reference_confidence"), (0, 1 + ROUNDING)),
     **dict.fromkeys(("ranks", "reference_ranks"), (1, np.inf)),
 }
-"""The least and the largest value that a position can have, by the names of `KldPositions`; token ids, and the numbers
-of windows, are at least 0."""
+"""The smallest and largest valid value per position, by the field names of `KldPositions`. All other numbers, such as
+token ids, are at least 0."""
 
 
 def wrong_value(name: str, values: NDArray[Any]) -> str | None:
-    """The first value of an array that is impossible, in words; None where there is none."""
+    """Describe the first invalid value of an array; None if all are valid."""
     least, largest = _RANGES.get(name, (0, np.inf))
     wrong = values[~((values >= least) & (values <= largest))]
     if not len(wrong):
@@ -44,24 +44,26 @@ def wrong_value(name: str, values: NDArray[Any]) -> str | None:
 
 
 def check_logprobs(name: str, logprobs: NDArray[np.float32]) -> None:
-    """Check the logprobs of positions, of which only the first may have no context, and NaN."""
+    """Raise ResponseError if a logprob is above 0, or NaN after the first position, which may lack context."""
     later = logprobs[1:]
     num_right = int((later <= ROUNDING).sum())
     if num_right < later.size or (logprobs[:1] > ROUNDING).any():
         raise ResponseError(
-            f"the server gave {num_right} {name} for the {later.size} after the first position; one is NaN or above 0"
+            f"one of the server's {name} is above 0, or NaN after the first position: {num_right} of the {later.size} "
+            "there are valid"
         )
 
 
 def decode_top_logprobs(sent: object) -> TopLogprobs:
-    """The arrays of an answer, which are `TopLogprobArrays`."""
+    """Decode an answer's `TopLogprobArrays`."""
     top = TopLogprobs(*decode_arrays("top_logprobs", sent, token_ids="<i4", logprobs="<f4"))
     check_logprobs("top_logprobs", top.logprobs)
     return top
 
 
 def decode_arrays(name: str, sent: object, **dtypes: str) -> list[NDArray[Any]]:
-    """Arrays of one shape with two axes, by their names in a field of an answer."""
+    """Decode two-dimensional arrays of one shape from the field `name` of an answer. `dtypes` maps their names there to
+    their types."""
     match sent:
         case {"shape": [_, _] as shape, **arrays}:
             return [decode_array(name, arrays.get(part), dtype, shape) for part, dtype in dtypes.items()]
@@ -69,13 +71,13 @@ def decode_arrays(name: str, sent: object, **dtypes: str) -> list[NDArray[Any]]:
 
 
 def encode_column(column: NDArray[Any]) -> ColumnArray:
-    """A column of float32 or int32 as `decode_column` takes it."""
+    """Encode a column of float32 or int32 for `decode_column`."""
     dtype: Any = column.dtype.name
     return {"dtype": dtype, "shape": list(column.shape), "values": encode_array(column, column.dtype.str)}
 
 
 def decode_column(name: str, sent: object) -> NDArray[Any]:
-    """A column of an answer, which is a `ColumnArray`; `name` is its field."""
+    """Decode an answer's `ColumnArray`; errors call it `name`."""
     match sent:
         case {"dtype": "float32" | "int32" as dtype, "shape": [_, *_] as shape, "values": values}:
             return decode_array(name, values, "<f4" if dtype == "float32" else "<i4", shape)
@@ -83,7 +85,7 @@ def decode_column(name: str, sent: object) -> NDArray[Any]:
 
 
 def encode_top_logprobs(token_ids: NDArray[Any], logprobs: NDArray[Any]) -> TopLogprobArrays:
-    """The top tokens [n, k] at each position as `decode_top_logprobs` takes them."""
+    """Encode the top tokens [n, k] for `decode_top_logprobs`."""
     ids, values = encode_array(token_ids, "<i4"), encode_array(logprobs, "<f4")
     return {"shape": list(token_ids.shape), "token_ids": ids, "logprobs": values}
 
@@ -93,7 +95,7 @@ def encode_array(array: NDArray[Any], dtype: str) -> str:
 
 
 def decode_array(name: str, encoded: Any, dtype: str, shape: Sequence[int] = (-1,)) -> NDArray[Any]:
-    """An array of an answer; `name` is its field."""
+    """Decode an array of an answer; errors call it `name`."""
     try:
         values = np.frombuffer(base64.b64decode(encoded, validate=True), dtype)
     except (TypeError, ValueError) as error:

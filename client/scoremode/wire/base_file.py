@@ -1,8 +1,8 @@
-"""The sizes of llama.cpp's base file (`llama-perplexity --kl-divergence-base`), which a server computes and a client
+"""Sizes in llama.cpp's base file (`llama-perplexity --kl-divergence-base`), which a server computes and a client
 writes.
 
-The file is `_logits_`, context length, vocabulary and number of windows as int32, the windows' tokens as int32, and for
-each target of each window its distribution in 4 + 2 ceil(vocabulary / 2) numbers of 16 bits
+The file begins with the bytes `_logits_`. Context length, vocabulary size, number of windows, and the windows' tokens
+follow as int32. Then each target has its distribution in 4 + 2 ceil(vocabulary / 2) numbers of 16 bits
 (tools/perplexity/perplexity.cpp in llama.cpp).
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BaseFile:
-    """The layout of a file whose windows have equally many targets. Sizes are in bytes."""
+    """The layout of a file whose windows all have the same number of targets. Sizes are in bytes."""
 
     context_length: int
     num_windows: int
@@ -32,9 +32,9 @@ class BaseFile:
         return self.header_size + self.num_windows * self.window_size
 
     def num_complete(self, size: int) -> int:
-        """Windows that a file of that size has."""
+        """The number of complete windows in a file of `size` bytes."""
         return max(0, size - self.header_size) // self.window_size
 
     def end_of(self, num_windows: int) -> int:
-        """The size of a file with so many windows; without any it has no header."""
+        """The size of a file with `num_windows` windows; a file without windows has no header."""
         return self.header_size + num_windows * self.window_size if num_windows else 0

@@ -1,5 +1,5 @@
-"""Requests of the API, and how their answers are read, chunk by chunk as the network cuts them: JSON and streams of
-server-sent events. They are sent by `client`, synchronously or not."""
+"""Requests of the API, and readers of their answers: JSON and server-sent events, in chunks as the network cuts them.
+Nothing here is sent; the synchronous and the asynchronous client do that."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -18,17 +18,17 @@ Event = TypeVar("Event")
 Answer = TypeVar("Answer")
 
 FIXED_BYTES = 1 << 20
-"""That any answer may have: what describes a run or a server, or an error."""
+"""Size limit of any answer that does not grow with its request: the description of a run or a server, or an error."""
 BYTES_PER_BYTE = 512
-"""That an answer may have for each byte of its request, in addition: a token has at least one. This is room for an id,
-a logprob, a rank, the text of a token, and its part of a window's event."""
+"""Added to an answer's size limit for each byte of its request. Each token has at least one such byte, and its answer
+an id, a logprob, a rank, a text, and a part of a window's event."""
 REFERENCE_BYTES = 1 << 22
-"""That the description of a reference may have: in each lane a noise floor has a number for each of 65,536 answers."""
+"""Size limit of a reference's description, whose noise floors have a number for each of up to 65,536 answers."""
 LISTING_BYTES = 1 << 26
-"""That a list of all references or models of a server may have."""
+"""Size limit of a list of all references or models of a server."""
 
-# A carriage return at the end of a chunk may be half of a line end whose other half is still to come. Not
-# str.splitlines: it would cut at U+2028 and its like, which JSON may hold.
+# A carriage return at the end of a chunk may be the first half of a line end. str.splitlines does not work here: it
+# also cuts at characters that JSON may contain, such as U+2028.
 _LINE_END = re.compile(rb"\r\n|\n|\r(?=[\s\S])")
 
 
@@ -40,8 +40,8 @@ class EventParser:
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """The data of each event that `chunk` completes."""
-        # What was searched before is not searched again, but for a carriage return.
+        """Yield the data of each event that `chunk` completes."""
+        # Search only the new chunk, and a carriage return before it.
         searched = max(0, len(self._rest) - 1)
         self._rest += chunk
         done = 0
@@ -56,12 +56,12 @@ class EventParser:
 
 
 class Reader(Generic[Answer]):
-    """Reads an answer that is one JSON document; raises ResponseError when it is not what the protocol says."""
+    """Reads an answer that is one JSON document; raises ResponseError if it does not follow the protocol."""
 
     can_restart = True
     """Whether the request may be sent again if the connection is lost now."""
     max_bytes = FIXED_BYTES
-    """That the answer may have."""
+    """Size limit of the answer."""
     _num_bytes = 0
 
     def __init__(self, parse: Callable[[Any], Answer]) -> None:
@@ -69,7 +69,7 @@ class Reader(Generic[Answer]):
         self._chunks: list[bytes] = []
 
     def receive(self, chunk: bytes) -> None:
-        """Take the next bytes. ResponseError if the answer is longer than it may be."""
+        """Read the next bytes. ResponseError if the answer exceeds its size limit."""
         self._num_bytes += len(chunk)
         if self._num_bytes > self.max_bytes:
             raise ResponseError(f"the server's answer is longer than the {self.max_bytes:,} bytes that it may have")
@@ -80,7 +80,7 @@ class Reader(Generic[Answer]):
 
     def finish(self) -> Answer:
         try:
-            # Not by pydantic, which holds some 200 times what a list of empty lists has in JSON.
+            # Parsed without pydantic's validate_json, which needs 200 times the memory for a list of empty lists.
             return self._parse(from_json(b"".join(self._chunks)))
         except ValidationError as error:
             raise protocol_error(error) from error
@@ -91,14 +91,14 @@ class Reader(Generic[Answer]):
 
 
 class BodyReader(Reader[bytes]):
-    """Reads an answer that may be anything, such as a proxy's error."""
+    """Reads an answer of any format, such as a proxy's error."""
 
     def finish(self) -> bytes:
         return b"".join(self._chunks)
 
 
 class BytesReader(Reader[None]):
-    """Hands an answer's bytes on as they come."""
+    """Passes an answer's bytes to `write` as they arrive."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
         self._write = write
@@ -108,20 +108,21 @@ class BytesReader(Reader[None]):
         self._write(chunk)
 
     def finish(self) -> None:
-        """The answer has ended."""
+        """Do nothing: all bytes are written."""
 
 
 @dataclass(eq=False)
 class EventReader(Reader[Answer], Generic[Event, Answer]):
-    """Reads a stream of windows, which are handed to `on_window`, and a result, each with the name of its kind in
-    `object`. It is `repeatable` if a second request does not report the windows of the first again."""
+    """Reads a stream of windows, which it passes to `on_window`, and a result. The field `object` tells which is
+    which."""
 
     kinds: tuple[str, str]
-    """The names of a window and of the result."""
+    """The values of `object` in a window and in the result."""
     read_window: Callable[[object], Event]
     read_result: Callable[[object], Answer]
     on_window: Callable[[Event], object] | None
     repeatable: bool = False
+    """Whether a repeated request does not report the first request's windows again."""
     _parser: EventParser = field(default_factory=EventParser)
     _result: Answer | None = None
 
@@ -150,7 +151,7 @@ class EventReader(Reader[Answer], Generic[Event, Answer]):
             window = self.read_window(event)
         except ValidationError as error:
             raise protocol_error(error) from error
-        # A second run would report the window again.
+        # A repeated request would report this window again.
         self.can_restart = self.repeatable
         if self.on_window is not None:
             self.on_window(window)
@@ -158,7 +159,7 @@ class EventReader(Reader[Answer], Generic[Event, Answer]):
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Answer]):
-    """One request: method, path, body, and how its answer is read. Each attempt takes a new reader."""
+    """One request, and the reader of its answer. Each attempt uses a new reader."""
 
     method: str
     path: str
@@ -168,8 +169,8 @@ class Call(Generic[Answer]):
     bytes_per_byte: int = BYTES_PER_BYTE
 
     def receiver(self, response: httpx.Response, reader: Reader[Answer]) -> Reader[Any]:
-        """The reader of a response: `reader`, or one for the body of an error. ResponseError for a compressed response,
-        which could unpack to any length: the clients accept none."""
+        """The reader of a response: `reader`, or another for the body of an error. ResponseError for a compressed
+        response, because it could unpack to any length."""
         encoding = response.headers.get("content-encoding", "identity")
         if encoding != "identity":
             raise ResponseError(
@@ -191,7 +192,7 @@ def call(
     bytes_per_byte: int = BYTES_PER_BYTE,
     **fields: object,
 ) -> Call[Answer]:
-    """A request whose answer is one JSON document. Fields that are None are left out."""
+    """Make a request whose answer is one JSON document. Fields that are None are left out."""
     body = _without_none(fields) if fields else None
     return Call(method, path, lambda: Reader(parse), body, fixed_bytes, bytes_per_byte)
 
@@ -204,7 +205,7 @@ def stream(
     bytes_per_byte: int = BYTES_PER_BYTE,
     **fields: object,
 ) -> Call[Answer]:
-    """A POST that is answered by a stream of events. Fields that are None are left out."""
+    """Make a POST request whose answer is a stream of events. Fields that are None are left out."""
     return Call("POST", path, new_reader, _without_none({**fields, "stream": True}), fixed_bytes, bytes_per_byte)
 
 

@@ -1,4 +1,4 @@
-"""Makes the exception that tells what went wrong from an error answer, of the server or of a proxy."""
+"""Turns an error answer from the server or a proxy into an exception."""
 
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ def status_error(status_code: int, body: bytes, path: str) -> APIStatusError:
 
 
 def _is_without_route(path: str, failure: _Failure) -> bool:
-    """Whether the server lacks the route, not only the object at it."""
+    """Whether the server lacks the route itself, and not only the reference or model that the request names."""
     if "/v1/references" in path or "/v1/kld" in path:
         # FastAPI's answer for an unknown route.
         return failure.message == "Not Found"
@@ -55,13 +55,13 @@ def _is_without_route(path: str, failure: _Failure) -> bool:
 
 
 def event_error(error: object) -> APIStatusError:
-    """The exception for an `{"error": ...}` event within a stream, whose HTTP status was sent before it went wrong."""
+    """The exception for an `{"error": ...}` event in a stream, whose HTTP status was sent before the error."""
     failure = _read_error(error)
     return _exception(failure.code or HTTPStatus.INTERNAL_SERVER_ERROR, failure)
 
 
 def protocol_error(error: ValidationError) -> ResponseError:
-    """The exception for an answer of the wrong shape, in one line: the first thing that is wrong with it."""
+    """The exception for an answer of the wrong shape: its first error, on one line."""
     return ResponseError(f"the server's answer is not what the protocol says: {printable(excerpt(first_fault(error)))}")
 
 
@@ -72,7 +72,7 @@ def _exception(status_code: int, failure: _Failure, hint: str = "") -> APIStatus
             "or make the windows smaller (--context-length)"
         )
     error_class = _CLASSES.get(status_code, ServerError if status_code >= 500 else APIStatusError)
-    # On one line: a program that does not catch it shows it on a terminal.
+    # On one line, because an uncaught exception is shown on a terminal.
     message = printable(" ".join(f"{excerpt(failure.message)} (HTTP {int(status_code)}){hint}".split()))
     return error_class(message, status_code=int(status_code), param=failure.param, type=failure.type)
 

@@ -1,5 +1,5 @@
-"""Bounds what a server sends before an answer. By itself httpx reads informational responses, such as `103 Early
-Hints`, without end. All later parts of an answer are bounded by h11, or by their reader."""
+"""Limits how much a server sends before an answer: httpx reads any number of informational responses, such as
+`103 Early Hints`. h11 and the readers limit the later parts."""
 
 from typing import Any
 
@@ -8,22 +8,22 @@ import httpx
 from scoremode.errors import ResponseError
 
 MAX_READS, READ_BYTES = 1024, 4096
-"""Reads between a request and the end of the head of its answer, and bytes that each may bring: 4 MiB in all."""
+"""Limits on reads between a request and the end of its answer's head, and on bytes per read: 4 MiB in all."""
 
 
 def watch(event: str, info: dict[str, Any]) -> None:
-    """Bound the heads that a new connection brings: for httpx's `trace` extension."""
+    """Limit the heads that are read from a new connection. httpx's `trace` extension calls this."""
     if event.endswith(("connect_tcp.complete", "connect_unix_socket.complete", "start_tls.complete")):
         _bound(info["return_value"])
 
 
 def end_head(response: httpx.Response) -> None:
-    """Let a response's connection read a body of any length."""
+    """Lift the limit on a response's connection, so that it reads a body of any length."""
     response.extensions.get("network_stream", response).num_head_reads = None
 
 
 def _bound(stream: Any) -> None:
-    """Count the reads of a network stream, whose methods are coroutine functions or not."""
+    """Count the reads of a network stream, which may be synchronous or asynchronous."""
     read, write = stream.read, stream.write
 
     def write_request(*data: Any, **options: Any) -> Any:

@@ -1,8 +1,8 @@
 """The wire types of Scoremode's HTTP API, shared by client and server; those of references are in `wire.references`.
 
-Log-probabilities are natural logarithms (nats). The requests are validated strictly: an unknown field or a value of
-another type is an error, never a guess. The responses of `/v1/score` are typed dictionaries, because a model object
-per token would cost more than the scoring.
+Log-probabilities are natural logarithms (nats). Requests are validated strictly: an unknown field or a value of
+another type is an error, and nothing is converted. The responses of `/v1/score` are typed dictionaries, because a model
+object per token would cost more than the scoring.
 """
 
 import math
@@ -27,39 +27,39 @@ from typing_extensions import TypedDict
 from scoremode.windows import Method, adds_special_tokens
 
 MAX_TOP_LOGPROBS = 256
-"""Top tokens at a position; a server allows what its `--max-logprobs` says, and at most these."""
+"""Limit on top tokens per position; a server's own `--max-logprobs` may be lower."""
 MAX_CANDIDATES = 256
-"""Chosen tokens at a position."""
+"""Limit on chosen tokens per position."""
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON lacks; vLLM's OpenAI API does the same."""
+"""Stands for minus infinity, which JSON lacks; vLLM's OpenAI API uses this value too."""
 
 ROUNDING = 1e-3
-"""Nats that a logprob may be above 0, or a divergence below it: the difference of two float32 numbers below 8,192, as
-logits are, is off by at most 2**-11."""
+"""Nats by which rounding may lift a logprob above 0, or a divergence below it. Logits are float32 numbers below 8,192,
+so the difference of two is off by at most 2**-11."""
 
 T = TypeVar("T")
 
 Many = Annotated[list[T], Field(fail_fast=True)]
-"""A list whose validation ends at the first wrong value: a request or an answer can have millions."""
+"""A list whose validation stops at the first wrong value, because there may be millions."""
 
 Int32 = Annotated[int, Field(ge=0, lt=2**31)]
 """A token id, a position or the number of a window."""
 Rank = Annotated[int, Field(ge=1)]
 Logprob = Annotated[float, Field(le=ROUNDING, allow_inf_nan=False)]
-"""JSON has `LOWEST_LOGPROB` for minus infinity."""
+"""A logprob in JSON, with `LOWEST_LOGPROB` for minus infinity."""
 Nats = Annotated[float, Field(ge=-ROUNDING, allow_inf_nan=False)]
 """An NLL or a divergence."""
 
 
 def one_message(message: str) -> WrapValidator:
-    """Replace the errors of every branch of a union by a single one: what is accepted, and the first wrong value of the
-    branch that accepts the most values."""
+    """Replace a union's errors, one per branch, with a single one. It says which forms are allowed, and names the first
+    wrong value in the branch that got furthest."""
 
     def validate(value: object, handler: Callable[[object], object]) -> object:
         try:
             return handler(value)
         except ValidationError as error:
-            closest = max(error.errors(include_url=False), key=lambda each: each["loc"][1:])
+            closest = max(error.errors(include_url=False), key=lambda detail: detail["loc"][1:])
             place = "".join(f"[{index}]" for index in closest["loc"][1:])
             reason = f"; {place} {closest['msg'].removeprefix('Input ')}" if place else ""
             raise PydanticCustomError("shape", "{message}", {"message": message + reason}) from None
@@ -73,18 +73,18 @@ PROMPT_FORMS = "must be a string, a list of strings, a list of token ids, or a l
 Prompt = Annotated[str | Many[str] | TokenIds | Many[TokenIds], one_message(PROMPT_FORMS)]
 Continuations = Annotated[
     Many[str] | Many[TokenIds] | Many[Many[str]] | Many[Many[TokenIds]],
-    one_message("must be a list of strings or of lists of token ids, or such a list for each prompt"),
+    one_message("must be a list of strings or of lists of token ids, or one such list per prompt"),
 ]
 Candidates = Annotated[
     TokenIds | Many[TokenIds] | Many[Many[TokenIds]],
     one_message(
-        "must be a list of token ids, or for a single prompt a list of token ids for each position, or for several "
-        "prompts such lists for each"
+        "must be a list of token ids; for a single prompt, it may be one such list per position, and for several "
+        "prompts, a list of these per prompt"
     ),
 ]
 Positions = Annotated[
     NonNegativeInt | Many[NonNegativeInt],
-    one_message("must be a position, which counts from 0, or one for each prompt"),
+    one_message("must be a position, counted from 0, or a list with one position per prompt"),
 ]
 Text = Annotated[str | TokenIds, one_message("must be a string or a list of token ids")]
 
@@ -93,15 +93,15 @@ class Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     body_factor: ClassVar[int] = 1
-    """A body may have this many times `--max-request-bytes`."""
+    """The limit on the body, in multiples of `--max-request-bytes`."""
 
     model: str | None = None
     """A served model or LoRA adapter; the served model when left out."""
 
 
 Lane = Literal["prefill", "decode", "verify"]
-"""How many tokens of a sequence a step has: as many as fit; one, as when text is generated; or one more than
-speculative decoding drafts, as when drafts are verified."""
+"""How many tokens of a sequence one step has. `prefill`: as many as fit. `decode`: one, as in generation. `verify`: one
+more than speculative decoding drafts, as in verification."""
 LANES: tuple[Lane, ...] = get_args(Lane)
 
 
@@ -109,24 +109,24 @@ class LaneFields(Request):
     """How many tokens of a sequence a step has, which decides the kernels that compute them."""
 
     lane: Lane = "prefill"
-    """`decode`: feed one token a step, as in generation; `verify`: as many as a step of speculative decoding has.
-    Nothing is cached then."""
+    """`decode`: feed one token per step, as in generation; `verify`: as many as a step of speculative decoding has.
+    Neither uses the cache."""
     context: int | None = Field(None, ge=1)
-    """In the other lanes, prefill at most this many tokens; by default all those that come before the token whose step
-    gives the first logprob that is returned."""
+    """For `decode` and `verify`: prefill at most this many tokens. By default, prefill every token before the one whose
+    step gives the first returned logprob."""
 
 
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*$")]
-"""What vLLM takes: some of its connectors make file names of it."""
+"""A salt that vLLM accepts. Some of its KV connectors use it in file names."""
 
 Messages = Many[dict[str, Any]]
-"""Of one conversation."""
+"""The messages of one conversation."""
 Conversations = Annotated[
     Messages | Many[Messages], one_message("must be a list of messages, which are objects, or a list of such lists")
 ]
 Tools = Many[dict[str, Any]]
 ToolLists = Annotated[
-    Tools | Many[Tools | None], one_message("must be a list of objects, or such a list for each conversation")
+    Tools | Many[Tools | None], one_message("must be a list of objects, or one such list per conversation")
 ]
 
 
@@ -134,17 +134,17 @@ class MessagesFields(Request):
     """Conversations, which the served model's chat template renders as in `/v1/chat/completions`."""
 
     messages: Conversations | None = None
-    """One conversation or several, of which turns are scored."""
+    """One conversation or several, whose turns are scored."""
     tools: ToolLists | None = None
-    """Tools of all conversations, or a list for each."""
+    """Tools: one list for all conversations, or one list per conversation."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed to the chat template."""
     roles: Many[str] = Field(["assistant"], min_length=1)
-    """The turns to score, by their role."""
+    """Roles whose turns are scored."""
 
     @property
     def conversations(self) -> list[Messages]:
-        """All of the request."""
+        """The request's conversations, as a list even for a single one."""
         messages: list[Any] = self.messages or []
         return messages if messages and isinstance(messages[0], list) else [messages]
 
@@ -157,18 +157,18 @@ class TurnsRequest(MessagesFields):
 
 
 class Turn(TypedDict):
-    """A scored turn: the tokens that the model generates for it, or for another role, those of its message."""
+    """A scored turn: the tokens that the model generates for it. For another role, the tokens of its message."""
 
     role: str
     first: int
     end: int
-    """Positions in the sequence, of its first token and after its last one."""
+    """The turn's tokens are at the positions [first, end) of the sequence."""
     is_merged: NotRequired[bool]
-    """Whether its first token also has characters of what comes before the turn, for which the model was prompted."""
+    """Whether the turn's first token also has characters of the prompt before it."""
 
 
 class TurnSequence(TypedDict):
-    """A rendered conversation with its turns, or one of its turns as it was generated."""
+    """A rendered conversation with its turns, or the prompt and the tokens of a single turn."""
 
     conversation: int
     token_ids: Many[Int32]
@@ -176,15 +176,15 @@ class TurnSequence(TypedDict):
 
 
 class TurnsResponse(TypedDict):
-    """Response of `POST /v1/turns`. A conversation has several sequences where the template renders a turn in another
-    way once others follow: without its reasoning, for example."""
+    """Response of `POST /v1/turns`. A conversation has several sequences if the template renders a turn differently
+    once others follow: without its reasoning, for example."""
 
     object: Literal["turns"]
     data: list[TurnSequence]
 
 
 TopLogprobsCount = Annotated[int, Field(ge=0, json_schema_extra={"maximum": MAX_TOP_LOGPROBS})]
-"""Limited by the server, whose `--max-logprobs` may allow fewer."""
+"""A number of top tokens; the server's `--max-logprobs` is the limit."""
 
 
 Statistic = Literal["entropy", "std_logprob"]
@@ -196,8 +196,8 @@ class ScoreRequest(MessagesFields, LaneFields):
     prompt: Prompt | None = None
     """One text or several, as text or as token ids."""
     continuations: Continuations | None = None
-    """Score these instead, each after each prompt, or a list for each prompt. A text after a text is tokenized together
-    with it."""
+    """Score these instead of the prompts: each after every prompt, or one list per prompt. If both are text, they are
+    tokenized together."""
     add_special_tokens: bool = True
     """Let the tokenizer add its special tokens (BOS) to a text."""
     top_logprobs: TopLogprobsCount = 0
@@ -205,20 +205,21 @@ class ScoreRequest(MessagesFields, LaneFields):
     candidate_token_ids: Candidates | None = None
     """Score these tokens too: one list for all positions, or lists of one length, one per position."""
     temperature: float = Field(1.0, ge=0.01, le=1000)
-    """Of the distribution: softmax(logits / T)."""
+    """T of the scored distribution, softmax(logits / T)."""
     statistics: list[Statistic] = []
     """Figures of the whole distribution at every position, at this temperature, in nats: its entropy, and the standard
     deviation of the logprobs under it."""
     sinks: dict[str, JsonValue] = {}
-    """Figures of packages that are installed on the server: by name, what each needs to know."""
+    """Figures that packages installed on the server compute: the settings of each sink, by its name."""
     logprobs_from: Positions = 0
     """Return only positions from this one on; one for all prompts, or one per prompt."""
     return_ranks: bool = False
-    """The rank of every token in the vocabulary, 1 for the most likely."""
+    """Return the rank of every token in the vocabulary, 1 for the most likely."""
     return_tokens: bool = False
-    """Every token as text."""
+    """Return every token as text."""
     encoding_format: Literal["float", "base64"] = "float"
-    """`base64`: logprobs as little-endian float32, NaN where there is none, and ids as int32, -1 there."""
+    """`base64`: arrays as little-endian float32 and int32. A position without context has NaN as its logprob, and -1 as
+    its ids."""
     use_cache: bool = True
     """Accept logprobs that were computed for an earlier request."""
     cache_salt: CacheSalt | None = None
@@ -229,7 +230,7 @@ class TokensRequest(Request):
     """Body of `POST /v1/tokens`."""
 
     token_ids: TokenIds
-    """At most as many as the vocabulary has; ids may repeat."""
+    """Token ids, at most as many as the vocabulary has; they may repeat."""
 
 
 class TokensResponse(TypedDict):
@@ -237,10 +238,10 @@ class TokensResponse(TypedDict):
 
     object: Literal["tokens"]
     tokens: list[str]
-    """The text of each token alone, as `return_tokens` of `/v1/score` has it."""
+    """The text of each token on its own, as for `return_tokens` of `/v1/score`."""
     bytes: NotRequired[list[str | None]]
-    """The bytes of each token that ends within a character, in hexadecimal; null for others, and where the tokenizer
-    does not say them."""
+    """The bytes of each token that ends within a character, in hexadecimal; null for other tokens, and if the tokenizer
+    does not provide them."""
 
 
 class TopLogprob(TypedDict):
@@ -276,7 +277,7 @@ class ColumnArray(TypedDict):
 
     dtype: Literal["float32", "int32"]
     shape: list[int]
-    """[n], or [n, numbers of a position]."""
+    """[n], or [n, width] for several numbers per position."""
     values: str
 
 
@@ -296,12 +297,12 @@ class ScoreResult(TypedDict):
     top_logprobs: NotRequired[list[list[TopLogprob] | None] | TopLogprobArrays]
     candidate_logprobs: NotRequired[list[list[float] | None] | CandidateLogprobArrays]
     columns: NotRequired[dict[str, list[Any] | ColumnArray]]
-    """The figures of `statistics` and `sinks`, by name: a number or a list at each position, null where there is no
-    context or a number is infinite."""
+    """The figures of `statistics` and `sinks`, by name: a number or a list per position, null without context. An
+    infinite number is null too."""
 
 
 class Usage(TypedDict):
-    """Tokens of all scored sequences, and how many of them were not computed anew."""
+    """Tokens of all scored sequences, and how many of them came from the cache."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -318,37 +319,37 @@ class ScoreResponse(TypedDict):
     data: list[ScoreResult]
     usage: Usage
     lane: NotRequired[Lane]
-    """With `mean_batch`, in the other lanes than prefill."""
+    """The lane, if it is not prefill; `mean_batch` comes with it."""
     mean_batch: NotRequired[float | None]
-    """Sequences of these lanes in the engine on average while the request ran; null if it had none there."""
+    """Mean number of decode and verify sequences in the engine while the request ran; null if it had none there."""
 
 
 SATURATES = "saturates"
-"""In the name of a kernel whose sums this server's CPU cuts off."""
+"""Part of a kernel's name if its sums saturate on this server's CPU."""
 SATURATION = "INT8 sums saturate on a CPU without VNNI: not a figure of the quantization"
 
 
 class ComputedBy(BaseModel):
-    """The code and hardware that compute with the weights; a field is null if the server cannot know it."""
+    """The code and hardware that run the model; a field is null if the server cannot determine it."""
 
     model_config = ConfigDict(frozen=True)
 
     implementation: str | None = None
-    """`vllm` for a model class of vLLM, `transformers` for its backend that runs the transformers library's
+    """`vllm` for a model class of vLLM, `transformers` for vLLM's backend that runs the transformers library's classes
     (`--model-impl`), else the Python package of the class."""
     wrong_logits: str | None = None
-    """The scale or soft cap of the model's config that its logits lack, so that scores are not the model's."""
+    """A scale or soft cap that the model's config has and its logits lack, so the scores are wrong."""
     model_runner: Literal["v1", "v2"] | None = None
     attention_backends: list[str] | None = None
-    """By vLLM's names; several for a model with more than one kind of attention."""
+    """Attention backends, by vLLM's names; several for a model with more than one kind of attention."""
     kernels: list[str] | None = None
-    """Each way in which a layer of the model is computed: the class of its quantization method, and the classes and
-    functions of what vLLM chose for it."""
+    """The different ways in which the model's layers are computed: each names the class of the quantization method, and
+    the kernel classes and functions that vLLM chose."""
     kv_cache_dtype: str | None = None
     device: str | None = None
-    """The GPU's model, or "cpu"; that of the first rank."""
+    """The GPU's model, or "cpu", on the first rank."""
     num_devices: int | None = None
-    """Of all replicas together."""
+    """Number of devices of all replicas together."""
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int | None = None
     data_parallel_size: int | None = None
@@ -359,7 +360,7 @@ class ComputedBy(BaseModel):
 
     @property
     def fault(self) -> str | None:
-        """Why figures are not those that the model's weights should have; None where nothing is known to be wrong."""
+        """Why the scores are not the model's true scores; None if no fault is known."""
         if self.wrong_logits:
             return f"scores are not those of the model: {self.wrong_logits}"
         return SATURATION if any(SATURATES in kernel for kernel in self.kernels or ()) else None
@@ -372,7 +373,7 @@ class ServedModel(BaseModel):
 
     model: str
     revision: str | None = None
-    """The commit of a model from the hub; None of a folder, and from an older server."""
+    """The commit of a model from the hub; None for a folder, and from an older server."""
     dtype: str
     quantization: str | None
     scoremode_version: str
@@ -380,40 +381,40 @@ class ServedModel(BaseModel):
     computed_by: ComputedBy | None = None
     """Model runner, kernels, GPUs and parallelism; None from an older server."""
     stored_dtype: str | None = None
-    """Of most of the checkpoint's weights, which may be served in another; None where that is not known, and from an
-    older server."""
+    """The dtype of most weights in the checkpoint, which `dtype` may convert; None if unknown, and from an older
+    server."""
     weight_bytes: NonNegativeInt | None = None
-    """Of the weight files that the server loads; None where it cannot know, or is older."""
+    """Size of the weight files that the server loads; None if unknown, and from an older server."""
     num_parameters: NonNegativeInt | None = None
-    """Weights of the model before any quantization; None where the server cannot know, or is older."""
+    """Weights of the model before any quantization; None if unknown, and from an older server."""
     stop_token_ids: Many[Int32] | None = None
     """Tokens after which the server ends an answer: the EOS ids of `generation_config.json` and of the tokenizer; None
     from an older server."""
     chat_template_fingerprint: str | None = None
-    """Of the chat templates, the server's variables for them, BOS and EOS; None without a Jinja template, and from an
-    older server."""
+    """Hash of the chat templates, the server's variables for them, BOS and EOS; None without a Jinja template, and from
+    an older server."""
 
     def computes_otherwise(self, wanted: "ServedModel") -> str:
-        """The values of `computed_by` that differ, in words; empty where none do. A field that one does not know, such
-        as an older server, does not differ."""
+        """List the values of `computed_by` that differ, as a phrase; empty if none do. A field that is None on either
+        side, as from an older server, does not count."""
         pairs = [(name, value, getattr(wanted.computed_by, name, None)) for name, value in self.computed_by or ()]
-        known = [pair for pair in pairs if None not in pair]
-        return ", ".join(f"{name} is {value!r} instead of {other!r}" for name, value, other in known if value != other)
+        full = [pair for pair in pairs if None not in pair]
+        return ", ".join(f"{name} is {value!r} instead of {other!r}" for name, value, other in full if value != other)
 
     @property
     def most_noise_floor(self) -> float:
-        """The most nats by which a model diverges from itself in the mean because of rounding. In 16 bits the largest
-        floor that was seen is 0.02, and activations that are quantized round in larger steps."""
+        """Limit on a plausible noise floor: the mean KL divergence in nats that rounding can cause. The largest floor
+        seen in 16 bits is 0.02; quantized activations round in larger steps."""
         return 0.05 if self.dtype == "float32" and self.quantization is None else 0.2
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether what it computes does not depend on the batch, as far as is known."""
+        """Whether the server says that its results do not depend on the batch."""
         return self.computed_by is not None and self.computed_by.batch_invariant is True
 
 
 class Bounds(BaseModel):
-    """The most that a server takes and answers. A client uses the defaults with a server that does not publish its own.
+    """Limits on requests and answers. The defaults apply to a server that does not publish its own.
 
     docs/http-api.md says where each bound applies, and which option sets it."""
 
@@ -434,9 +435,9 @@ class Bounds(BaseModel):
     sequences: PositiveInt = 65_536
     """Sequences of a request."""
     waiting_sequences: PositiveInt = 2**17
-    """Sequences of all requests in an API server process, without an answer yet."""
+    """Unanswered sequences of all requests in an API server process."""
     scoring_tokens: PositiveInt = 2**24
-    """Tokens of a request, and of all requests in an API server process, without an answer yet."""
+    """Unanswered tokens of a request, and of all requests in an API server process."""
     sequence_tokens: PositiveInt = 2**31
     """Tokens of a sequence or a conversation."""
     top_logprobs: NonNegativeInt = 20
@@ -444,23 +445,24 @@ class Bounds(BaseModel):
     candidates: PositiveInt = MAX_CANDIDATES
     """Chosen tokens at a position."""
     float_values: PositiveInt = 2**23
-    """Logprobs of an answer with `encoding_format` `float`, or tokens of conversations that are rendered."""
+    """Logprobs of an answer with `encoding_format` `float`, or tokens of rendered conversations."""
     base64_values: PositiveInt = 2**26
     """Logprobs of an answer with `base64`, or of a completion."""
     sequence_values: PositiveInt = 2**24
     """Logprobs of one sequence."""
     rendering_requests: PositiveInt = 32
-    """Requests whose conversations are rendered or wait for it, in an API server process."""
+    """Requests in an API server process whose conversations are being rendered or are queued for it."""
     export_bytes: PositiveInt = 256 * 1024**2
-    """Bytes of an export between the engine and its client, unless one window has more."""
+    """Bytes of an export that the engine has computed and the client has not read; one larger window is allowed if it
+    is alone."""
     all_exports_bytes: PositiveInt = 512 * 1024**2
-    """Bytes of all exports in an API server process together, unless one export alone has more."""
+    """Total of such bytes over all exports in an API server process; one larger export is allowed if it is alone."""
     request_seconds: float | None = None
-    """Seconds to answer a request; null without a limit."""
+    """Seconds in which a request must be answered; null for no limit."""
 
 
 class ServerInfo(ServedModel):
-    """Response of `GET /v1/score`: what a client needs to cut windows and to repeat a run."""
+    """Response of `GET /v1/score`: the properties that a client needs to cut windows and to repeat a run."""
 
     object: Literal["score.info"] = "score.info"
     max_model_len: PositiveInt
@@ -469,17 +471,17 @@ class ServerInfo(ServedModel):
     bos_token_id: int | None
     eos_token_id: int | None
     adds_bos: bool
-    """Whether the tokenizer puts BOS before a text by itself."""
+    """Whether the tokenizer puts BOS before a text by default."""
     max_num_seqs: PositiveInt | None = None
-    """Sequences that the engine runs at once (`--max-num-seqs`); None from a server older than this field."""
+    """Sequences that the engine runs at once (`--max-num-seqs`); None from an older server."""
     fingerprint: str | None = None
-    """Of the contents of config and weights, dtype and quantization, of an adapter too if `model` names one; begins
-    with `v2-`, or `v2-dummy-` with dummy weights; None from an older server."""
+    """Hash of config, weights, dtype and quantization, and of the adapter if `model` names one. Begins with `v2-`, or
+    `v2-dummy-` for dummy weights; None from an older server."""
     bounds: Bounds = Field(default_factory=Bounds)
 
     @property
     def devices(self) -> str | None:
-        """GPUs of the server, or "cpu"; None where it does not say."""
+        """Number and model of the server's GPUs, or "cpu"; None if unknown."""
         if self.computed_by is None or self.computed_by.device is None:
             return None
         number = self.computed_by.num_devices or 1
@@ -492,7 +494,7 @@ class ServerInfo(ServedModel):
 
     @property
     def chunk_token_id(self) -> int | None:
-        """The token that `llama.cpp` puts in place of a chunk's first: BOS, where the tokenizer adds one."""
+        """The token with which `llama.cpp` replaces a chunk's first: BOS; None if the tokenizer does not add it."""
         return self.bos_token_id if self.adds_bos else None
 
 
@@ -506,11 +508,12 @@ class PerplexityRequest(MessagesFields, LaneFields):
     method: Method = "sliding"
     """How the text is cut into windows; `conversation` with messages."""
     context_length: int | None = Field(None, ge=2)
-    """Tokens per window; by default 2,048, or the model's context if that is shorter, or for messages."""
+    """Tokens per window. The default for a text is 2,048, or the model's context if that is shorter; for messages, the
+    model's context."""
     stride: int | None = Field(None, ge=1)
     """Tokens from one window to the next; by default a quarter of the context."""
     max_tokens: int | None = Field(None, ge=1)
-    """Take at most this many tokens of the text."""
+    """Measure at most this many tokens of the text."""
     add_special_tokens: bool | None = None
     """Let the tokenizer add its special tokens; yes, except for `rolling`, as in lm-eval."""
     cache_salt: CacheSalt | None = None
@@ -525,7 +528,7 @@ class PerplexityRequest(MessagesFields, LaneFields):
 
 
 Figure = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value), Field(ge=0.999)]
-"""A perplexity: at least 1, but for `ROUNDING`. It may be infinite, which is null in JSON."""
+"""A perplexity: at least 1, except for rounding. It may be infinite, which is null in JSON."""
 
 
 class PerplexityWindow(BaseModel):
@@ -539,7 +542,7 @@ class PerplexityWindow(BaseModel):
     total_scored: PositiveInt
     perplexity: Figure
     logprobs: Many[Logprob] | None = None
-    """Of the targets, in order, as are their ranks; of a recording with `return_ranks`."""
+    """Logprobs of the targets, in order. They and `ranks` come only from a recording with `return_ranks`."""
     ranks: Many[Rank] | None = None
 
 
@@ -554,12 +557,12 @@ class TextInWindows(BaseModel):
     num_scored: PositiveInt
     """Targets of all windows."""
     num_bytes: int | None
-    """UTF-8 bytes of the text; None where token ids were given."""
+    """UTF-8 bytes of the text; None if token ids were given."""
     num_words: int | None
 
 
 class PerplexityResponse(TextInWindows):
-    """Response of `POST /v1/perplexity`. NLLs in nats; docs/methods.md defines every figure."""
+    """Response of `POST /v1/perplexity`. NLLs are in nats; docs/methods.md defines every figure."""
 
     id: str
     object: Literal["perplexity"] = "perplexity"

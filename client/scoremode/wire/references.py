@@ -23,33 +23,33 @@ from scoremode.wire.protocol import (
 )
 
 REFERENCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-"""Names of references: they are folders below `--reference-dir`, so none is a path out of it."""
+"""A reference's name is a folder below `--reference-dir`, so it cannot be a path out of it."""
 
 ReferenceName = Annotated[str, StringConstraints(pattern=f"^{REFERENCE_NAME}$")]
 _LEAST_NOISE_FLOOR = {"float16": 1e-9, "bfloat16": 1e-7}
-"""Nats, in the mean, by dtype: batches that round differently differ by more."""
+"""Mean KL divergence in nats, by dtype. A smaller floor means that the batches did not round differently."""
 _Word = Annotated[str, StringConstraints(max_length=1024)]
 
 
 class CorpusInfo(BaseModel):
-    """Where a text is from, according to the client."""
+    """The source of a text, according to the client."""
 
     model_config = ConfigDict(frozen=True)
 
     name: _Word
     config: _Word | None = None
-    """Configuration of a dataset; this and the next are None for other texts, and from an older client."""
+    """The dataset's configuration; `config` and `split` are None for other texts, and from an older client."""
     split: _Word | None = None
     num_rows: int | None = None
-    """That the text was joined from."""
+    """Dataset rows that the text was joined from."""
     sha256: Annotated[str, StringConstraints(max_length=64)]
-    """Of the text in UTF-8."""
+    """Hash of the text in UTF-8."""
     preset: _Word | None = None
-    """The tool by whose rules the text was joined and is cut into windows (`ppl-client --preset`)."""
+    """The tool whose rules join the text and cut it into windows (`ppl-client --preset`)."""
     max_windows: PositiveInt | None = None
-    """The number of its first windows that were measured, if not all."""
+    """How many of the first windows were measured; None for all."""
     by: _Word | None = None
-    """The column that its labels are from (`ppl-client --by`)."""
+    """The column that has the labels (`ppl-client --by`)."""
 
     @property
     def in_words(self) -> str:
@@ -60,18 +60,18 @@ class CorpusInfo(BaseModel):
 
 
 class Answer(BaseModel):
-    """A prompt and what the model that is recorded answered to it."""
+    """A prompt and the recorded model's answer to it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     prompt_token_ids: Many[Int32] = Field(min_length=1)
     token_ids: Many[Int32]
-    """The answer's, with the token that ends it; empty for an answer without a token."""
+    """Tokens of the answer, including the token that ends it; may be empty."""
     text: str
 
 
 class AnswerSettings(BaseModel):
-    """How the model that is recorded was asked for answers."""
+    """The sampling settings with which the recorded model generated its answers."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
@@ -80,7 +80,7 @@ class AnswerSettings(BaseModel):
     temperature: Literal[0, 1] = 0
     """0 for greedy answers, 1 for sampled ones."""
     seed: NonNegativeInt | None = None
-    """The first answer's; each has one more than the answer before. None for greedy answers."""
+    """Seed of the first answer; each later answer adds 1 to it. None for greedy answers."""
 
     @property
     def are_greedy(self) -> bool:
@@ -88,7 +88,7 @@ class AnswerSettings(BaseModel):
 
 
 class Answers(AnswerSettings):
-    """Answers as token ids, with how they were generated."""
+    """Answers as token ids, and the settings that generated them."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -96,40 +96,40 @@ class Answers(AnswerSettings):
 
 
 class ReferenceAnswers(AnswerSettings):
-    """How the answers of a reference were generated, and their number."""
+    """How many answers a reference has, and how they were generated."""
 
     num_answers: PositiveInt
-    """With those that have no token, and so no window."""
+    """All answers, including empty ones, which have no window."""
 
     @property
     def in_words(self) -> str:
-        """Their number, and how they were generated."""
+        """The number of answers and their settings, as a phrase."""
         how = "greedy" if self.are_greedy else f"sampled at temperature 1 with seed {self.seed}"
         return f"{self.num_answers:,}, {how}, at most {self.max_new_tokens:,} tokens each"
 
 
 class ReferenceRequest(PerplexityRequest):
-    """Body of `POST /v1/references`: a text as in `/v1/perplexity`, and the name to record the served model under."""
+    """Body of `POST /v1/references`: a text as in `/v1/perplexity`, and the name of the new reference."""
 
     body_factor: ClassVar[int] = 4
 
     name: ReferenceName
-    """Of the reference: letters, digits, '.', '_' and '-', at most 128."""
+    """Name of the reference: at most 128 letters, digits, '.', '_' and '-'."""
     answers: Answers | None = None
-    """In place of a text: prompts and answers as token ids, of which the answers' tokens are scored."""
+    """Prompts and answers as token ids, in place of a text. Only the answers' tokens are scored."""
     corpus: CorpusInfo | None = None
-    """Where the text is from, kept with the reference."""
+    """The source of the text, stored with the reference."""
     labels: Many[_Word] | None = None
-    """Of each text or conversation, such as its language, kept with the reference."""
+    """One label per text or conversation, such as its language, stored with the reference."""
     return_ranks: bool = False
-    """With `stream`, each window's event has the logprobs and ranks of its targets."""
+    """Send the logprobs and ranks of its targets with each window; needs `stream`."""
     layers: bool = False
     """Record the residual stream at each boundary of the decoder layers, from which `/v1/kld` can resume. The server
     must run with `--enforce-eager`."""
 
 
 class NoiseFloor(BaseModel):
-    """KL divergence of a model from itself, in nats: what other batches and other kernels make of the same weights."""
+    """KL divergence of a model from itself, in nats: the effect of other batches and kernels on the same weights."""
 
     mean: Nats
     p99: Nats
@@ -137,11 +137,11 @@ class NoiseFloor(BaseModel):
     num_scored: int
     created: int
     agreement_lengths: list[NonNegativeInt] | None = None
-    """For greedy answers, the tokens of each before the first that is not the model's top token."""
+    """Only for greedy answers: how many tokens of each come before the first that is not the model's top token."""
 
 
 BlockKind = Literal["attention", "linear_attention", "mamba", "mlp", "moe", "layer"]
-"""What a block computes: a mixer of tokens, an MLP or experts, or a whole layer that cannot be cut."""
+"""The kind of a block: a token mixer, an MLP or experts, or a whole layer that cannot be cut."""
 
 
 class LayerBlock(BaseModel):
@@ -150,7 +150,7 @@ class LayerBlock(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     modules: list[str]
-    """Those that it calls and that can be quantized, as vLLM names them."""
+    """The quantizable modules that the block calls, by their names in vLLM."""
     kind: BlockKind
 
     @property
@@ -159,24 +159,24 @@ class LayerBlock(BaseModel):
 
 
 class ReferenceLayers(BaseModel):
-    """A model's decoder layers, as they are cut into blocks: there is one boundary more than blocks."""
+    """A model's decoder layers, cut into blocks. There is one boundary before each block, and one after the last."""
 
     model_config = ConfigDict(frozen=True)
 
     layer_class: str
-    """In vLLM."""
+    """Name of vLLM's class for the layers."""
     hidden_size: PositiveInt
     blocks: list[LayerBlock]
     floor: list[Nats] | None = None
-    """The recorded model's mean KL divergence from itself when it is resumed from each boundary, on the first window;
-    None until it is measured."""
+    """Mean KL divergence of the recorded model from itself on the first window, resumed from each boundary; None until
+    it is measured."""
 
     @property
     def num_boundaries(self) -> int:
         return len(self.blocks) + 1
 
     def token_bytes(self, dtype: str, num_more: int = 0) -> int:
-        """The bytes that the residual stream of one token takes at all boundaries, and as many more hidden states."""
+        """The bytes of one token's residual stream at all boundaries, and of `num_more` hidden states."""
         return (self.num_boundaries + num_more) * self.hidden_size * (4 if dtype == "float32" else 2)
 
 
@@ -185,26 +185,26 @@ class ServedLayers(ReferenceLayers):
 
     object: Literal["layers"] = "layers"
     free_bytes: NonNegativeInt
-    """On the disk of the server's references."""
+    """Free space on the disk that has the server's references."""
 
 
 class KeptWithReference(BaseModel):
-    """A server keeps this with a reference, in addition to its model and its text, and tells of it."""
+    """Data that a server stores and returns with a reference, in addition to its model and text."""
 
     created: Annotated[int, Field(ge=0, lt=2**36)]
     corpus: CorpusInfo | None = None
-    """Where the text is from; None where the client that recorded it did not say."""
+    """The source of the text; None if the recording client did not give it."""
     noise_floor: NoiseFloor | None = None
     lane_noise_floors: dict[Lane, NoiseFloor] = {}
-    """Of the other lanes: the reference's model in one of them, compared with what it recorded."""
+    """Noise floors of the decode and verify lanes: the recorded model in that lane, compared with its recording."""
     layers: ReferenceLayers | None = None
-    """Of the model, if the residual stream at the boundaries of its layers is recorded."""
+    """The model's layers; None if the residual stream at their boundaries is not recorded."""
     answers: ReferenceAnswers | None = None
-    """How its text was generated, if that is the model's own answers to prompts."""
+    """How the answers were generated; None if the text is not the model's own answers to prompts."""
 
 
 class Reference(KeptWithReference, ServedModel, TextInWindows):
-    """A reference: a model's distributions over the tokens of a text, kept as hidden states."""
+    """A reference: a model's distributions over the tokens of a text, stored as hidden states."""
 
     object: Literal["reference"] = "reference"
     name: str
@@ -212,36 +212,36 @@ class Reference(KeptWithReference, ServedModel, TextInWindows):
     """Whether every window is recorded."""
     vocab_size: PositiveInt
     fingerprint: str
-    """Of the contents of the model's config and weights, dtype and quantization."""
+    """Hash of the model's config, weights, dtype and quantization."""
     text_fingerprint: str
-    """Of the token ids, the method and the windows."""
+    """Hash of the token ids, the method and the windows."""
     num_recorded: NonNegativeInt
     """Windows that are on disk."""
     disk_bytes: int
     perplexity: Figure | None
-    """Of all windows, as `/v1/perplexity` has it; None until they are recorded."""
+    """Perplexity of all windows, as in `/v1/perplexity`; None until all are recorded."""
     perplexity_stderr: float | None
     nll_mean: float | None
     """Nats per token."""
 
     def is_of(self, server: ServerInfo) -> bool:
-        """Whether the server has the model that was recorded: it diverges from this by rounding alone."""
+        """Whether the server has the recorded model, so that it can diverge from the recording only by rounding."""
         return self.fingerprint == server.fingerprint
 
     def other_stops(self, server: ServedModel) -> tuple[list[int], list[int]]:
-        """The tokens after which this model stops and a served one does not, and the other way around; none where one
-        of them does not say after which it stops."""
+        """The tokens after which only this model stops, and those after which only the served one does. Both are empty
+        if the stop tokens of either model are not available."""
         if self.stop_token_ids is None or server.stop_token_ids is None:
             return [], []
         own, other = {*self.stop_token_ids}, {*server.stop_token_ids}
         return sorted(own - other), sorted(other - own)
 
     def noise_floor_of(self, lane: Lane) -> NoiseFloor | None:
-        """The noise floor in that lane; None where it was not measured, or says nothing about rounding."""
+        """The noise floor in that lane; None if it was not measured or is not usable."""
         return self._stored_floor(lane) if self.unused_floor(lane) is None else None
 
     def unused_floor(self, lane: Lane) -> str | None:
-        """Say why the stored noise floor of that lane is not used, if it is not."""
+        """Explain why that lane's stored noise floor is not used; None if it is used or does not exist."""
         floor = self._stored_floor(lane)
         if floor is None:
             return None
@@ -260,16 +260,16 @@ class Reference(KeptWithReference, ServedModel, TextInWindows):
 
 
 class WindowOrigins(BaseModel):
-    """Where each window's targets are from, by index."""
+    """The source of each window's targets: one entry per window, in order."""
 
     num_context: Many[Int32]
     """Tokens before the first target."""
     documents: Many[Int32]
     """The index of the text or conversation."""
     labels: Many[str] | None
-    """Of the text or conversation, where it was recorded with labels."""
+    """The label of the text or conversation; None if it was recorded without labels."""
     roles: Many[str] | None
-    """Of the turn, for conversations."""
+    """The role of the scored turn; None for a text."""
     prompts: list[Many[Int32]] | None = None
     """The tokens between the last turn of a conversation and this one, which are not scored."""
 
@@ -298,46 +298,46 @@ class ReferenceDeleted(BaseModel):
 
 
 class KldRequest(LaneFields):
-    """Body of `POST /v1/kld`: the windows of a reference through the served model."""
+    """Body of `POST /v1/kld`, which runs a reference's windows through the served model and compares."""
 
     reference: ReferenceName
     """Name of a complete reference."""
     windows: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
-    """The first window and the one after the last, from 0; all when left out."""
+    """The range [first, end) of windows, from 0; all when left out."""
     top_logprobs: TopLogprobsCount = 0
     """The k most likely tokens of both models at every position."""
     encoding_format: Literal["float", "base64"] = "float"
     """`base64`: arrays as little-endian float32 and int32."""
     as_noise_floor: bool = False
-    """Keep the result with the reference as its noise floor in this lane; all windows, and the reference's own
-    model."""
+    """Store the result with the reference as its noise floor in this lane. Only for all windows, and the reference's
+    own model."""
     from_boundary: int | None = Field(None, ge=0)
-    """Replace the served model's residual stream by the reference's at this boundary of its decoder layers: 0 is before
-    the first layer. The reference must be recorded with `layers`."""
+    """Replace the served model's residual stream with the reference's at this boundary of its decoder layers: 0 is
+    before the first layer. The reference must be recorded with `layers`."""
     stream: bool = False
     """Send server-sent events: one per window, then the result."""
 
 
 class KldWindow(TypedDict):
-    """One window: arrays over its targets, in nats where they are logprobs or divergences; `p` is the reference's
-    distribution, `q` the served model's. An entry of `data`, and a streamed event."""
+    """One window, in `data` or as a streamed event. Arrays have one value per target; logprobs and divergences are in
+    nats. `p` is the reference's distribution, `q` the served model's."""
 
     object: Literal["kld.window"]
     index: int
     num_scored: int
     token_ids: list[int] | str
     kld: list[float | None] | str
-    """KL(p || q); null (base64: infinity) where q gives no probability to a token that p has."""
+    """KL(p || q); null (base64: infinity) at a position where q gives no probability to a token that p has."""
     reverse_kld: list[float | None] | str
     """KL(q || p)."""
     acceptance: list[float] | str
-    """The sum of min(p, q): how often speculative decoding accepts what one drafts for the other."""
+    """The sum of min(p, q): the rate at which speculative decoding accepts one model's drafts for the other."""
     logprobs: list[float] | str
     """ln q(token)."""
     reference_logprobs: list[float] | str
     """ln p(token)."""
     ranks: list[int] | str
-    """Of the token in q, 1 for the most likely."""
+    """Rank of the token in q, 1 for the top token."""
     reference_ranks: list[int] | str
     top_token_ids: list[int] | str
     """The top token of q."""
@@ -350,7 +350,7 @@ class KldWindow(TypedDict):
 
 
 class KldFigures(TypedDict):
-    """How KL(p || q), in nats, is distributed over the positions."""
+    """Mean and quantiles of KL(p || q) over the positions, in nats."""
 
     mean: float | None
     stderr: float | None
@@ -361,7 +361,7 @@ class KldFigures(TypedDict):
     max: float | None
     min: float | None
     p999: float | None
-    """The 99.9 % quantile; the others likewise, p01 being that of 0.1 %."""
+    """The 99.9 % quantile. The other names follow this pattern, except p01: the 0.1 % quantile."""
     p99: float | None
     p95: float | None
     p90: float | None
@@ -372,7 +372,7 @@ class KldFigures(TypedDict):
 
 
 class DeltaPFigures(KldFigures):
-    """How q(token) - p(token), a difference of probabilities, is distributed over the positions."""
+    """Mean and quantiles over the positions of q(token) - p(token), a difference of probabilities."""
 
     p75: float | None
     p25: float | None
@@ -382,13 +382,13 @@ class DeltaPFigures(KldFigures):
 
 
 class ConfidenceBucket(TypedDict):
-    """The positions where p of p's top token is in [lower, upper); the last bucket has its upper end."""
+    """The positions where the probability of p's top token is in [lower, upper); the last bucket includes `upper`."""
 
     lower: float
     upper: float
     count: int
     share: float
-    """Of all positions."""
+    """Share of all positions."""
     mean_kld: float | None
     same_top_p: float | None
 
@@ -397,14 +397,14 @@ class DivergentPosition(TypedDict):
     """One of the positions with the largest KL(p || q)."""
 
     index: int
-    """Among the positions of all windows, in order, from 0."""
+    """Index among the positions of all windows, in order, from 0."""
     window: int
     """Index of its window in the reference."""
     kld: float | None
 
 
 class KldStatistics(TypedDict):
-    """Statistics of the positions of some windows: null where a figure is infinite or undefined.
+    """Statistics over the positions of the compared windows; an infinite or undefined figure is null.
 
     `q` is the served model, `base` the reference. docs/kld.md has the formulas.
     """
@@ -430,21 +430,21 @@ class KldStatistics(TypedDict):
     ppl_difference_stderr: float | None
     kld: KldFigures
     num_infinite_kld: int
-    """Positions where q gives no probability to a token that p has; one makes the mean infinite."""
+    """Positions where q gives no probability to a token that p has; a single one makes the mean infinite."""
     top_1_percent_share: float | None
-    """Of the sum of all KL(p || q), what the largest hundredth makes."""
+    """Share of the sum of KL(p || q) that comes from the 1 % of positions with the largest values."""
     reverse_kld_mean: float | None
-    """Of KL(q || p), in nats."""
+    """Mean of KL(q || p), in nats."""
     num_infinite_reverse_kld: int
     acceptance_mean: float | None
     delta_p: DeltaPFigures
     same_top_p: float
-    """Share of the positions where both have the same top token."""
+    """Share of the positions at which both models have the same top token."""
     same_top_p_stderr: float | None
     same_top_p_stderr_clustered: float | None
     confidence_buckets: list[ConfidenceBucket]
     most_divergent: list[DivergentPosition]
-    """At most twenty that are more than 0, the largest first."""
+    """At most twenty positions with a KL(p || q) above 0, the largest first."""
 
 
 class KldResponse(TypedDict):
@@ -456,12 +456,12 @@ class KldResponse(TypedDict):
     model: str
     reference: str
     fingerprint: str
-    """Of the served model, as a reference has it."""
+    """The served model's fingerprint, as in a reference."""
     windows: list[int]
-    """[first, last)."""
+    """The range [first, end) of compared windows."""
     num_scored: int
     statistics: KldStatistics
-    """Of the positions of these windows."""
+    """Statistics over the positions of these windows."""
     data: NotRequired[list[KldWindow]]
     usage: Usage
     lane: NotRequired[Lane]

@@ -1,4 +1,4 @@
-"""Parts of requests and answers that both clients have in common: addresses, fields, limits and readers."""
+"""Parts of requests and answers that both clients share: addresses, fields, limits and readers."""
 
 import os
 import re
@@ -28,21 +28,20 @@ from scoremode.wire.references import Reference
 
 API_KEY_VARIABLE = "SCOREMODE_API_KEY"
 DEFAULT_TIMEOUT = 600.0
-"""Seconds without a byte from the server. A request may wait long for others, so a healthy server can be silent."""
+"""Seconds to wait for the next byte. A healthy server can be silent for long while a request is queued."""
 DEFAULT_MAX_RETRIES = 4
 MAX_POSITIONS = 1 << 23
-"""Positions in the windows of one answer of `kld`, whatever the server says."""
+"""Limit on positions in one answer of `kld`, even if the server announces more."""
 MAX_WINDOWS = 1 << 17
-"""Windows of one answer, whatever the server says: twice as many as a server cuts by default."""
+"""Limit on windows in one answer, even if the server announces more: twice a server's default limit."""
 MAX_ORIGINS_BYTES = 1 << 27
-"""That the windows of a reference may have, whatever the server says."""
+"""Limit on the answer of `reference_windows`, even if the server announces more."""
 
 VALUE_BYTES, POSITION_BYTES, WINDOW_BYTES, OVERLAPS = 32, 64, 1024, 8
-"""Bytes that an answer may have for a top token or a candidate at a position, for a position of `kld` without them, and
-for a window without positions; and how many times as long an answer may be whose windows overlap. The server writes 11,
-59 and 512."""
+"""Limits on the bytes in an answer: per top token or candidate at a position, per `kld` position without them, and per
+window without its positions. The server writes 11, 59 and 512. `OVERLAPS` multiplies the limit if windows overlap."""
 ORIGIN_BYTES, TOKEN_BYTES = 4200, 11
-"""Bytes that a window may have with its label of 1,024 characters and its role, and a token id in JSON."""
+"""Limits on the bytes of a window with a role and a label of 1,024 characters, and of a token id in JSON."""
 
 OnWindow = Callable[[PerplexityWindow], object]
 
@@ -53,7 +52,7 @@ NEUTRAL_SAMPLING: dict[str, Any] = {
     **dict.fromkeys(("top_k", "min_tokens"), 0),
     **dict.fromkeys(("ignore_eos", "watermarking"), False),
 }
-"""Sampling parameters that change nothing; of those that a request leaves out, some come from the model's files."""
+"""Sampling parameters without effect. They are sent because vLLM takes missing ones from the model's files."""
 
 
 class _Choice(BaseModel):
@@ -71,7 +70,7 @@ class TokenIds(BaseModel):
 
 
 def tokenization(**fields: Any) -> Call[list[int]]:
-    """A request for the token ids of a text or of a conversation."""
+    """Make a request for the token ids of a text or a conversation."""
     return call("POST", "/tokenize", lambda body: TokenIds.model_validate(body).tokens, **fields)
 
 
@@ -80,14 +79,14 @@ class DetokenizedText(BaseModel):
 
 
 class TokenTexts(dict[int, str]):
-    """The texts of tokens by their ids, and in hexadecimal the bytes of those that end within a character."""
+    """Maps token ids to texts. `contents` has the bytes of tokens that end within a character, in hexadecimal."""
 
     def __init__(self, texts: Mapping[int, str] | None = None, contents: Mapping[int, str] | None = None) -> None:
         super().__init__(texts or {})
         self.contents = dict(contents or {})
 
     def joined(self, token_ids: Iterable[int]) -> str:
-        """The text of tokens that follow each other; of one without a text, its id."""
+        """The text of consecutive tokens; a token without a text is shown by its id."""
         parts = (
             bytes.fromhex(self.contents[token])
             if token in self.contents
@@ -107,7 +106,7 @@ _ROUTES = re.compile(r"/v1/(score|turns|tokens|perplexity|completions|chat/compl
 
 def server_root(base_url: str) -> str:
     """The address that paths are appended to: `base_url` without a trailing `/v1`.
-    ValueError if it is not an http or https address, or has a route."""
+    ValueError if it is not an http or https address, or ends in a route."""
     root = base_url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     try:
         url = httpx.URL(root)
@@ -121,17 +120,17 @@ def server_root(base_url: str) -> str:
 
 
 def connection_settings(api_key: str | None, timeout: float) -> dict[str, Any]:
-    """Settings of an httpx client, whose API key is the environment's if it is None."""
+    """Settings of an httpx client. If `api_key` is None, the environment's is used."""
     key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
-    # An answer of a few bytes could unpack to any length.
+    # No compression: a few bytes could unpack to any length.
     headers = {"User-Agent": f"scoremode/{__version__}", "Accept-Encoding": "identity"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
     return {
         "headers": headers,
-        # Requests queue for a connection as long as it takes: how many there are at once is the caller's choice.
+        # No timeout for a free connection: the caller decides how many requests are sent at once.
         "timeout": httpx.Timeout(timeout, connect=min(timeout, 10.0), pool=None),
-        # By itself httpx would hold back all but 100 of them.
+        # httpx's default is at most 100 requests at once.
         "limits": httpx.Limits(max_connections=None, max_keepalive_connections=None),
     }
 
@@ -139,7 +138,7 @@ def connection_settings(api_key: str | None, timeout: float) -> dict[str, Any]:
 def window_reader(
     kind: str, result: Callable[[object], Answer], on_window: OnWindow | None, *, repeatable: bool = False
 ) -> EventReader[PerplexityWindow, Answer]:
-    """Reads a stream of scored windows and a result of this kind."""
+    """Make the reader of a stream of scored windows and a result, whose `object` is `kind`."""
     return EventReader(("perplexity.window", kind), _read_window, result, on_window, repeatable)
 
 
@@ -152,7 +151,8 @@ def _read_window(event: object) -> PerplexityWindow:
 
 
 def parse_turns(body: object, num_conversations: int) -> list[TurnSequence]:
-    """Rendered conversations. ResponseError if a turn lies outside its sequence, or a sequence has no conversation."""
+    """Parse rendered conversations. ResponseError if a turn is outside its sequence, or a sequence of no
+    conversation."""
     sequences = _TURNS.validate_python(body)["data"]
     for sequence in sequences:
         place, num_tokens = sequence["conversation"], len(sequence["token_ids"])
@@ -163,7 +163,7 @@ def parse_turns(body: object, num_conversations: int) -> list[TurnSequence]:
 
 
 def parse_answer(body: object, max_new_tokens: int) -> tuple[list[int], str]:
-    """The token ids and the text of a generated answer. ResponseError if it ended neither by itself nor because it has
+    """Parse a generated answer into token ids and text. ResponseError if it ended neither with a stop token nor after
     `max_new_tokens`."""
     [choice] = _Completion.model_validate(body).choices
     num_tokens, reason = len(choice.token_ids), choice.finish_reason
@@ -180,8 +180,8 @@ def parse_answer(body: object, max_new_tokens: int) -> tuple[list[int], str]:
 
 
 def parse_token_texts(body: object, token_ids: list[int]) -> TokenTexts:
-    """The texts of some tokens by their ids. ResponseError if there are more or fewer texts than ids, or bytes that are
-    not hexadecimal."""
+    """Parse the texts of tokens. ResponseError if there are more or fewer texts than ids, or bytes that are not
+    hexadecimal."""
     response = _TOKEN_TEXTS.validate_python(body)
     texts = response["tokens"]
     contents = response.get("bytes", [None] * len(texts))
@@ -189,18 +189,18 @@ def parse_token_texts(body: object, token_ids: list[int]) -> TokenTexts:
         raise ResponseError(f"the server gave {len(texts)} texts for {len(token_ids)} tokens")
     if any(content is not None and not _HEXADECIMAL.fullmatch(content) for content in contents):
         raise ResponseError("the server gave bytes of tokens that are not hexadecimal")
-    known = {token: content for token, content in zip(token_ids, contents, strict=True) if content is not None}
-    return TokenTexts(dict(zip(token_ids, texts, strict=True)), known)
+    partial = {token: content for token, content in zip(token_ids, contents, strict=True) if content is not None}
+    return TokenTexts(dict(zip(token_ids, texts, strict=True)), partial)
 
 
 def most_tokens(sequences: Sequence[str | list[int]]) -> int:
-    """The most tokens of sequences: a token of a text has at least a byte."""
-    return sum(len(each.encode(errors="replace")) if isinstance(each, str) else len(each) for each in sequences)
+    """Limit on the number of tokens in sequences: each token of a text has at least one byte."""
+    return sum(len(text.encode(errors="replace")) if isinstance(text, str) else len(text) for text in sequences)
 
 
 def kld_bytes(windows: tuple[int, int] | None, num_positions: int, top_logprobs: int) -> int:
-    """The bytes that the answer about these windows, or all of a reference, may have. ResponseError if they have more
-    positions than a client reads, which it knows from the server."""
+    """Size limit of the answer for these windows, or all of a reference. ResponseError if `num_positions` is more than
+    a client reads."""
     if num_positions > MAX_POSITIONS:
         raise ResponseError(
             f"the server's reference has {num_positions:,} positions to compare in one request, more than the "
@@ -212,23 +212,23 @@ def kld_bytes(windows: tuple[int, int] | None, num_positions: int, top_logprobs:
 
 
 def origins_bytes(reference: Reference) -> int:
-    """The bytes that the windows of a reference may have, by what it says it holds."""
+    """Size limit of the answer of `reference_windows`, from the numbers of windows and tokens that the server says."""
     claimed = ORIGIN_BYTES * reference.num_windows + TOKEN_BYTES * reference.num_tokens
     return FIXED_BYTES + min(claimed, MAX_ORIGINS_BYTES)
 
 
 def scored_sequences(prompt: Prompt, continuations: Continuations | None) -> list[str | list[int]]:
-    """The texts or token ids that a request has scored, in the order of its results."""
+    """The texts or token ids that a request scores, in the order of its results."""
     prompts = _leaves(prompt)
     if not continuations:
         return prompts
-    # One list for all prompts, or one for each.
+    # One list for all prompts, or one per prompt.
     is_shared = _leaves(continuations[0]) == [continuations[0]]
     return _leaves(continuations) * (len(prompts) if is_shared else 1)
 
 
 def _leaves(nested: Any) -> list[str | list[int]]:
-    """The texts and the lists of token ids within lists."""
+    """Flatten nested lists into texts and lists of token ids."""
     if not hasattr(nested, "__len__"):
         raise TypeError(f"{nested!r} is not a text, the token ids of one, or a list of either")
     if isinstance(nested, str) or not nested or isinstance(nested[0], int):
@@ -237,12 +237,12 @@ def _leaves(nested: Any) -> list[str | list[int]]:
 
 
 def lane_request(lane: Lane, context: int | None) -> dict[str, Any]:
-    """The lane's fields of a request; none for prefill, which older servers know too."""
+    """The lane's fields of a request; none for prefill, because older servers refuse them."""
     return {} if lane == "prefill" and context is None else {"lane": lane, "context": context}
 
 
 def info_path(model: str | None) -> str:
-    """The route that describes a served model; the server's own if it is None."""
+    """The route that describes a served model; the server's default model if `model` is None."""
     return "/v1/score" if model is None else f"/v1/score?model={quote(model, safe='')}"
 
 

@@ -1,7 +1,7 @@
-"""When a request is sent again, and how long to wait before: shared by the synchronous and the asynchronous client.
+"""Decides whether a request is sent again, and after how long, for the synchronous and the asynchronous client.
 
-Sending a request twice is harmless: scoring changes nothing on the server, a recording resumes, and what
-was deleted stays so, even if the second answer is then that it is not found.
+Sending a request twice is harmless: scoring changes nothing on the server, and a recording resumes. A second deletion
+is answered with 404, and the reference stays deleted.
 """
 
 import logging
@@ -23,22 +23,23 @@ INTERNAL_ERROR = 500
 TIMED_OUT = 504
 RETRIED_STATUS_CODES = frozenset({BUSY, 502, 503, TIMED_OUT})
 RETRIED_ERRORS = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
-"""Refused and dropped connections. A read timeout is not among them: the server is at work, and would start afresh."""
+"""Refused and dropped connections. Read timeouts are not retried: the server is still computing, and a second request
+would start over."""
 
 RETRIES_OF_INTERNAL_ERRORS = 5
-"""With `retry_for`: 8 to 16 seconds. vLLM answers 500 for up to 5 after its engine died, and then goes away. A server
-that still answers 500 after that is alive and will do so again, as it does where the model computes NaN."""
+"""Retries of a status 500 with `retry_for`, over 8 to 16 seconds. vLLM answers 500 for up to 5 seconds after its engine
+died, and then exits. A server that still answers 500 is alive and will do so again: the model computes NaN."""
 
 RETRIES_OF_TIMEOUTS = 2
-"""Of a request that the server gave up after its `--request-timeout`: it works, and will hardly be faster later. A 504
-of another type is a proxy's, whose server may be restarting."""
+"""Retries of a request that ran into the server's `--request-timeout`: it will hardly be faster next time. Another type
+of 504 comes from a proxy, whose server may be restarting."""
 
 PATIENT_RETRY_FOR = 600.0
-"""Seconds: `retry_for` of commands, whose runs take long."""
+"""Default of `retry_for` in commands, whose runs take long; in seconds."""
 FIRST_CONTACT_SECONDS = 120.0
-"""How long commands wait for a server that has not answered yet, unless --retry-for says how long."""
+"""Seconds that commands wait for a server that has not answered yet, without --retry-for."""
 _FIRST_CONTACT_HINT = (
-    "is a server started there? vLLM takes minutes to load a large model: --retry-for 1800 waits half an hour"
+    "has a server been started there? vLLM takes minutes to load a large model: --retry-for 1800 waits half an hour"
 )
 
 FIRST_WAIT = 0.5
@@ -46,34 +47,35 @@ LONGEST_BACKOFF = 8.0
 
 
 class Retries:
-    """How often, or for how long, the requests of one client are sent again. Logs when waiting begins and ends."""
+    """Limits on how often, or for how long, one client sends requests again. Logs when waiting begins and ends."""
 
     def __init__(self, address: str, max_retries: int, retry_for: float | None) -> None:
         self.max_retries = max_retries
         self.retry_for = retry_for
-        """Seconds since a request's first failure, in place of `max_retries`."""
+        """Seconds since a request's first failure in which it is sent again, in place of `max_retries`."""
         self.grace: float | None = None
-        """With `retry_for`: the seconds for a server that is down, where another can take over. A busy one has all."""
+        """Lower limit than `retry_for` for a server that is down, if others can take over its work. It does not apply
+        to a busy server."""
         self.first_contact: float | None = None
-        """With `retry_for`: the seconds for a server that has answered no request yet; it may not be there at all."""
+        """Lower limit than `retry_for` for a server that has not answered any request yet: it may not exist."""
         self.raises_timeouts = False
-        """Whether a 504 is raised at once, for callers that then have fewer requests in flight. Attempts that are under
-        way keep what they began with."""
+        """Whether a 504 is raised at once, for callers that then send fewer requests at once. A change does not affect
+        attempts that have begun."""
         self.num_failures = 0
-        """Attempts that failed because the server was down; those that found it busy do not count."""
+        """Attempts that failed because the server was down; a busy server does not count."""
         self.address = address
         self.waiting_since: float | None = None
-        """When the log showed that requests wait; None once an answer came."""
+        """Time at which the log said that requests wait; None once an answer came."""
 
     def limit(self, *, busy: bool) -> float | None:
-        """Seconds since a request's first failure; None where attempts are counted instead."""
+        """Seconds since a request's first failure in which it is sent again; None if `max_retries` applies instead."""
         if self.retry_for is None or busy:
             return self.retry_for
         return min(limit for limit in (self.grace, self.first_contact, self.retry_for) if limit is not None)
 
 
 class Attempts(AbstractContextManager["Attempts"]):
-    """The attempts of one request: after each that failed, the seconds to wait before the next, or the final error."""
+    """The attempts of one request. After each failed one, gives the seconds to wait, or raises the final error."""
 
     def __init__(self, retries: Retries) -> None:
         self._retries = retries
@@ -93,8 +95,7 @@ class Attempts(AbstractContextManager["Attempts"]):
                 retries.waiting_since = None
 
     def wait_after_status(self, response: httpx.Response, body: bytes) -> float:
-        """Seconds to wait after an error answer. APIStatusError if trying again would not
-        help, or was tried often or long enough."""
+        """Seconds to wait after an error answer. APIStatusError if a retry would not help, or the limit is reached."""
         error = status_error(response.status_code, body, response.request.url.path)
         if response.status_code < INTERNAL_ERROR:
             self._retries.first_contact = None
@@ -106,12 +107,12 @@ class Attempts(AbstractContextManager["Attempts"]):
         asked_wait = _retry_after(response.headers.get("retry-after", ""))
         if response.status_code != BUSY or error.param != "reference":
             self._num_failures += 1
-        # Else other clients compare with another reference, which ends however long their windows take.
+        # Not a failure: the server is comparing other clients' windows with another reference, and this ends.
         return self._wait(error, asked_wait, busy=response.status_code == BUSY)
 
     def wait_after_failure(self, error: httpx.RequestError, *, can_restart: bool) -> float:
-        """Seconds to wait after a request without a whole answer. TransportError if trying again would not help, was
-        tried often or long enough, or would repeat what was reported."""
+        """Seconds to wait after a request without a complete answer. TransportError if a retry would not help or would
+        report windows twice, or the limit is reached."""
         url = error.request.url.copy_with(userinfo=b"")
         hint = "" if self._retries.first_contact is None else f"; {_FIRST_CONTACT_HINT}"
         failure = TransportError(f"no answer from {url}: {str(error) or type(error).__name__}{hint}")
@@ -139,7 +140,7 @@ class Attempts(AbstractContextManager["Attempts"]):
             self._first_failure = now
         limit = retries.limit(busy=busy)
         if limit is None:
-            # The client does not wait for a server that asks for more, unless `retry_for` allows it.
+            # Do not wait if the server asks for more than this, unless `retry_for` allows it.
             longest = 60.0
             is_over = self._num_failures > retries.max_retries
         else:
@@ -148,7 +149,7 @@ class Attempts(AbstractContextManager["Attempts"]):
         if is_over or (asked_wait is not None and asked_wait > longest):
             raise error
         if asked_wait is None:
-            # Clients that failed together would otherwise come back together.
+            # Random, so that clients that failed at the same time do not all return at the same time.
             wait = min(random.uniform(self._backoff / 2, self._backoff), longest)
             self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
         else:
@@ -156,7 +157,7 @@ class Attempts(AbstractContextManager["Attempts"]):
         patience = f"{retries.max_retries} times" if limit is None else f"{limit:g} s"
         if self._num_internal_errors or self._num_timeouts:
             patience = f"{RETRIES_OF_INTERNAL_ERRORS if self._num_internal_errors else RETRIES_OF_TIMEOUTS} times"
-        # Once for all requests that wait, and not for a first, short pause.
+        # Log this once for all waiting requests, and not for a first, short pause.
         if retries.waiting_since is None and wait > FIRST_WAIT:
             retries.waiting_since = now
             _log.info("waiting for %s, %s at most: %s", retries.address, patience, error)
@@ -164,7 +165,7 @@ class Attempts(AbstractContextManager["Attempts"]):
 
 
 def _retry_after(header: str) -> float | None:
-    """Seconds that a Retry-After header asks for, as a number or as a date; None where it says neither."""
+    """Seconds that a Retry-After header asks for, as a number or as a date; None if it is neither."""
     if header.strip().isdecimal():
         return float(header)
     try:

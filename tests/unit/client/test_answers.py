@@ -84,7 +84,7 @@ async def test_an_interrupted_recording_resumes(tmp_path, server):
         {"rows": [*ROWS[:2], {"prompt": "xyz"}]},
         {"server": AnsweringServer(info={"fingerprint": "another"})},
     ):
-        with pytest.raises(OutputError, match="is of another run"):
+        with pytest.raises(OutputError, match="belongs to another run"):
             await recorded(**{"server": server, "tmp_path": tmp_path, **other})
     whole = journal.read_bytes()
     # Half of a pair, which UTF-8 cannot hold.
@@ -183,12 +183,12 @@ async def test_answers_of_a_model_that_stops_elsewhere_are_not_taken_for_its_own
     server.references["base"].described = {"stop_token_ids": [1, 2], "chat_template_fingerprint": "a"}
     await recorded(server, tmp_path)
     server.info["stop_token_ids"] = [1]
-    with pytest.raises(OutputError, match="of another model"):
+    with pytest.raises(OutputError, match="with another model"):
         await recorded(server, tmp_path)
     server.info |= {"stop_token_ids": [100, 1], "chat_template_fingerprint": "b"}
     async with client_of(server) as client:
         await measure_kld(client, "base")
-    assert [re.split(",|: answers", text)[0] for text in caplog.messages if "bytes" in text] == [
+    assert [re.split(",|: if", text)[0] for text in caplog.messages if "bytes" in text] == [
         "bytes continues after token 2",
         "bytes stops after token 100",
         "bytes has another chat template than bytes",
@@ -244,7 +244,7 @@ def test_columns_without_a_value_in_any_row_count_as_absent(tmp_path, absent):
         ([{"text": "a"}], {}, "messages, conversations, prompt"),
         ([], {}, "messages, conversations, prompt"),
         ([{"prompt": "a"}, {"prompt": None}], {}, "row 2 .*column 'prompt' is not text but null"),
-        ([{"messages": None}], {}, "no row with a value in a column of messages, conversations, prompt"),
+        ([{"messages": None}], {}, "no value in any of the columns messages, conversations, prompt"),
         ([{"messages": [QUESTION]}, {"messages": None, "prompt": "a"}], {}, "row 2 .*column 'messages' is null"),
         ([{"prompt": "a"}, {"messages": None}], {}, "row 2 .*column 'prompt' is not text but null"),
         ([{"prompt": "a", "chat": None}] * 2, {"messages": "chat"}, "column 'chat' of prompts.jsonl is null in every"),
@@ -257,7 +257,7 @@ def test_columns_without_a_value_in_any_row_count_as_absent(tmp_path, absent):
         ),
         (
             [{"prompt": "a"}],
-            *({"chat_template_kwargs": {"thinking": True}}, "is for conversations, and column 'prompt' of"),
+            *({"chat_template_kwargs": {"thinking": True}}, "is for conversations, but column 'prompt' of"),
         ),
     ],
 )

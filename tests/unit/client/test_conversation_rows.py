@@ -97,7 +97,7 @@ def test_fields_that_only_other_rows_of_a_table_have_are_left_out(tmp_path):
     ("row", "message"),
     [
         *[
-            ({"chat": chat}, "is not a list of messages")
+            ({"chat": chat}, "not a list of messages")
             for chat in ("Hi", [1], [{"content": "Hi"}], {"role": "user"}, None)
         ],
         ({"chat": MESSAGES, "tools": "none"}, "other tools than a list of functions"),

@@ -85,7 +85,7 @@ async def test_later_comparisons_are_multiples_of_the_noise_floor(server):
 
 
 async def test_servers_with_different_references_do_not_share_a_run(server):
-    with pytest.raises(ServersDifferError, match="http://b has another reference 'base' than http://a") as caught:
+    with pytest.raises(ServersDifferError, match="'base' at http://b differs from that at http://a") as caught:
         await measure(server, await with_reference(context_length=4))
     assert "num_windows is 10 instead of 5" in str(caught.value)
 
@@ -116,7 +116,7 @@ async def test_answers_that_do_not_fit_the_windows_end_the_run(server, path, cha
 @pytest.mark.parametrize(
     ("path", "change", "message"),
     [
-        ("/windows", lambda answer: answer["documents"].pop(), "another number of windows of base than 5"),
+        ("/windows", lambda answer: answer["documents"].pop(), "does not fit the 5 of base"),
         ("/windows", lambda answer: answer.update(text_fingerprint="x" * 2**21), "is longer than the 1,070,060 bytes"),
         ("", lambda answer: answer.update(TOO_MANY), "8,388,609 positions to compare"),
     ],

@@ -56,7 +56,7 @@ async def test_max_tokens_cuts_the_text_whose_bytes_and_words_are_counted():
     ("change", "message"),
     [
         ({"token_ids": [1] * 8}, "did not score the tokens"),
-        ({"logprobs": encoded([math.nan] * 8, "<f4")}, "0 logprobs for the 7"),
+        ({"logprobs": encoded([math.nan] * 8, "<f4")}, "0 of the 7 there"),
         ({"ranks": [None] * 8}, "0 ranks for the 7"),
     ],
 )

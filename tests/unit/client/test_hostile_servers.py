@@ -221,7 +221,7 @@ def test_rounding_may_leave_a_logprob_above_zero(call):
     [("text", None), ([BOS, 1], None), ([[BOS]], ["a", "b"]), ([[BOS]], [["a"]]), ([[BOS], [1]], [[[7]], [[8]]])],
 )
 def test_there_is_one_score_for_each_text_that_was_sent(call, prompt, continuations):
-    with pytest.raises(ResponseError, match="the server did not score what it was sent: 0 scores for"):
+    with pytest.raises(ResponseError, match="the server did not score what it was sent: it gave 0 scores for"):
         call(Outcomes(ok({"data": []})), "score", prompt, continuations)
 
 

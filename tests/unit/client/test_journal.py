@@ -102,7 +102,7 @@ def test_a_torn_last_line_or_header_is_cut_off(path):
 )
 def test_a_journal_of_another_run_is_refused_with_the_differences(path, plan, message):
     before = write(path)
-    with pytest.raises(OutputError, match=f"of another run.*{message}"):
+    with pytest.raises(OutputError, match=f"to another run.*{message}"):
         Journal(path, plan)
     assert path.read_bytes() == before
 

@@ -121,7 +121,7 @@ def test_after_retry_for_the_failure_is_raised(call, waits, clock, seconds):
 
 async def test_a_server_that_has_not_answered_yet_is_waited_for_less_and_with_a_hint(waits, clock):
     async with patient_client("http://fake", transport=httpx.MockTransport(Outcomes(DOWN))) as client:
-        with pytest.raises(TransportError, match="refused; is a server started there"):
+        with pytest.raises(TransportError, match="refused; has a server been started there"):
             await client.info()
     assert sum(waits) == pytest.approx(FIRST_CONTACT_SECONDS)
 

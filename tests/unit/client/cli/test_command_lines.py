@@ -155,7 +155,12 @@ def references(made) -> dict[str, Any]:
         ("quick a b --text-file two.md --by c", 2, "--by does not work with --text-file, which is the whole text", ""),
         ("quick a b --text-file two.md --preset categories", 2, "--text-file does not work with --preset", ""),
         ("quick a b --prompts missing", 2, "--prompts: must be an existing file, got missing", ""),
-        ("quick o/a o/b --prompts empty.jsonl --preset categories", 1, "--prompts: empty.jsonl has no row with a", ""),
+        (
+            "quick o/a o/b --prompts empty.jsonl --preset categories",
+            1,
+            "--prompts: empty.jsonl has no value in any",
+            "",
+        ),
         ("quick o/a o/b --tasks begun", 1, "--tasks: begun/a has no samples_TASK_DATE.jsonl below it; run lm-eval", ""),
         ("quick a b --task-metric acc", 2, "--task-metric needs --tasks", ""),
         ("quick m m", 1, "error: quick: models: two are called 'm'", ""),
@@ -194,13 +199,13 @@ def references(made) -> dict[str, Any]:
         ("IDLE --text ''", 1, "no text", ""),
         ("IDLE TEXT --output missing/new.json", 1, "missing/new.json: No such file", ""),
         ("IDLE TEXT --output /dev/null", 1, "cannot write /dev/null: it is", ""),
-        ("IDLE TEXT --output new.safetensors", 1, "the values of single tokens go to a file of that name", ""),
+        ("IDLE TEXT --output new.safetensors", 1, "a run's arrays need this name; choose another suffix", ""),
         ("IDLE TEXT --output taken.json", 1, "/taken.safetensors: it is", ""),
-        ("IDLE TEXT --output old.json", 1, "old.json is there already: --force replaces it", ""),
-        ("IDLE TEXT --output old.json --resume", 1, "old.json is there already: --force replaces it", ""),
-        ("IDLE TEXT --output half.json", 1, "half.safetensors is there already: --force replaces it", ""),
-        ("IDLE TEXT --output half.json --resume", 1, "half.safetensors is there already: --force replaces it", ""),
-        ("IDLE TEXT --output lanes.json --lane both", 1, "lanes-decode.json is there already: --force", ""),
+        ("IDLE TEXT --output old.json", 1, "old.json exists; --force replaces it", ""),
+        ("IDLE TEXT --output old.json --resume", 1, "old.json exists; --force replaces it", ""),
+        ("IDLE TEXT --output half.json", 1, "half.safetensors exists; --force replaces it", ""),
+        ("IDLE TEXT --output half.json --resume", 1, "half.safetensors exists; --force replaces it", ""),
+        ("IDLE TEXT --output lanes.json --lane both", 1, "lanes-decode.json exists; --force", ""),
         ("SERVER TEXT --model broken --retry-for 0 --output new.json", 1, r"error: the engine died\x1b (HTTP 500)", ""),
         ("SERVER --text a --context-length 8 --method disjoint", 1, "a smaller context_length (--context-length)", ""),
         ("kld SERVER --reference base --floor", 1, "the served model is not the reference's (HTTP 400)", ""),
@@ -237,7 +242,7 @@ def references(made) -> dict[str, Any]:
         ("compare far.json near.json --max-ppl-increase 1", 3, "--max-ppl-increase 1: far: +", ""),
         ("compare plain.json --max-kld 1", 1, "bytes has no base, so no limit can be checked", ""),
         ("compare near.json far.json --base fat", 1, "--base: no run is called 'fat'; there are: bytes, near, far", ""),
-        ("compare own.json --fail-if worse --max-kld 0", 0, "it is the base itself, 0 nats from it.", ""),
+        ("compare own.json --fail-if worse --max-kld 0", 0, "; 0 nats from the reference.", ""),
         ("compare --tasks a=x b=y --max-kld 0", 2, "--max-kld needs runs", ""),
         ("compare near.json --html missing/report.html", 2, "missing is not a folder", ""),
         ("compare near.json --write-card README", 2, "--write-card: README must end in .md", ""),
@@ -432,8 +437,8 @@ def test_quick_names_all_missing_extras_at_once(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith(
-        "ppl-client: error: missing: arch, jinja2, vllm, datasets: what they come with is "
-        "scoremode[report,cuda,datasets] (cpu in place of cuda without an NVIDIA GPU), for the Python at "
+        "ppl-client: error: missing: arch, jinja2, vllm, datasets. Install "
+        "scoremode[report,cuda,datasets] (cpu in place of cuda without an NVIDIA GPU) for the Python at "
     )
 
 

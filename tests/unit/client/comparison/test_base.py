@@ -60,7 +60,10 @@ def test_of_two_runs_of_the_original_the_first_is_the_base(tmp_path, quantized):
     runs = [*quantized, of_the_original(tmp_path, "one"), of_the_original(tmp_path, "two")]
     comparison = compare(runs, num_resamples=100)
     assert comparison.base.label == "one"
-    assert summary(comparison)[0] == "one and two are all of the reference's model: one is the base, or that of --base."
+    assert (
+        summary(comparison)[0]
+        == "one and two are all of the reference's model: one is the base; --base chooses another."
+    )
 
 
 def test_a_copy_of_the_original_is_a_run_like_any_other(tmp_path, quantized):

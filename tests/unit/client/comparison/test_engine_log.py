@@ -89,7 +89,7 @@ def test_a_wrong_figure_is_refused_with_its_file_and_name(comparison, tmp_path: 
 def test_a_reference_without_a_perplexity_does_not_pass_for_the_base(comparison):
     run = comparison.base
     unknown = replace(run, reference=run.reference.model_copy(update={"perplexity": None}))
-    with pytest.raises(RunError, match=f"^{run.path}: reference.perplexity: is null"):
+    with pytest.raises(RunError, match=f"^{run.path}: reference.perplexity is null"):
         with_logs(replace(comparison, runs=[replace(comparison.runs[0], run=unknown)]), [("q4_k_m", str(KLD))])
 
 
@@ -97,7 +97,7 @@ def test_a_reference_without_a_perplexity_does_not_pass_for_the_base(comparison)
     ("name", "message"),
     [
         ("llama_perplexity.txt", r"41 chunks of 512 tokens, and .* 8 windows of 512"),
-        ("wikitext.txt", "is not what llama-perplexity prints"),
+        ("wikitext.txt", "is not a log of llama-perplexity"),
     ],
 )
 def test_a_log_of_another_text_and_what_is_not_a_log_are_refused(comparison, name, message):

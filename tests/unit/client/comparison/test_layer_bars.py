@@ -100,8 +100,8 @@ def test_bars_are_side_by_side_to_one_scale(paths, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda run: run["reference"].update(fingerprint="of another"), "has another original, text or other layers"),
-        (lambda run: run["blocks"].clear(), "has another original, text or other layers"),
+        (lambda run: run["reference"].update(fingerprint="of another"), "has another original, text or layers"),
+        (lambda run: run["blocks"].clear(), "has another original, text or layers"),
         (lambda run: run.update(kind="kld"), "of ppl-client layers.*kind: Input should be 'layers'"),
         (lambda run: run["whole"].update(cost="much"), r"whole\.cost"),
     ],

@@ -117,6 +117,6 @@ def test_a_tolerance_is_kept_by_the_whole_interval_or_not_decided(tmp_path):
 @pytest.mark.parametrize(("kld", "nats"), [(np.zeros(3000), "0"), (np.full(3000, 0.75), "0.750")])
 def test_the_references_own_model_alone_is_the_base_itself(tmp_path, kld, nats):
     comparison = compare([kld_run(tmp_path, "m", NLLS, kld, server=OWN)], num_resamples=100)
-    assert summary(comparison)[0] == f"m is the reference's own model: it is the base itself, {nats} nats from it."
+    assert summary(comparison)[0] == f"m is the base, as the reference's own model; {nats} nats from the reference."
     assert exceeded_limits(replace(comparison, max_ppl_increase=0), "worse") == []
     assert len(exceeded_limits(replace(comparison, max_kld=0.5))) == (nats != "0")

@@ -216,7 +216,7 @@ def test_a_plot_without_data_is_left_out(comparison):
     assert [plot.name for plot in plots(replace(without_kld, runs=without_kld.runs[:1], pairs=[]))] == ["perplexity"]
 
 
-NO_PLACE = "Not drawn, because a log axis has no place for 0 or infinity: "
+NO_PLACE = "Not drawn, because a log axis cannot show 0 or infinity: "
 BEYOND = "3 infinite values lie beyond the right edge."
 
 

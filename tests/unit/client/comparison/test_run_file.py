@@ -134,7 +134,10 @@ WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.
             lambda path: with_parts(path, window_contexts=WRONG_SIZES),
             "window_contexts is of shape (2,) instead of (30,)",
         ),
-        (lambda path: with_tops(path, positions=np.int32([0, 1, 3000])), "positions do not ascend from 0 to 2999"),
+        (
+            lambda path: with_tops(path, positions=np.int32([0, 1, 3000])),
+            "positions are not ascending numbers from 0 to 2999",
+        ),
         (
             lambda path: with_tops(path, logprobs=np.ones((3, 2, 5), np.float32)),
             "top_tokens.logprobs has 1.0 (not from",

@@ -102,7 +102,7 @@ async def test_measured_runs_are_kept_until_the_first_model_is_another(swept: Pa
 
 
 async def test_two_sweeps_in_one_folder_are_refused(swept: Path):
-    with open_locked(swept / "runs" / ".lock"), pytest.raises(OutputError, match="another ppl-client is at work"):
+    with open_locked(swept / "runs" / ".lock"), pytest.raises(OutputError, match="another ppl-client writes"):
         await sweep(swept, BASE, NEAR)
 
 
@@ -172,7 +172,7 @@ async def test_answers_are_measured_next_to_the_text_and_alone_where_prompts_are
     assert main(shlex.split(comparison.command("--card"))[1:]) == 0
     assert capsys.readouterr().out == (published := card(comparison))
     assert "- Answers: 1, greedy, at most 6 tokens each; the prompts are prompts.jsonl, sha256 " in published
-    with pytest.raises(RunError, match="none of the runs on a text is of its model"):
+    with pytest.raises(RunError, match="no run on a text has its model"):
         load_runs([runs / "base.json", runs / "near-answers.json"])
 
 

@@ -299,7 +299,7 @@ REWRITES = "{{ messages[-1]['content'] }}{% for message in messages %}{{ message
         # Nothing is before it.
         ("chatml", {"messages": [ELEVEN]}, "messages has no turn of assistant to score"),
         ("chatml", {"messages": PLAIN, "tools": [TOOLS] * 3}, "tools has lists for 3 conversations"),
-        ("chatml", {"messages": PLAIN, "tools": {}}, "tools: must be a list of objects, or such a list"),
+        ("chatml", {"messages": PLAIN, "tools": {}}, "tools: must be a list of objects, or one such list"),
         (
             "chatml",
             {"messages": PLAIN, "chat_template_kwargs": {"chat_template": "{{ messages }}"}},
