@@ -32,7 +32,7 @@ _LOGIT_FIELDS = {
     "recurrent_gemma": ("logits_soft_cap", "capped at"),
     "vaultgemma": ("final_logit_softcapping", "capped at"),
 }
-"""By prefix of the model type: the field of the transformers library's config that changes logits, and how it does."""
+"""The field of the transformers library's config that changes logits, and how it does, by prefix of the model type."""
 
 
 @dataclass(frozen=True, slots=True)
