@@ -1,5 +1,5 @@
-"""The token sequences of a request to `/v1/score`: prompts, or continuations of them, and the passes through the engine
-that score them."""
+"""Makes the token sequences of a request to `/v1/score` from prompts, continuations or conversations, and the passes
+through the engine that score them."""
 
 from collections import Counter
 from itertools import islice
@@ -18,8 +18,8 @@ from scoremode_server.worker.sinks import Sink, sink_classes
 
 
 async def read_sequences(request: ScoreRequest, core: Core) -> tuple[list[TokenSequence], list[EnginePass]]:
-    """The sequences of a request, in the order of its prompts or conversations, and the pass that scores each.
-    TooLargeError if texts with their continuations are too long in all."""
+    """Read the sequences of a request, in the order of its prompts or conversations, and the pass that scores each.
+    TooLargeError if texts with their continuations are too long in total."""
     if request.logprobs_from != 0 and (request.messages is not None or request.continuations is not None):
         raise RequestError("logprobs_from: logprobs of a turn or a continuation begin where it does", "logprobs_from")
     if request.messages is not None:
@@ -36,7 +36,7 @@ async def read_sequences(request: ScoreRequest, core: Core) -> tuple[list[TokenS
 
 
 async def _turns(request: ScoreRequest, core: Core) -> list[TokenSequence]:
-    """Each turn after the tokens before it."""
+    """Make a sequence of each turn, after the tokens before it."""
     conversations = await core.conversations.sequences(request, ["prompt", "continuations"])
     sequences, counts = list[TokenSequence](), Counter[int]()
     for each in conversations:
@@ -58,15 +58,15 @@ async def _turns(request: ScoreRequest, core: Core) -> list[TokenSequence]:
 
 
 def _in_passes(request: ScoreRequest, sequences: list[TokenSequence]) -> list[EnginePass]:
-    """Find a pass for each sequence. Continuations that differ in their last token alone share one, as candidates of
-    its last row. A row has one token's rank, and may have figures of one token, so with ranks and sinks each has a pass
-    of its own."""
+    """Assign a pass to each sequence. Continuations that differ only in their last token share one, with the last
+    tokens as candidates in its last row. A row has the rank of one token, and maybe sinks' figures of that token, so
+    with ranks or sinks each sequence has a pass of its own."""
     passes: list[EnginePass] = []
     pass_by_beginning: dict[Any, EnginePass] = {}
     can_share = request.continuations is not None and not request.return_ranks and not request.sinks
     for place, sequence in enumerate(sequences):
         last = sequence.last_token
-        # Equal contexts are one list.
+        # Equal contexts are the same list.
         key: Any = (id(sequence.context), tuple(sequence.targets[:-1])) if can_share else place
         engine_pass = pass_by_beginning.get(key)
         # All rows of a pass have the same candidates.
@@ -80,10 +80,10 @@ def _in_passes(request: ScoreRequest, sequences: list[TokenSequence]) -> list[En
 
 
 async def _prompts(prompts: list[str | list[int]], request: ScoreRequest, core: Core) -> list[TokenSequence]:
-    """The prompts, from their first positions on."""
+    """Make a sequence of each prompt, with logprobs from the requested positions on."""
     core.limits.check_num_sequences(len(prompts), "prompt")
-    each = request.logprobs_from
-    firsts = each if isinstance(each, list) else [each] * len(prompts)
+    start = request.logprobs_from
+    firsts = start if isinstance(start, list) else [start] * len(prompts)
     if len(firsts) != len(prompts):
         raise RequestError(f"logprobs_from has {len(firsts)} positions for {len(prompts)} prompts", "logprobs_from")
     sequences = []
@@ -115,10 +115,10 @@ def _continuations(request: ScoreRequest, num_prompts: int) -> list[list[Any]]:
 
 
 async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core: Core) -> list[TokenSequence]:
-    """The continuations of all prompts, whose contexts are one list where they are equal.
+    """Make a sequence of each continuation of each prompt. Equal contexts are the same list.
 
     Texts are joined as in lm-eval: white space at a prompt's end goes to the continuation, both are encoded as one
-    text, and the continuation begins after as many tokens as the prompt has alone.
+    text, and the continuation begins after as many tokens as the prompt alone has.
     """
     limits, continuations = core.limits, _continuations(request, len(prompts))
     limits.check_num_sequences(sum(map(len, continuations)), "continuations")
@@ -134,7 +134,7 @@ async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core
         for place, token_ids in enumerate(own):
             context, targets = shared, token_ids
             if are_joined:
-                # A tokenizer may encode the end of a prompt in another way before a continuation.
+                # A tokenizer may encode the end of a prompt differently before a continuation.
                 context, targets = token_ids[:first], token_ids[first:]
                 context = contexts.setdefault(tuple(context), context)
             sequence = TokenSequence(
@@ -154,7 +154,7 @@ async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core
 async def _encode_joined(
     prompts: list[Any], continuations: list[Any], add_special_tokens: bool, core: Core
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """The tokens of each prompt, and of it with each of its continuations."""
+    """The tokens of each prompt alone, and of the prompt with each of its continuations."""
     pairs = list(zip(prompts, continuations, strict=True))
     num_characters = sum(len(prompt) * len(own) + sum(map(len, own)) for prompt, own in pairs)
     if num_characters > core.limits.max_request_bytes:
@@ -171,7 +171,8 @@ async def _encode_joined(
 async def _encode_apart(
     prompts: list[Any], continuations: list[Any], add_special_tokens: bool, core: Core
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """The tokens of each prompt and of each of its continuations, one of which is given as token ids."""
+    """The tokens of each prompt and of each of its continuations, encoded separately because one of them is token
+    ids."""
     shared = {id(own): own for own in continuations}
     encoded = {key: [await core.tokenizer.encode(each, False) for each in own] for key, own in shared.items()}
     return [
@@ -211,22 +212,22 @@ def _set_candidates(request: ScoreRequest, sequences: list[TokenSequence], limit
 
 
 def _set_sinks(request: ScoreRequest, sequences: list[TokenSequence]) -> None:
-    """Tell sequences what the request's sinks need to know, and which columns these add."""
+    """Set the sequences' sinks, and the columns that these add."""
     wanted: dict[str, Any] = dict(request.sinks)
     if request.statistics:
         wanted["statistics"] = request.statistics
     sinks = {name: _make_sink(name, data) for name, data in wanted.items()}
     columns = tuple(column for sink in sinks.values() for column in sink.columns)
     counts = Counter(column.name for column in (*score_columns(1), *columns))
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise RequestError(f"sinks: two columns have the name {twice[0]!r}", "sinks")
+    if duplicates := [name for name, count in counts.items() if count > 1]:
+        raise RequestError(f"sinks: two columns have the name {duplicates[0]!r}", "sinks")
     may_be_cached = all(sink.may_be_cached for sink in sinks.values())
     for sequence in sequences:
         sequence.sinks, sequence.sink_columns, sequence.may_be_cached = wanted, columns, may_be_cached
 
 
 def _make_sink(name: str, data: Any) -> Sink:
-    """Make a sink as workers will, to check its data and to learn its columns."""
+    """Make a sink as workers will, to check its data and to read its columns."""
     classes = sink_classes()
     if name not in classes:
         raise RequestError(f"sinks: this server has {', '.join(classes)}, not {name!r}", "sinks")
@@ -237,7 +238,7 @@ def _make_sink(name: str, data: Any) -> Sink:
 
 
 def _table(lists: Any, num_dimensions: int, limits: Limits) -> np.ndarray:
-    """Candidates as int32, one or more per position."""
+    """Convert candidates to int32, one or more per position."""
     try:
         table = np.array(lists, np.int32)
     except (ValueError, OverflowError):
@@ -248,7 +249,7 @@ def _table(lists: Any, num_dimensions: int, limits: Limits) -> np.ndarray:
         )
     if table.shape[-1] > MAX_CANDIDATES:
         raise RequestError(
-            f"candidate_token_ids has {table.shape[-1]} tokens for a position, of at most {MAX_CANDIDATES}",
+            f"candidate_token_ids has {table.shape[-1]} tokens for a position, more than {MAX_CANDIDATES}",
             "candidate_token_ids",
         )
     limits.check_vocabulary([int(table.min()), int(table.max())], "candidate_token_ids")
