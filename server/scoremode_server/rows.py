@@ -51,7 +51,7 @@ def score_columns(num_tokens: int) -> Columns:
 
 
 def with_more_top(columns: Columns, num_more: int) -> Columns:
-    """Columns whose scores have `num_more` more top tokens."""
+    """The same columns with `num_more` more top tokens."""
     scores, others = columns[: len(score_columns(1))], columns[len(score_columns(1)) :]
     return score_columns(scores[0].num_words + num_more) + others
 
@@ -125,7 +125,7 @@ class Rows:
     def has_nan(self) -> np.ndarray:
         """[n] bool: whether a row has a NaN."""
         floats = (self.column(column.name) for column in self.columns if column.dtype == "float32")
-        # A row's sum is NaN if one of its numbers is, and is faster than a check of each.
+        # If one number is NaN, so is the row's sum, which takes less time than checking each.
         has_nan = np.zeros(len(self), bool)
         for values in floats:
             has_nan |= np.isnan(values if values.ndim == 1 else values.sum(1))

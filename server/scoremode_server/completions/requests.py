@@ -37,8 +37,8 @@ class GenerateBody(GenerateRequest):
 
 
 def _num_top(request: CompletionRequest | ChatCompletionRequest, num_sampled: int | None) -> int | None:
-    """How many top tokens a request wants for its prompt; None if it wants no logprobs for it. With `echo`, the number
-    for the sampled token counts if there is no other."""
+    """How many top tokens a request wants for its prompt; None if it wants no logprobs for it. If only the number for
+    the sampled token is set, `echo` applies it to the prompt."""
     return num_sampled if request.prompt_logprobs is None and request.echo else request.prompt_logprobs
 
 

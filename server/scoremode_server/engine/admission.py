@@ -21,9 +21,9 @@ T = TypeVar("T")
 POLL_SECONDS = 0.05
 
 MAX_WAITING_SEQUENCES = 2**17
-"""Limit on sequences without an answer, of all requests together; one request with more is allowed if it is alone. The
-limit holds two of the largest requests. A sequence takes three to seven kilobytes in addition to its tokens, so all
-take less than a gigabyte."""
+"""Limit on sequences without an answer, of all requests together; one larger request is allowed if it is alone. Two of
+the largest requests fit. Each sequence takes three to seven kilobytes in addition to its tokens: under a gigabyte in
+all."""
 
 _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
 """When the current HTTP request is overdue, in seconds of the event loop's clock; None without a limit."""
@@ -103,8 +103,7 @@ class Admission:
     @asynccontextmanager
     async def request(self, num_sequences: int = 0, num_tokens: int = 0) -> AsyncGenerator["RequestQueue", None]:
         """Accept an HTTP request and count all its sequences, or none if it counts each when it begins. The timeout
-        cancels the current task. So do not use this in a generator that yields inside it: the consumer would be
-        cancelled."""
+        cancels the current task, so do not yield inside this in a generator: its consumer would be cancelled."""
         self.check(num_sequences, num_tokens)
         queue = RequestQueue(self)
         self._queues.add(queue)
@@ -248,13 +247,13 @@ class RequestQueue:
         self.num_scored = self.num_scored_tokens = self.num_cached_tokens = 0
         """Sequences with an answer, their tokens, and how many of these were cached."""
         self.decoding_span: tuple[tuple[float, float], ...] = ()
-        """Two pairs of a time and `Admission._decoding_seconds` (which includes other requests). The first is from when
-        the request's first decoding sequence entered the engine, the second from when one last entered or left."""
+        """When the request's first decoding sequence entered the engine, and when one last entered or left: each a time
+        and `Admission._decoding_seconds`, which includes other requests."""
 
     @property
     def mean_batch(self) -> float | None:
-        """Mean number of this process's sequences in the engine outside the prefill lane, over the time in which this
-        request had some there. At most as many as the engine runs at once. None if the request had none there."""
+        """Mean number of this process's sequences in the engine outside the prefill lane, while this request had some
+        there; at most as many as the engine runs at once. None if the request had none there."""
         if not self.decoding_span or self.decoding_span[0][0] == self.decoding_span[1][0]:
             return None
         (began, before), (ended, after) = self.decoding_span

@@ -53,8 +53,7 @@ class CachedRequest:
     async def run(self) -> None:
         """Run the pass until it has every row that its sequence needs, or raise an error."""
         size, engine_pass = self.store.block_size, self.engine_pass
-        # Blocks whose rows are not needed are not registered: the engine may leave them out, so others must not wait
-        # for them.
+        # The engine may leave out blocks whose rows are not needed, so no request may wait for those.
         registered = self.block_hashes[engine_pass.first_row // size :]
         self._blocks_found = self.store.get(self.block_hashes, self.columns)
         computing = self._register(registered)

@@ -125,8 +125,7 @@ class ScoringEngine:
         return num_blocks * self.block_size
 
     def _identity(self, engine_pass: EnginePass, salt: str, row_identity: tuple[Any, ...] | None = None) -> str:
-        """Everything that keys and values depend on, except tokens. With a `RowSpec.identity`, everything that rows
-        depend on."""
+        """Everything except tokens that keys and values depend on or, given a `RowSpec.identity`, rows."""
         lora = engine_pass.sequence.settings.options.get("lora_request")
         adapter = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
         return repr((self._store.generation, adapter, salt, row_identity))

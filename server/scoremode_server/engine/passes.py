@@ -37,7 +37,7 @@ async def in_engine(
     request_id, queue = engine_pass.request_id + suffix, settings.queue
     engine_pass.params.skip_reading_prefix_cache = not reads_prefix_cache
     num_fed = len(engine_pass.token_ids) - (spec.last_token is not None)
-    # With a chunk, count the tokens of one step: the engine computes one chunk per step.
+    # A chunk counts as the tokens of one step: the engine computes one per step.
     num_tokens = spec.chunk or num_fed - num_known
     try:
         async with queue.admission.slot(queue, request_id, num_tokens, decodes=bool(spec.chunk)):

@@ -33,8 +33,8 @@ _SCORE_MODE = SamplingParams(
 
 
 def engine_id(request_id: str) -> str:
-    """Make an id for the engine, unique even if clients use equal request ids, so that an abort ends only one
-    request."""
+    """Make an id for the engine, unique even if clients use equal request ids, so that an abort ends one request
+    only."""
     return f"{request_id}-{secrets.token_hex(4)}"
 
 
@@ -112,7 +112,7 @@ class TokenSequence:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens. This is `context` itself if it has them all, else a new list."""
+        """All tokens: `context` itself if it has no others, else a new list."""
         return self.context if self.continuation is None else self.context[: self.first] + self.continuation
 
     @property
@@ -201,8 +201,8 @@ class EnginePass:
         return self
 
     def _spec(self, block_size: int) -> RowSpec:
-        """Specify the rows that the engine's workers compute: those from `first` on, and those before it in the same
-        block if that block can be stored."""
+        """Specify the rows that workers compute: those from `first` on, and those before it in the same block if that
+        can be stored."""
         sequence, settings = self.sequence, self.sequence.settings
         first, num_top, candidates = max(1, sequence.first), settings.top_logprobs, sequence.candidates
         if len(self.columns) > 1:

@@ -63,8 +63,8 @@ class RowStore:
         return hits
 
     def put(self, generation: int, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> int:
-        """Store the computed blocks of a sequence, unless they are of an earlier generation. With them, all its stored
-        blocks become the most recently used, as in `get`. Returns how many blocks were evicted."""
+        """Store the computed blocks of a sequence, unless they are of an earlier generation. All its stored blocks
+        become the most recently used, as in `get`. Returns how many blocks were evicted."""
         if not blocks or generation != self.generation or not self.is_usable:
             return 0
         for block_hash in reversed(block_hashes):

@@ -23,8 +23,8 @@ from scoremode_server.rows import json_logprobs
 T = TypeVar("T")
 
 ANSWER_BYTES = 2**30
-"""Limit on the large answers of this process, which count from before they are computed until clients have read them;
-one larger answer is allowed if it is alone. Answers to scoring requests take at most half of this."""
+"""Limit on this process's large answers, from before they are computed until clients have read them; one larger answer
+is allowed if it is alone. Scores take at most half of this."""
 
 LARGE_BYTES = 2**18
 """Answers up to this size do not count, because a connection may hold a longer body."""
@@ -63,8 +63,8 @@ async def _in_parts(body: bytes) -> AsyncGenerator[bytes, None]:
 
 
 class AnswerSpace:
-    """Limits the bytes of large answers. Requests wait in turn, before the engine computes anything for them. An answer
-    keeps its space until the client has read it."""
+    """Limits the bytes of large answers. Requests wait in turn before the engine computes anything for them. A client
+    that reads slowly keeps its answer's space."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

@@ -1,2 +1,2 @@
 """Kernels, in PyTorch and Triton, that compute prompt logprobs from hidden states and logits, and their working memory.
-Nothing here imports vLLM."""
+They import nothing of vLLM."""

@@ -140,8 +140,8 @@ def gather_rows(group: Any, rows: ReducedRows, temperature: float = 1.0) -> Redu
 
 
 def put_first(top_tokens: torch.Tensor, first: torch.Tensor) -> None:
-    """Move the token `first` [rows, 1] to the front of each row's top tokens [rows, k], in exchange for the one there.
-    Its logit must be as high. If it is not among them, it replaces the one at the front."""
+    """Move the token `first` [rows, 1] to the front of each row's top tokens [rows, k], in exchange for the one there,
+    whose logit is as high. If it is not among them, it replaces that one."""
     replaced = top_tokens[:, :1].clone()
     top_tokens.copy_(torch.where(top_tokens == first, replaced, top_tokens))
     top_tokens[:, :1] = first

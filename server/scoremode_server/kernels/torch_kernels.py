@@ -30,8 +30,8 @@ def take(logits: torch.Tensor, tokens: torch.Tensor, first: int, columns: int) -
     GPU."""
     column = tokens.long() - first
     held = (column >= 0) & (column < columns)
-    taken = logits.gather(1, column.clamp(0, logits.shape[1] - 1)).float()
-    return taken.masked_fill_(~held, -math.inf)
+    values = logits.gather(1, column.clamp(0, logits.shape[1] - 1)).float()
+    return values.masked_fill_(~held, -math.inf)
 
 
 def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows, temperature: float = 1.0) -> None:
@@ -99,7 +99,7 @@ def sum_moments(logits: torch.Tensor, columns: int, scores: ReducedRows, tempera
     the maxima m, and sums, of the whole vocabulary at the same temperature T.
 
     Returns:
-        [rows, 2] float32: the sums of p x and of p x squared. Entries of probability 0 count as 0. Those of a
+        [rows, 2] float32: the sums of p x and of p x squared. Entries of probability 0 count as 0. The sums of a
         vocabulary's parts add up.
     """
     sums = logits.new_empty((len(logits), 2), dtype=torch.float32)

@@ -163,8 +163,8 @@ def _reduce_rows(
         tl.store(kept_logits + row * out_stride + 1, maximum)
         tl.store(tokens + row * out_stride + 1, tl.where(columns > 0, first + column, -1))
     if MAXIMA:
-        kept = tl.where(lanes * WIDTH < columns, tl.maximum(maxima, LOWEST), float("-inf"))
-        tl.store(lane_maxima + row * LANES + lanes, kept)
+        raised = tl.where(lanes * WIDTH < columns, tl.maximum(maxima, LOWEST), float("-inf"))
+        tl.store(lane_maxima + row * LANES + lanes, raised)
 
 
 @triton.jit

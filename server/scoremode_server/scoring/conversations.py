@@ -238,8 +238,8 @@ class _Conversation:
         first = max(1, first)
         end = len(until)
         if role == "assistant":
-            # The turn ends with its first end token. The template may add more after it, even another end token, which
-            # is not generated.
+            # The turn ends with its first end token. Text that the template adds after that is not generated, even
+            # another end token.
             end = next((at + 1 for at in range(first, end) if until[at] in self.shared.ends), end)
             if not _has_thoughts(self.shared.tokenizer.decode(until[first:end]), self.messages[place]):
                 raise self._refused(place, "drops its reasoning, so it is not as it was generated")
@@ -328,8 +328,7 @@ class _Conversation:
 
 
 def _read(name: str, messages: Messages) -> tuple[Messages, list[list[dict[str, Any]]]]:
-    """Check a conversation's messages, whose content must be text. Returns them in vLLM's form, and the tool calls of
-    each."""
+    """Check a conversation's messages, which must be text. Returns them in vLLM's form, and the tool calls of each."""
     if not messages:
         raise RequestError(f"{name} is empty: there is no message to score", "messages")
     for place, message in enumerate(messages):
@@ -363,8 +362,8 @@ def _read_calls(message: str, tool_calls: Any) -> list[dict[str, Any]]:
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with its JSON arguments as an object, as templates expect them. Arguments that are not a JSON object
-    stay as they are, where vLLM has none."""
+    """A tool call with its JSON arguments as an object, as templates expect them. Other arguments stay texts; vLLM
+    would drop them."""
     function = call["function"]
     try:
         arguments = json.loads("{}" if function["arguments"] == "" else function["arguments"])

@@ -1,5 +1,5 @@
 """Facts about the served model from its files: a fingerprint of their contents, their size, the number of weights.
-Files are sampled, which takes seconds; docs/http-api.md lists what samples cannot see. Nothing is downloaded."""
+Files are sampled, which takes seconds; docs/http-api.md lists what samples cannot see. No file is downloaded."""
 
 import asyncio
 import copy
@@ -226,7 +226,7 @@ def _file_digest(path: Path) -> bytes:
         header = os.pread(descriptor, 8 + header_bytes if header_bytes <= _MAX_HEADER_BYTES else WHOLE_BYTES, 0)
         digest.update(header)
         num_blocks = max(MIN_BLOCKS, size // MAX_SPACING)
-        # These include the first and the last block of the file.
+        # The first and the last block of the file are included.
         evenly_spaced = ((size - BLOCK_BYTES) * number // (num_blocks - 1) for number in range(num_blocks))
         for position in sorted({*evenly_spaced, *_tensor_middles(header)}):
             digest.update(os.pread(descriptor, BLOCK_BYTES, position))

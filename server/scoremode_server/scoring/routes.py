@@ -48,7 +48,7 @@ router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"], responses=ERROR
 )
 @until_disconnect
 async def create_perplexity(request: PerplexityRequest, raw_request: Request) -> Response:
-    """Score a text's windows and sum up their NLLs. With `stream`, each window is an event on the way."""
+    """Score a text's windows and sum up their NLLs. If `stream` is set, each window is an event on the way."""
     async with prepare(raw_request, request.model) as (core, model, options):
         texts = await cut_texts(request, core)
         lane = lane_settings(core.lanes, request)
@@ -131,7 +131,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             options=options,
             **lane,
         )
-        num_cached = sum([each.num_cached_tokens async for each in core.scorer.scores(passes, settings)])
+        num_cached = sum([answer.num_cached_tokens async for answer in core.scorer.scores(passes, settings)])
 
         def write() -> Response:
             results = map(partial(_result, request, core.tokenizer.strings), sequences, pass_of_each)
@@ -157,7 +157,7 @@ async def create_turns(request: TurnsRequest, raw_request: Request) -> Response:
     """Conversations as the chat template renders them, and where each scored turn is among their tokens."""
     async with prepare(raw_request, request.model) as (core, _, _):
         sequences = await core.conversations.sequences(request, are_prompts=request.add_generation_prompt)
-        await core.answers.reserve(raw_request, sum(len(each["token_ids"]) for each in sequences), "float")
+        await core.answers.reserve(raw_request, sum(len(sequence["token_ids"]) for sequence in sequences), "float")
         return json_response({"object": "turns", "data": sequences})
 
 

@@ -39,11 +39,11 @@ async def _turns(request: ScoreRequest, core: Core) -> list[TokenSequence]:
     """Make a sequence of each turn, after the tokens before it."""
     conversations = await core.conversations.sequences(request, ["prompt", "continuations"])
     sequences, counts = list[TokenSequence](), Counter[int]()
-    for each in conversations:
-        index, token_ids = each["conversation"], each["token_ids"]
+    for conversation in conversations:
+        index, token_ids = conversation["conversation"], conversation["token_ids"]
         # Its length, and the number of all turns, were checked when it was rendered.
         core.limits.check_vocabulary(token_ids, f"messages[{index}]")
-        for turn in each["turns"]:
+        for turn in conversation["turns"]:
             sequences.append(
                 TokenSequence(
                     context=token_ids,
@@ -98,20 +98,20 @@ async def _prompts(prompts: list[str | list[int]], request: ScoreRequest, core: 
 
 
 def _continuations(request: ScoreRequest, num_prompts: int) -> list[list[Any]]:
-    given: Any = request.continuations
-    if not given:
+    continuations: Any = request.continuations
+    if not continuations:
         raise RequestError("continuations is empty: leave it out to score the prompt", "continuations")
-    if isinstance(given[0], str) or not given[0] or isinstance(given[0][0], int):
-        return [given] * num_prompts
-    if len(given) != num_prompts:
+    if isinstance(continuations[0], str) or not continuations[0] or isinstance(continuations[0][0], int):
+        return [continuations] * num_prompts
+    if len(continuations) != num_prompts:
         raise RequestError(
-            f"continuations has lists for {len(given)} prompts, and there are {num_prompts}", "continuations"
+            f"continuations has lists for {len(continuations)} prompts, and there are {num_prompts}", "continuations"
         )
-    if [] in given:
+    if [] in continuations:
         raise RequestError(
-            f"continuations[{given.index([])}] is empty: each prompt needs at least one", "continuations"
+            f"continuations[{continuations.index([])}] is empty: each prompt needs at least one", "continuations"
         )
-    return cast(list[list[Any]], given)
+    return cast(list[list[Any]], continuations)
 
 
 async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core: Core) -> list[TokenSequence]:
@@ -163,7 +163,7 @@ async def _encode_joined(
             f"{core.limits.max_request_bytes} (--max-request-bytes): send fewer per request",
             "continuations",
         )
-    texts = [text for prompt, own in pairs for text in (prompt.rstrip(), *(prompt + each for each in own))]
+    texts = [text for prompt, own in pairs for text in (prompt.rstrip(), *(prompt + end for end in own))]
     encoded = iter(await core.tokenizer.encode_all(texts, add_special_tokens))
     return [(next(encoded), list(islice(encoded, len(own)))) for own in continuations]
 
@@ -174,7 +174,7 @@ async def _encode_apart(
     """The tokens of each prompt and of each of its continuations, encoded separately because one of them is token
     ids."""
     shared = {id(own): own for own in continuations}
-    encoded = {key: [await core.tokenizer.encode(each, False) for each in own] for key, own in shared.items()}
+    encoded = {key: [await core.tokenizer.encode(text, False) for text in own] for key, own in shared.items()}
     return [
         (await core.tokenizer.encode(prompt, add_special_tokens), encoded[id(own)])
         for prompt, own in zip(prompts, continuations, strict=True)
@@ -183,11 +183,11 @@ async def _encode_apart(
 
 def _set_candidates(request: ScoreRequest, sequences: list[TokenSequence], limits: Limits) -> None:
     """Give sequences the candidates of their positions."""
-    given: Any = request.candidate_token_ids
-    if given is None:
+    candidates: Any = request.candidate_token_ids
+    if candidates is None:
         return
-    if not given or isinstance(given[0], int):
-        shared = _table(given, 1, limits)
+    if not candidates or isinstance(candidates[0], int):
+        shared = _table(candidates, 1, limits)
         for sequence in sequences:
             sequence.candidates = shared
         return
@@ -195,7 +195,7 @@ def _set_candidates(request: ScoreRequest, sequences: list[TokenSequence], limit
         raise RequestError(
             "candidate_token_ids: with continuations, give one list for all positions", "candidate_token_ids"
         )
-    own = given if given[0] and isinstance(given[0][0], list) else [given]
+    own = candidates if candidates[0] and isinstance(candidates[0][0], list) else [candidates]
     if len(own) != len(sequences):
         raise RequestError(
             f"candidate_token_ids has candidates for {len(own)} prompts, and there are {len(sequences)}",

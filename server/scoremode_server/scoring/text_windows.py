@@ -127,11 +127,11 @@ async def _turn_windows(request: PerplexityRequest, core: Core) -> TextWindows:
         raise RequestError(f"messages are scored by method 'conversation', not {request.method!r}", "method")
     context_length = resolve_context_length("conversation", request.context_length, core.limits.max_model_len)
     documents = []
-    for each in conversations:
-        core.limits.check_vocabulary(each["token_ids"], f"messages[{each['conversation']}]")
-        windows = turn_windows([(turn["first"], turn["end"]) for turn in each["turns"]], context_length)
-        roles = [turn["role"] for turn in each["turns"]][: len(windows)]
-        documents.append(TextDocument(each["token_ids"], None, windows, each["conversation"], roles))
+    for sequence in conversations:
+        core.limits.check_vocabulary(sequence["token_ids"], f"messages[{sequence['conversation']}]")
+        windows = turn_windows([(turn["first"], turn["end"]) for turn in sequence["turns"]], context_length)
+        roles = [turn["role"] for turn in sequence["turns"]][: len(windows)]
+        documents.append(TextDocument(sequence["token_ids"], None, windows, sequence["conversation"], roles))
     texts = TextWindows("conversation", context_length, context_length, documents)
     if not texts.windows:
         raise RequestError(f"no turn begins within context_length {context_length}", "context_length")

@@ -93,7 +93,7 @@ def _hexadecimal(piece: str | bytes) -> str | None:
         return piece.hex()
     if match := _FALLBACK.fullmatch(piece):
         return match[1].lower()
-    return bytes(_BYTES[each] for each in piece).hex() if set(piece) <= _BYTES.keys() else None
+    return bytes(_BYTES[character] for character in piece).hex() if set(piece) <= _BYTES.keys() else None
 
 
 def as_prompts(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]) -> list[str | list[int]]:
@@ -139,9 +139,9 @@ class TokenStrings:
     def texts_within(
         self, prompt: Sequence[int], start: int, ids: np.ndarray, places: Sequence[int]
     ) -> list[tuple[int, str]]:
-        """The texts that tokens at `places`, which end within a character, complete with the tokens before them. `ids`
-        [rows, columns] are of positions from `start` of a prompt, and a place is an index into all of them. Returns the
-        places with their texts, which may be empty."""
+        """The texts that tokens at `places`, which end within a character, complete with the tokens before them; they
+        may be empty. `ids` [rows, columns] are at positions from `start` of a prompt. A place is an index into all
+        ids."""
         num_columns = ids.shape[1]
         contexts = {row: self._context(prompt, start + row) for row in {place // num_columns for place in places}}
         # After a complete character there is nothing to complete.

@@ -90,7 +90,7 @@ def pack(columns: Mapping[str, torch.Tensor], wanted: Columns) -> torch.Tensor:
 @dataclass(slots=True, eq=False)
 class RowPiece:
     """A request's rows in one group: `num_rows` rows from its row `first` on, whose hidden states start at `start` of
-    the step's. All have a target, or all but the last: `num_wanted`."""
+    the step's. `num_wanted` of them have a target: all, or all but the last."""
 
     request: RequestRows
     first: int

@@ -1,8 +1,8 @@
 """Scores the rows of a step: collects them from all of its requests, groups them, and computes one group at a time.
 
 Only one chunk of rows, as many as the working memory holds, and `WaitingRows` have tensors of the vocabulary's size.
-All ranks of a tensor-parallel group form the same groups and chunks in the same order, so these may depend on the
-step's requests, but not on anything that only one rank knows.
+All ranks of a tensor-parallel group form the same groups and chunks in the same order: these depend on the step's
+requests alone, not on anything that only one rank knows.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -146,8 +146,7 @@ class RowScorer:
         return groups.values()
 
     def _ready(self, requests: Collection[RequestRows], head: LMHead) -> set[RequestRows]:
-        """The requests whose sinks are ready on every rank. Ranks exchange this, so all must call it at the same
-        time."""
+        """The requests whose sinks are ready on every rank. Ranks exchange this, so all must call it together."""
         # Ranks exchange nothing if no request has a sink.
         with_sinks = [request for request in requests if request.sinks]
         answers = [request.is_ready(local=head.shard is not None) for request in with_sinks]
@@ -186,7 +185,7 @@ class RowScorer:
         num_tops = [piece.request.spec.num_top for piece in pieces]
         num_top = self.shape.vocab_size if -1 in num_tops else max(num_tops)
         if num_top > working_memory.MAX_TOP:
-            # With this many top tokens, a rank would send the others its whole part of the vocabulary anyway.
+            # A rank would send the others its whole part of the vocabulary anyway, with this many top tokens.
             head = replace(head, project=head.whole, shard=None)
         candidates = torch.cat([piece.candidates() for piece in pieces]) if request.spec.num_candidates else None
         limits = [limit for sink in request.sinks.values() if (limit := sink.chunk_rows(self, head)) is not None]
@@ -204,8 +203,8 @@ class RowScorer:
         head: LMHead,
         logits: torch.Tensor | None,
     ) -> bool:
-        """Hold a group's logits for `_compute_waiting`, if they fit. The served model projects them in their own step,
-        because the number of rows decides which projection kernel runs."""
+        """Hold a group's logits for `_compute_waiting`, if they fit. The served model projects them in their own step:
+        the number of rows decides which kernel it uses."""
         slices, num_rows = slices_of(pieces)
         num_bytes = num_rows * self.shape.padded * self.shape.logit_bytes
         if self.waiting.num_bytes + num_bytes > self.waiting.max_bytes:
@@ -236,15 +235,14 @@ class RowScorer:
         )
 
     def rows_within(self, row_bytes: int, num_budgets: int = 1, *, in_blocks: bool = False) -> int:
-        """How many rows of `row_bytes` fit `num_budgets` budgets. PyTorch's kernels, which run `in_blocks` and on a
-        CPU, need memory for a block in addition."""
+        """How many rows of `row_bytes` fit `num_budgets` budgets. PyTorch's kernels, `in_blocks` or on a CPU, also need
+        a block's memory."""
         block_bytes = working_memory.block_bytes(self.shape) if in_blocks or self.group.device.type == "cpu" else 0
         return working_memory.rows_per_chunk(max(1, num_budgets * self.budget_bytes - block_bytes), row_bytes)
 
 
 def slices_of(pieces: Sequence[RowPiece]) -> tuple[list[slice], int]:
-    """Merge the pieces' rows into as few slices of the step's rows as possible. Returns these and the number of
-    rows."""
+    """Merge the pieces' rows into as few slices of the step's rows as possible. Also returns their number of rows."""
     slices: list[slice] = []
     for piece in pieces:
         start, stop = piece.start, piece.start + piece.num_rows

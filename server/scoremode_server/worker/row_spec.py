@@ -80,7 +80,7 @@ class RowSpec:
         if self.temperature == 1.0 and not self.candidates and not self.sinks:
             return None
         digest = blake2b(self.candidates, digest_size=16).hexdigest()
-        # Candidates for each row start at the first target, so they are other rows' with another `first`.
+        # Candidates for each row start at `first`: with another `first`, the same ones belong to other rows.
         first = self.first if self.has_own_candidates else None
         return self.temperature, self.num_candidates, digest, first, repr(sorted(self.sinks.items()))
 
@@ -93,8 +93,8 @@ class ScoringParams(SamplingParams):
 
     @classmethod
     def of(cls, params: SamplingParams, spec: RowSpec) -> Self:
-        """Copy parameters, which were checked when they were made, and add `spec`. VLLMValidationError if a client has
-        set a `RowSpec` in them."""
+        """Copy parameters, which were already checked, and add `spec`. VLLMValidationError if a client has set a
+        `RowSpec` in them."""
         _check(params)
         marked = copy(params)
         marked.__class__ = cls

@@ -52,8 +52,8 @@ class Sink:
         return repr(self.data)
 
     def is_ready(self, end: int, *, local: bool) -> bool:
-        """Whether this rank can compute the step's rows, whose tokens end at position `end`; if `local`, from its part
-        of the vocabulary. If one rank cannot, all leave out these rows, and the request fails."""
+        """Whether this rank can compute the step's rows, whose tokens end at position `end`. If `local`, it computes
+        only its part of the vocabulary. If any rank is not ready, the request fails."""
         return True
 
     def chunk_rows(self, scorer: "RowScorer", head: LMHead) -> int | None:
@@ -63,16 +63,15 @@ class Sink:
 
     def compute(self, chunk: Chunk, pieces: "Sequence[RowPiece]") -> Mapping[str, torch.Tensor]:
         """Compute columns by name, [rows] or [rows, width], for a chunk: consecutive rows of `pieces`, which are of all
-        requests with this key. Columns must be the same on every rank. NaN in a float32 column makes the request
-        fail."""
+        requests with this key. Ranks must return the same. NaN in a float32 column makes the request fail."""
         return {}
 
     def store(self, columns: Mapping[str, torch.Tensor], hidden_states: torch.Tensor) -> None:
-        """Save what is needed of the request's next rows. The next step overwrites `hidden_states` [rows, hidden]. In
+        """Save anything needed of the request's next rows. The next step overwrites `hidden_states` [rows, hidden]. In
         the decode lane rows may wait for later steps: `hidden_states` are then logits."""
 
     def finish(self) -> None:
-        """Finish the request, after its last rows."""
+        """Finish the request after its last rows."""
 
 
 class SinkMaker:
@@ -91,11 +90,11 @@ class SinkMaker:
         return self.sink_class(data)
 
     def allocate(self, config: VllmConfig, device: torch.device) -> None:
-        """Allocate memory that sinks hold permanently. Called before vLLM profiles, on ranks with an LM head; not on a
-        CPU."""
+        """Allocate memory that sinks hold permanently. Called before vLLM profiles memory, on ranks with an LM head;
+        not on a CPU."""
 
     def reserve(self, scorer: "RowScorer", runner: Any, hidden_states: torch.Tensor, head: LMHead) -> None:
-        """Use as much memory as sinks may need in a step. Called while vLLM profiles, with its model runner."""
+        """Use as much memory as sinks may need in a step. Called while vLLM profiles memory, with its model runner."""
 
     def around_forward(
         self, model: torch.nn.Module, parts: "Sequence[tuple[Sink, StepPart]]"
