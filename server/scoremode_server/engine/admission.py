@@ -117,15 +117,15 @@ class Admission:
                 queue.add(-queue.num_sequences, -queue.num_tokens)
 
     def until_stopped(self) -> "_TimeLimit":
-        """Let this task work on a request, such as tokenizing, with a limit: UnavailableError when the server stops,
-        OverdueError when the request's time is over."""
+        """Limit this task's work on a request, such as tokenizing: UnavailableError when the server stops, OverdueError
+        when the request's time is over."""
         return _TimeLimit(self)
 
     @asynccontextmanager
     async def slot(
         self, queue: "RequestQueue", request_id: str, num_tokens: int, *, decodes: bool = False
     ) -> AsyncGenerator[None, None]:
-        """Wait until a sequence may enter the engine, which must compute `num_tokens` of it, and hold its place inside.
+        """Wait until a sequence may enter the engine, which must compute `num_tokens` of it, and hold its slot inside.
         `decodes` is for lanes other than prefill: the sequence then counts in `mean_batch`."""
         waiting = _WaitingSequence(queue, asyncio.get_running_loop().create_future(), num_tokens, decodes)
         self._waiting.setdefault(queue, deque()).append(waiting)
@@ -174,7 +174,7 @@ class Admission:
         await self.abort([request_id for queue in self._queues for request_id in queue.running])
 
     def _next(self) -> _WaitingSequence | None:
-        """The next sequence for which the engine has space. The last free place and the reserved tokens go only to
+        """The next sequence that the engine has space for. The last free slot and the reserved tokens go only to
         requests with at most one sequence in the engine, which would otherwise wait for another step."""
         num_free = self.size.sequences - self.num_running
         free_tokens = self.size.tokens - self._num_computing_tokens

@@ -42,8 +42,8 @@ def configured_keys(args: Namespace) -> list[str]:
 
 
 class Authentication(AuthenticationMiddleware):
-    """Requires an API key on all other paths, and compares keys in constant time, as vLLM's middleware does. Requests
-    without a valid `Authorization: Bearer KEY` get 401.
+    """Requires an API key on all paths but `OPEN_PATHS`, and compares keys in constant time, as vLLM's middleware does.
+    Requests without a valid `Authorization: Bearer KEY` get 401.
 
     Browsers' preflight requests (OPTIONS) have no key and pass. The 401 has CORS headers, for `--allowed-origins` and
     `--allow-credentials`, so that a page can read it.

@@ -127,7 +127,7 @@ class Conversations:
             conversation = _Conversation(self, name, *_read(name, messages), roles, params, is_over)
             for sequence in conversation.sequences(index):
                 sequences.append(sequence)
-                # Conversations whose turns have sequences of their own are counted repeatedly.
+                # Each sequence counts in full, also if several of a conversation begin alike.
                 num_tokens += len(sequence["token_ids"])
                 self.limits.check_num_values([num_tokens], "float", "messages")
         if not sequences:
@@ -208,7 +208,7 @@ class _Conversation:
             if place < 0:
                 raise RequestError(
                     f"{self.name} cannot be scored: the chat template marks {span[:MAX_NAME]!r} as "
-                    "generated, which the assistant does not say",
+                    "generated, but no message of the assistant says it",
                     "messages",
                 )
         # Spans that touch are parts of one message.
@@ -275,8 +275,8 @@ class _Conversation:
         for message, tool_calls, for_template in zip(self.messages, self.tool_calls, parsed, strict=True):
             if tool_calls:
                 for_template["tool_calls"] = [*map(_with_object, tool_calls)]
-                # vLLM turns missing content into an empty text, but templates use it to tell a tool call from an
-                # answer.
+                # vLLM turns missing content into an empty text, but templates tell a tool call from an answer by
+                # missing content.
                 if for_template["content"] == "" and message.get("content") is None:
                     del for_template["content"]
                     for_template |= {name: None for name in message if name == "content"}

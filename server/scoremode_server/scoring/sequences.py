@@ -21,11 +21,11 @@ async def read_sequences(request: ScoreRequest, core: Core) -> tuple[list[TokenS
     """Read the sequences of a request, in the order of its prompts or conversations, and the pass that scores each.
     TooLargeError if texts with their continuations are too long in total."""
     if request.logprobs_from != 0 and (request.messages is not None or request.continuations is not None):
-        raise RequestError("logprobs_from: logprobs of a turn or a continuation begin where it does", "logprobs_from")
+        raise RequestError("logprobs_from: leave it out with messages or continuations", "logprobs_from")
     if request.messages is not None:
         sequences = await _turns(request, core)
     elif request.prompt is None:
-        raise RequestError("prompt is required, or messages", "prompt")
+        raise RequestError("prompt or messages is required", "prompt")
     elif request.continuations is None:
         sequences = await _prompts(as_prompts(request.prompt), request, core)
     else:
@@ -142,7 +142,7 @@ async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core
             )
             if not targets:
                 raise RequestError(
-                    f"{sequence.name} has no token of its own: it is empty, or one token with the end of its prompt",
+                    f"{sequence.name} has no token of its own: it is empty, or merges with its prompt's last token",
                     "continuations",
                 )
             limits.check_length(sequence.num_tokens, sequence.name)

@@ -140,7 +140,7 @@ async def _turn_windows(request: PerplexityRequest, core: Core) -> TextWindows:
 
 async def _documents(request: PerplexityRequest, core: Core) -> list[TextDocument]:
     if (request.prompt is None) == (request.texts is None):
-        raise RequestError("give either prompt, one text, or texts, several", "prompt")
+        raise RequestError("give either prompt (one text) or texts (several)", "prompt")
     if isinstance(request.prompt, list):
         return [TextDocument(request.prompt, None)]
     texts = [request.prompt] if request.prompt is not None else request.texts or []

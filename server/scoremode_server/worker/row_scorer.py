@@ -185,7 +185,7 @@ class RowScorer:
         num_tops = [piece.request.spec.num_top for piece in pieces]
         num_top = self.shape.vocab_size if -1 in num_tops else max(num_tops)
         if num_top > working_memory.MAX_TOP:
-            # A rank would send the others its whole part of the vocabulary anyway, with this many top tokens.
+            # So many top tokens would make a rank send the others its whole part of the vocabulary anyway.
             head = replace(head, project=head.whole, shard=None)
         candidates = torch.cat([piece.candidates() for piece in pieces]) if request.spec.num_candidates else None
         limits = [limit for sink in request.sinks.values() if (limit := sink.chunk_rows(self, head)) is not None]

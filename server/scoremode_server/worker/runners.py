@@ -278,8 +278,8 @@ def _add_to_profile(
     sinks: Mapping[str, SinkMaker],
     reserve: Callable[[Any, torch.Tensor], None],
 ) -> None:
-    """Run `reserve(runner, hidden states of the sampled rows)` after the sampler's dummy run, and profile next to the
-    memory of waiting logits and of sinks.
+    """Run `reserve(runner, hidden states of the sampled rows)` after the sampler's dummy run, and hold the memory of
+    waiting logits and of sinks while vLLM profiles.
 
     vLLM makes the dummy run while it profiles, on the last pipeline rank and for models that generate, and holds the
     hidden states of a full batch. The V1 runner repeats it after capturing CUDA graphs, when its allocator already has
