@@ -114,7 +114,7 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("too many lists", {"prompt": [[1]] * 2**18}, "prompt", "prompt has 262145 lists and objects, but a"),
     ],
     (SCORE,): [
-        ("no prompt", {}, "prompt", "prompt is required"),
+        ("no prompt", {}, "prompt", "prompt or messages is required"),
         ("no token", {"prompt": []}, "prompt", "prompt is empty: there is no token to score"),
         ("no text", {"prompt": ""}, "prompt", "prompt[0] is empty"),
         ("an empty sequence", {"prompt": [[5, 6], []]}, "prompt", "prompt[1] is empty"),
@@ -133,14 +133,14 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
             "continuations",
             "the request has 90000",
         ),
-        ("a first position", CONTINUED | {"logprobs_from": 1}, "logprobs_from", "logprobs_from: logprobs of a turn or"),
+        ("a first position", CONTINUED | {"logprobs_from": 1}, "logprobs_from", "logprobs_from: leave it out with"),
         (
             *("an answer too large", {"prompt": [[5] * 2000] * 40, CANDIDATES: [7] * 250}),
             *("prompt", "the answer would have 20080000 logprobs", 413),
         ),
     ],
     (PERPLEXITY,): [
-        ("no text", {}, "prompt", "give either prompt, one text, or texts, several"),
+        ("no text", {}, "prompt", "give either prompt (one text) or texts (several)"),
         ("a text too short", {"prompt": [5]}, "prompt", "no token can be scored: prompt has 1 tokens"),
         ("a rolling one too long", {"prompt": [5], "method": "rolling", "context_length": 2048}, "context_length", ""),
         ("too many windows", {"prompt": [5] * 70_000, "context_length": 8, "stride": 1}, "stride", "the request has 7"),

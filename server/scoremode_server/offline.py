@@ -26,9 +26,9 @@ from scoremode_server.worker.row_spec import ScoringParams
 
 @dataclass(frozen=True, slots=True)
 class SequenceScore:
-    """Scores of one sequence of n tokens; every array runs over its tokens.
+    """Scores of one sequence of n tokens. Every array has an entry per token.
 
-    A sequence's first token has no context, so it has no logprob: NaN, with rank `NO_RANK` and top tokens `NO_TOKEN`.
+    A sequence's first token has no context, so its logprob is NaN, its rank `NO_RANK`, and its top tokens `NO_TOKEN`.
     """
 
     token_ids: list[int]
@@ -45,7 +45,7 @@ class SequenceScore:
 
     @classmethod
     def from_rows(cls, token_ids: Sequence[int], rows: Rows, num_cached_tokens: int = 0) -> "SequenceScore":
-        """From the rows of every token after the first."""
+        """Make scores from the rows of all tokens after the first."""
         return cls(
             token_ids=list(token_ids),
             logprobs=np.insert(rows.logprobs[:, 0], 0, np.nan),
@@ -57,8 +57,8 @@ class SequenceScore:
 
 
 def score_params(token_ids: Sequence[int], top_logprobs: int = 0) -> ScoringParams:
-    """The `SamplingParams` that score `token_ids` when `token_ids[:-1]` is the prompt, with the top k tokens at every
-    position in addition to the actual token. The one token that is sampled is forced to be the last.
+    """Make `SamplingParams` that score `token_ids` when `token_ids[:-1]` is the prompt, with the top k tokens at every
+    position in addition to the actual token. The one sampled token is forced to be the last.
 
     Raises:
         ValueError: there are fewer than two tokens, so no token has a context.
@@ -79,13 +79,13 @@ def score_params(token_ids: Sequence[int], top_logprobs: int = 0) -> ScoringPara
 
 
 def read_score(token_ids: Sequence[int], top_logprobs: int, output: RequestOutput) -> SequenceScore:
-    """The scores of `token_ids` in the output of a request made with `score_params`.
+    """Read the scores of `token_ids` from the output of a request made with `score_params`.
 
     Raises:
-        EngineOutputError: the output is not of these tokens, is incomplete, or has a NaN.
+        EngineOutputError: the output is of other tokens, is incomplete, or has a NaN.
     """
     check_finished(output)
-    parts = [own_rows(each, top_logprobs + 1) for each in (output.prompt_logprobs, output.outputs[0].logprobs)]
+    parts = [own_rows(logprobs, top_logprobs + 1) for logprobs in (output.prompt_logprobs, output.outputs[0].logprobs)]
     computed = Rows(np.concatenate([part.table for part in parts]), score_columns(top_logprobs + 1))
     rows, num_missing = complete_rows(token_ids, computed)
     if num_missing:
@@ -101,13 +101,13 @@ def score(
     add_special_tokens: bool = True,
     use_tqdm: bool = False,
 ) -> list[SequenceScore]:
-    """Exact log-probabilities (nats) of each prompt's tokens, a text or its token ids.
+    """Compute exact log-probabilities, in nats, of each prompt's tokens. A prompt is a text or its token ids.
 
     Raises:
         RequestError: a prompt is empty, too long, or has a token id outside the vocabulary.
         ValueError: the engine was made with a setting that changes what logprobs are.
     """
-    # The last token's row is that of a sampled one, of which other modes show what the forced choice makes of it.
+    # The last token is sampled. In other modes its logprob would show that it was forced.
     check_engine(llm.llm_engine.vllm_config, ["raw_logprobs"])
     limits = Limits.from_model(llm.llm_engine.model_config)
     limits.check_top_logprobs(top_logprobs)

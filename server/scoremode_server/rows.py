@@ -1,5 +1,5 @@
-"""Rows: the scores of consecutive tokens and what else was computed for each, in the form that all parts of the server
-use. Engine workers and API servers both import this."""
+"""Rows: scores and other figures of consecutive tokens, as a table with named columns. Engine workers and API servers
+both import this."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from scoremode.wire.protocol import LOWEST_LOGPROB
 from scoremode_server.errors import EngineOutputError, UnfinishedError
 
 NO_RANK = 0
-"""The rank of a token that has none; ranks count from 1."""
+"""The rank of a token without one; ranks count from 1."""
 
 NO_TOKEN = -1
-"""The id of a top token where there is none."""
+"""The id in place of a missing top token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A named column of rows, of numbers with four bytes."""
+    """A named column of a table of rows. Its numbers have four bytes."""
 
     name: str
     dtype: Literal["float32", "int32"] = "float32"
     width: int | None = None
-    """Numbers per row; None for one number, whose array then has no second axis."""
+    """Numbers per row; None for one number, so that the column's array has no second axis."""
 
     @property
     def num_words(self) -> int:
@@ -35,15 +35,15 @@ class Column:
 
 
 Columns = tuple[Column, ...]
-"""The columns of rows, from left to right."""
+"""The columns of a table, from left to right."""
 
 
 @lru_cache
 def score_columns(num_tokens: int) -> Columns:
-    """The columns of scores, of 1 + m + k tokens in each row: the actual token, m candidates, the top k."""
+    """The columns that all rows have. `num_tokens` is 1 + m + k: the actual token, m candidates and the top k."""
     return (
         Column("token_ids", "int32", num_tokens),
-        # Nats.
+        # In nats.
         Column("logprobs", "float32", num_tokens),
         # How many tokens of the vocabulary are at least as likely as the actual one.
         Column("ranks", "int32"),
@@ -51,38 +51,38 @@ def score_columns(num_tokens: int) -> Columns:
 
 
 def with_more_top(columns: Columns, num_more: int) -> Columns:
-    """The same columns with more top tokens in those of scores."""
+    """The same columns with `num_more` more top tokens."""
     scores, others = columns[: len(score_columns(1))], columns[len(score_columns(1)) :]
     return score_columns(scores[0].num_words + num_more) + others
 
 
 def num_words(columns: Columns) -> int:
-    """Numbers in a row."""
+    """Numbers per row."""
     return sum(column.num_words for column in columns)
 
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """Rows of n tokens with named columns."""
+    """A table with a row for each of n tokens, and named columns."""
 
     table: np.ndarray
-    """[n, words] int32: the columns next to each other; of those of float32, the bits."""
+    """[n, words] int32: the columns side by side, those of float32 as their bits."""
     columns: Columns
 
     @classmethod
     def empty(cls, num_rows: int, columns: Columns) -> "Rows":
-        """Rows with unset content."""
+        """Allocate rows without setting them."""
         return cls(np.empty((num_rows, num_words(columns)), np.int32), columns)
 
     @classmethod
     def from_arrays(cls, token_ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> "Rows":
-        """Scores: token ids and logprobs [n, tokens], ranks [n]."""
+        """Make rows of scores: token ids and logprobs [n, tokens], ranks [n]."""
         arrays = token_ids.astype(np.int32), logprobs.astype(np.float32).view(np.int32), ranks.astype(np.int32)[:, None]
         return cls(np.concatenate(arrays, 1), score_columns(token_ids.shape[1]))
 
     @classmethod
     def from_bytes(cls, data: bytes, columns: Columns) -> "Rows":
-        """The reverse of `table.tobytes()`; read-only."""
+        """Make rows from `table.tobytes()`. The table is read-only."""
         return cls(np.frombuffer(data, np.int32).reshape(-1, num_words(columns)), columns)
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Rows:
         return Rows(self.table[rows], self.columns)
 
     def column(self, name: str) -> np.ndarray:
-        """A view of a column, [n] or [n, width]. KeyError if there is none of that name."""
+        """A view of a column, [n] or [n, width]. KeyError if no column has this name."""
         start = 0
         for column in self.columns:
             if column.name == name:
@@ -123,29 +123,30 @@ class Rows:
 
     @property
     def has_nan(self) -> np.ndarray:
-        """[n] bool: whether one of its numbers is NaN."""
+        """[n] bool: whether a row has a NaN."""
         floats = (self.column(column.name) for column in self.columns if column.dtype == "float32")
-        # A row's sum is NaN if one of its numbers is, and takes less time than to look at each.
+        # If one number is NaN, so is the row's sum, which takes less time than checking each.
         has_nan = np.zeros(len(self), bool)
         for values in floats:
             has_nan |= np.isnan(values if values.ndim == 1 else values.sum(1))
         return has_nan
 
     def narrowed(self, columns: Columns) -> "Rows":
-        """The first numbers of each column, as many as `columns` of the same names have."""
+        """Cut each column to the width that it has in `columns`."""
         parts = [np.atleast_2d(self.column(column.name).T).T[:, : column.num_words] for column in columns]
         return Rows(np.concatenate([part.view(np.int32) for part in parts], 1), columns)
 
 
 class PromptLogprobs:
-    """`RequestOutput.prompt_logprobs` of scoring requests, made of vLLM's tensors when the prompt is complete. The
-    first has a table of rows; of vLLM's own prompt logprobs, the three are token ids, logprobs and ranks."""
+    """Replaces `RequestOutput.prompt_logprobs` of scoring requests, and holds vLLM's three tensors as arrays once the
+    prompt is complete: token ids, logprobs and ranks. If a worker packed the rows, the first has their table."""
 
     def __init__(self, tensors: Sequence[Any] = ()) -> None:
         self.arrays = [tensor.numpy() for tensor in tensors[:3]]
 
     def rows(self, columns: Columns) -> Rows:
-        """The rows that a worker packed; none if no row was computed. EngineOutputError if they have other columns."""
+        """The rows that a worker packed; none if no row was computed. EngineOutputError if the table has another
+        width."""
         if not self.arrays:
             return Rows.empty(0, columns)
         if self.arrays[0].shape[1] != num_words(columns):
@@ -154,14 +155,14 @@ class PromptLogprobs:
 
 
 def received_rows(output: RequestOutput, columns: Columns) -> Rows:
-    """The rows of a finished request that workers packed. EngineOutputError if there are none."""
+    """The rows of a finished request, as workers packed them. EngineOutputError if there are none."""
     if not isinstance(output.prompt_logprobs, PromptLogprobs):
         raise EngineOutputError("the engine ended a request without logprobs")
     return output.prompt_logprobs.rows(columns)
 
 
 def own_rows(logprobs: Any, num_tokens: int) -> Rows:
-    """The rows of vLLM's own logprobs, in arrays or flat. EngineOutputError if there are none."""
+    """The rows of vLLM's own logprobs, from arrays or `FlatLogprobs`. EngineOutputError if there are none."""
     if isinstance(logprobs, PromptLogprobs):
         return Rows.from_arrays(*logprobs.arrays) if logprobs.arrays else Rows.empty(0, score_columns(num_tokens))
     if not isinstance(logprobs, FlatLogprobs):
@@ -174,11 +175,11 @@ def own_rows(logprobs: Any, num_tokens: int) -> Rows:
 
 
 def complete_rows(token_ids: Sequence[int] | np.ndarray, computed: Rows, first: int = 0) -> tuple[Rows, int]:
-    """Check the rows from `first` on, which the engine computed for tokens [n]. Valid are those after the last one that
-    has a NaN or is of another token; none if there are more or fewer than expected.
+    """Check the rows from `first` on that the engine computed for tokens [n]. A row with a NaN or another token makes
+    all rows up to it invalid. More or fewer rows than expected are all invalid.
 
     Returns:
-        Rows of the tokens after the first, [n - 1], and how many of the first rows are not valid.
+        Rows of all tokens after the first, [n - 1], and how many rows at the start are invalid.
     """
     actual = np.asarray(token_ids, np.int32)[1:]
     rows = Rows.empty(len(actual), computed.columns)
@@ -197,11 +198,11 @@ def check_finished(output: RequestOutput) -> None:
 
 
 def missing_row(position: int) -> EngineOutputError:
-    """The error for a row that the engine left out."""
+    """Make the error for a row that the engine left out."""
     return EngineOutputError(f"the engine computed no logprob, or NaN, for the token at position {position}")
 
 
 def json_logprobs(logprobs: np.ndarray) -> np.ndarray:
-    """float32 logprobs as float64, since the shortest digits of a float32 read back as another float64. Minus infinity
-    becomes `LOWEST_LOGPROB`."""
+    """Convert float32 logprobs to float64, since the shortest digits of a float32 read back as another float64. Minus
+    infinity becomes `LOWEST_LOGPROB`."""
     return np.maximum(logprobs.astype(np.float64), LOWEST_LOGPROB)

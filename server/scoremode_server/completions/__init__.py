@@ -1,4 +1,5 @@
-"""OpenAI completions that score: their requests are read fast, and logprobs written as the JSON that vLLM writes.
+"""OpenAI completions that score. Their requests are read fast, and their logprobs are written as the JSON that vLLM
+writes.
 
-`handler` extends vLLM's own handlers, with calls of private methods.
+`handler` extends vLLM's own handlers, and calls private methods of them.
 """

@@ -1,8 +1,9 @@
-"""Requests to vLLM's routes that score: OpenAI completions, such as `echo` with `logprobs` (lm-eval) and
+"""Answers scoring requests to vLLM's routes: OpenAI completions, such as `echo` with `logprobs` (lm-eval) and
 `prompt_logprobs` (trainers), chat completions (inspect_ai), and vLLM's generate route, token ids in and out (prime-rl).
 
-vLLM's own handlers validate, tokenize, make the sampling parameters and build the response. The logprobs, for which
-they would make an object per token, fill gaps in it with JSON written from arrays, while it is sent if it is large.
+vLLM's own handlers validate, tokenize, make the sampling parameters and build the response. For logprobs they would
+make an object per token, so the response has gaps instead, which are filled with JSON written from arrays. A large
+response is written while it is sent.
 """
 
 import asyncio
@@ -37,14 +38,14 @@ from scoremode_server.vllm_compat.engine_client import exempt_from_queue_bounds
 from scoremode_server.worker.row_spec import RowSpec
 
 DECODED_AT_ONCE = 8192
-"""Tokens of a request whose text is decoded on the event loop, in some two milliseconds. vLLM decodes in a thread,
+"""Limit on a request's tokens that are decoded on the event loop, in some two milliseconds. vLLM decodes in a thread,
 which takes longer for short prompts."""
 
 HELD_SECONDS = 0.005
 """After this time, writing lets other tasks run."""
 
 _GAP = b"\0"
-"""A byte that JSON never has: in texts it is escaped."""
+"""A byte that JSON never has, because texts escape it."""
 
 GAP = orjson.Fragment(_GAP)
 
@@ -57,13 +58,13 @@ class ScoringHandler:
         self.core, self.stock, self.route, self.param = core, stock, route, param
         self._long_pacer = Pacer(at_once=1)
         self.processes = stock.model_config.logprobs_mode == "processed_logprobs"
-        """Whether a request's own temperature applies to its rows, and no default of the model's."""
+        """Whether a request's own temperature applies to its rows; a default of the model's never does."""
         self._method = method
         self._writer = writer
 
     async def answer(self, request: Any, raw_request: Request) -> bytes | AsyncIterator[bytes] | ErrorResponse:
-        """The response as JSON, of a large one in parts, each written when the reader asks for it; or the error that
-        vLLM's handler returns."""
+        """Answer a request. Returns JSON; for a large response its parts, each written when the reader asks for it; or
+        the error that vLLM's handler returns."""
         scoring = _EngineThatScores(self, request, raw_request)
         stock = copy(self.stock)
         stock.engine_client = scoring
@@ -73,7 +74,7 @@ class ScoringHandler:
             with exempt_from_queue_bounds():
                 response = await self.respond(stock, request, raw_request)
         finally:
-            # Of several prompts, vLLM's handler does not wait for those that it cancels.
+            # vLLM's handler does not wait for the prompts that it cancels.
             await cancel_and_wait(*scoring.tasks)
         if isinstance(response, ErrorResponse):
             return response
@@ -90,10 +91,10 @@ class ScoringHandler:
         return None
 
     def gaps(self, content: dict[str, Any], request: Any, results: list[EnginePass]) -> Iterator[Iterable[bytes]]:
-        """Put gaps into a response, and return what fills them."""
+        """Put gaps into a response. Returns the JSON that fills each, in order."""
         content["prompt_logprobs"] = GAP
-        of_prompt = self._writer.prompt(results[0], Style(None, as_token_ids=False))
-        return iter([logprobs_json.prompt_logprobs(of_prompt)])
+        pieces = self._writer.prompt(results[0], Style(None, as_token_ids=False))
+        return iter([logprobs_json.prompt_logprobs(pieces)])
 
 
 class ScoringCompletions(ScoringHandler):
@@ -104,7 +105,7 @@ class ScoringCompletions(ScoringHandler):
         self._texts = PromptTexts(stock.renderer.get_tokenizer, core.scorer.engine.block_size)
 
     async def respond(self, stock: Any, request: CompletionRequest, raw_request: Request) -> Any:
-        """The response without logprobs, which vLLM would write itself."""
+        """Have vLLM build the response without logprobs, which it would write itself."""
         stock.render_completion_request = self._render
         num_top = request.logprobs if request.prompt_logprobs is None else request.prompt_logprobs
         without = request.model_copy(update={"logprobs": None, "prompt_logprobs": num_top})
@@ -126,15 +127,16 @@ class ScoringCompletions(ScoringHandler):
         if as_token_ids is None:
             as_token_ids = self.stock.return_tokens_as_token_ids
         style = Style(request.logprobs, bool(as_token_ids))
-        # All are checked before the response begins.
+        # Check all of them before the response begins.
         sampled = [
-            [] if request.max_tokens == 0 or request.logprobs is None else [self._of_sampled(result, style)]
+            [] if request.max_tokens == 0 or request.logprobs is None else [self._write_sampled(result, style)]
             for result in results
         ]
         return self._fillings(results, sampled, style, echoes=bool(request.echo))
 
     async def _render(self, request: CompletionRequest) -> Any:
-        """vLLM's check and rendering. Token ids, unless there are many, are decoded after they are scored."""
+        """Check and render a request as vLLM does. Only token ids, unless there are many, are decoded later: after they
+        are scored."""
         stock = self.stock
         prompts = _token_prompts(request)
         async with self.core.admission.until_stopped():
@@ -153,16 +155,16 @@ class ScoringCompletions(ScoringHandler):
     def _fillings(
         self, results: list[EnginePass], sampled: list[list[OpenAI]], style: Style, *, echoes: bool
     ) -> Iterator[Iterable[bytes]]:
-        """For each prompt OpenAI's logprobs, if wanted, and vLLM's."""
+        """Yield, for each prompt, OpenAI's logprobs if they are wanted, and then vLLM's."""
         in_openai = echoes and style.num_top is not None
-        for result, of_sampled in zip(results, sampled, strict=True):
-            of_prompt = self._writer.prompt(result, style if in_openai else Style(None, as_token_ids=False))
-            *for_openai, for_vllm = tee(of_prompt, 1 + in_openai)
+        for result, sampled_logprobs in zip(results, sampled, strict=True):
+            pieces = self._writer.prompt(result, style if in_openai else Style(None, as_token_ids=False))
+            *for_openai, for_vllm = tee(pieces, 1 + in_openai)
             if style.num_top is not None:
-                yield logprobs_json.openai_logprobs(chain(*for_openai), of_sampled)
+                yield logprobs_json.openai_logprobs(chain(*for_openai), sampled_logprobs)
             yield logprobs_json.prompt_logprobs(for_vllm)
 
-    def _of_sampled(self, result: EnginePass, style: Style) -> OpenAI:
+    def _write_sampled(self, result: EnginePass, style: Style) -> OpenAI:
         assert style.num_top is not None
         rows = own_rows(result.output.outputs[0].logprobs, style.num_top + 1)
         if len(rows) != 1 or rows.has_nan.any():
@@ -171,8 +173,8 @@ class ScoringCompletions(ScoringHandler):
 
 
 class _EngineThatScores:
-    """The engine client of one request to vLLM's handler, with a `generate` of its own, which the handler calls for
-    each prompt before it reads an output."""
+    """The engine client of one request to vLLM's handler. The handler calls `generate` for each prompt before it reads
+    an output, so all prompts are scored as one request."""
 
     def __init__(self, handler: ScoringHandler, request: Any, raw_request: Request) -> None:
         self.passes: list[EnginePass] = []
@@ -180,7 +182,7 @@ class _EngineThatScores:
         self._handler, self._request, self._raw_request = handler, request, raw_request
         self._owner = handler.core.owner(raw_request.headers)
         self._settings: Callable[..., ScoreSettings] = ScoreSettings
-        """Makes the settings of all passes, which are the same, from their queue."""
+        """Makes the settings, which all passes share, from their queue."""
         self._finished = asyncio.Event()
 
     def __getattr__(self, name: str) -> Any:
@@ -195,10 +197,10 @@ class _EngineThatScores:
         if isinstance(self._request, CompletionRequest):
             params.logprobs, params.flat_logprobs = self._request.logprobs, True
             if self._request.max_tokens == 0 and len(token_ids) == self._handler.stock.model_config.max_model_len:
-                # vLLM takes only a prompt after which a token fits.
+                # vLLM only takes prompts after which another token fits.
                 spec = replace(spec, last_token=token_ids[-1])
                 prompt = {**prompt, "prompt_token_ids": token_ids[:-1]}
-        # Engines that a request is moved between know it by its id, and must find its keys and values.
+        # Engines that move a request between them know it by its id, and must find its keys and values.
         is_moved = "kv_transfer_params" in (params.extra_args or {})
         request_id = request_id if is_moved else engine_id(request_id)
         engine_pass = EnginePass(TokenSequence(context=token_ids))
@@ -213,19 +215,19 @@ class _EngineThatScores:
         return self._output(len(self.passes) - 1, prompt)
 
     async def _output(self, index: int, prompt: Any) -> AsyncIterator[RequestOutput]:
-        """The only output of a prompt, without its logprobs."""
+        """Yield the only output of a prompt, without its logprobs."""
         if len(self.passes) == 1:
             await self._score()
         elif index == 0:
             self.tasks.append(asyncio.create_task(self._score()))
-            # An error is that of the first prompt.
+            # The first prompt raises the error of all.
             await self.tasks[0]
         if index == 0:
             await self._handler.core.scorer.pacer.wait()
             self._finished.set()
         await self._finished.wait()
         result = self.passes[index]
-        # With the last token, which may not have been fed.
+        # Set all tokens, because the last one may not have been fed.
         result.output.prompt_token_ids = result.sequence.context
         output = copy(result.output)
         if output.prompt is None:
@@ -237,15 +239,15 @@ class _EngineThatScores:
         """Score all prompts as one request."""
         handler, core = self._handler, self._handler.core
         request_id = self._raw_request.state.request_metadata.request_id
-        num_tokens = sum(each.sequence.num_tokens for each in self.passes)
-        num_values = [each.sequence.num_tokens * each.spec.width for each in self.passes]
+        num_tokens = sum(engine_pass.sequence.num_tokens for engine_pass in self.passes)
+        num_values = [engine_pass.sequence.num_tokens * engine_pass.spec.width for engine_pass in self.passes]
         try:
             core.limits.check_num_values(num_values)
             async with accept(core.admission, handler.route, request_id, len(num_values), num_tokens) as queue:
                 await core.answers.reserve(self._raw_request, sum(num_values))
                 settings = self._settings(queue=queue)
-                for each in self.passes:
-                    each.sequence.settings = settings
+                for engine_pass in self.passes:
+                    engine_pass.sequence.settings = settings
                 async with aclosing(queue.in_order(map(core.scorer.engine.rows, self.passes))) as in_order:
                     async for _ in in_order:
                         pass
@@ -253,13 +255,13 @@ class _EngineThatScores:
             handler.stock._raise_if_error(error.finish_reason, request_id)
             raise
         except RequestError as error:
-            # Other routes name the field `prompt`.
+            # Limits name the field `prompt`; this route may have another.
             error.param = error.param and handler.param
             raise
 
 
 def _token_prompts(request: CompletionRequest) -> list[list[int]]:
-    """The prompts of a request that has them as token ids and may want them echoed as text; else none."""
+    """The prompts of a request, if they are token ids whose text may be wanted; else none."""
     if request.suffix is not None or request.truncate_prompt_tokens is not None or request.return_token_ids:
         return []
     prompts: list[Any] = as_prompts(request.prompt or "")
@@ -267,7 +269,7 @@ def _token_prompts(request: CompletionRequest) -> list[list[int]]:
 
 
 def filled(content: dict[str, Any], fillings: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
-    """JSON of `content` with one of the fillings, each in parts, for each `GAP` in it."""
+    """Yield the JSON of `content`, with each `GAP` replaced by the next filling, which comes in parts."""
     between = iter(orjson.dumps(content).split(_GAP))
     yield next(between)
     for filling in fillings:
@@ -276,7 +278,7 @@ def filled(content: dict[str, Any], fillings: Iterable[Iterable[bytes]]) -> Iter
 
 
 async def paced(parts: Iterable[bytes], pacer: Pacer) -> AsyncIterator[bytes]:
-    """Parts, several small ones as one. Other tasks run between them."""
+    """Join small parts, and let other tasks run between parts."""
     waiting: list[bytes] = []
     await pacer.wait()
     began = time.monotonic()

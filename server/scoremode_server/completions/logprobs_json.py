@@ -19,7 +19,7 @@ from scoremode_server.scoring.tokenizer import TokenStrings
 from scoremode_server.vllm_compat.output_processor import INCOMPLETE
 
 PIECE_ENTRIES = 16_384
-"""Logprobs in a piece of JSON, which is written in some five milliseconds."""
+"""Logprobs in a piece of JSON, which takes some five milliseconds to write."""
 
 STORED_BYTES = 64 * 1024**2
 
@@ -38,7 +38,7 @@ class Style:
     num_top: int | None
     """Alternatives in OpenAI's `top_logprobs`; None if OpenAI's `logprobs` are not wanted."""
     as_token_ids: bool
-    """`token_id:5` instead of a token's text in OpenAI's `logprobs`."""
+    """Whether OpenAI's `logprobs` name tokens `token_id:5` instead of by their texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class OpenAI:
 
 
 Key = tuple[bytes, int, Style]
-"""The hash of the last block of a piece's rows, their number of columns, how they are written."""
+"""A stored piece's key: the hash of its last block, its number of columns, and its style."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class Written:
     full: bytes
     """vLLM's `prompt_logprobs`: at each position, tokens by id, with rank and text."""
     openai: OpenAI | None
-    """None if they are not wanted."""
+    """OpenAI's `logprobs`; None if they are not wanted."""
     before: Key | None = None
-    """Of stored rows, the key of those that end where they start; None for the first."""
+    """The key of the stored piece that ends where this one starts; None for the first piece."""
 
     @property
     def num_bytes(self) -> int:
-        """Roughly: 512 in addition to the text, and OpenAI's parts are together about as long as `full`."""
+        """A rough size: 512 in addition to the text, and OpenAI's parts are together about as long as `full`."""
         return 512 + 2 * len(self.full)
 
 
@@ -89,8 +89,8 @@ class TokenPieces:
     """The JSON around a token's logprob and rank, by token id, for the tokens that `fill` added.
 
     Attributes:
-        before: what is before a token's logprob: `"5":{"logprob":`.
-        after: what is after its rank, with its own text: `,"decoded_token":"a"}`.
+        before: the JSON before a token's logprob: `"5":{"logprob":`.
+        after: the JSON after its rank, with its own text: `,"decoded_token":"a"}`.
         texts: the text alone: `"a"`.
         lengths: characters of the text.
     """
@@ -103,8 +103,8 @@ class TokenPieces:
         self._first_with_text: dict[str, int] = {}
 
     def fill(self, token_ids: np.ndarray) -> tuple[list[int], list[int]]:
-        """Add these tokens [n]. Returns the places of those whose text another token may have, and among them of those
-        that end within a character."""
+        """Add these tokens [n]. Returns two lists of places: of tokens whose text another token may have, and among
+        them of tokens that end within a character."""
         size = int(token_ids.max(initial=0)) + 1
         if size > len(self._kinds):
             for table in (self.before, self.after, self.texts, self.lengths, self._kinds):
@@ -133,7 +133,7 @@ class TokenPieces:
 
 
 class LogprobsWriter:
-    """Writes the rows of prompts and of sampled tokens. Not for several threads at once."""
+    """Writes the rows of prompts and of sampled tokens. Not thread-safe."""
 
     def __init__(self, strings: TokenStrings, block_size: int) -> None:
         self._strings = strings
@@ -142,8 +142,8 @@ class LogprobsWriter:
         self._stored: LRUCache[Key, Written] = LRUCache(STORED_BYTES, getsizeof=lambda piece: piece.num_bytes)
 
     def prompt(self, result: EnginePass, style: Style) -> Iterator[Written]:
-        """Logprobs of a prompt in pieces, each written when the reader asks for it: the first token, which has none,
-        and the rows after it.
+        """Yield a prompt's logprobs in pieces, each written when the reader asks for it: the first token, which has
+        none, and then the rows after it.
 
         If the engine had the first blocks cached, stored pieces are used, and new ones are stored.
         """
@@ -153,12 +153,12 @@ class LogprobsWriter:
         stores = result.num_cached_blocks and most_blocks and num_columns <= MAX_STORED_COLUMNS
         hashes = result.block_hashes if stores else ()
         keys: list[Key] = [(block_hash, num_columns, style) for block_hash in hashes]
-        found, num_found = self._find(keys)
+        stored, num_stored = self._find(keys)
         yield self._first(token_ids[0], style)
-        yield from found
-        before = keys[num_found - 1] if num_found else None
-        start = num_found
-        for end in _ends(num_found, min(result.num_cached_blocks, len(keys)), len(keys), most_blocks):
+        yield from stored
+        before = keys[num_stored - 1] if num_stored else None
+        start = num_stored
+        for end in _ends(num_stored, min(result.num_cached_blocks, len(keys)), len(keys), most_blocks):
             piece = self._write(token_ids, rows, start * self._block_size, end * self._block_size, style, before)
             if piece.num_bytes <= self._stored.maxsize:
                 self._stored[keys[end - 1]] = piece
@@ -179,22 +179,23 @@ class LogprobsWriter:
         return Written(b"null", OpenAI(orjson.dumps(name), b"null", b"null", np.array([len(name)])))
 
     def _find(self, keys: Sequence[Key]) -> tuple[list[Written], int]:
-        """The stored pieces that cover the most of a sequence's first blocks, and how many blocks they cover."""
-        for num_found in range(len(keys), 0, -1):
+        """The stored pieces that cover the most of a sequence's first blocks, and the number of blocks that they
+        cover."""
+        for num_stored in range(len(keys), 0, -1):
             pieces: list[Written] = []
-            key: Key | None = keys[num_found - 1]
+            key: Key | None = keys[num_stored - 1]
             while key is not None and key in self._stored:
                 pieces.append(self._stored[key])
                 key = pieces[-1].before
             if key is None:
-                return pieces[::-1], num_found
+                return pieces[::-1], num_stored
         return [], 0
 
     def _write(
         self, token_ids: Sequence[int], rows: Rows, start: int, end: int, style: Style, before: Key | None = None
     ) -> Written:
-        """The rows from `start` to `end`, at least one. An actual token among the top k appears once, with its rank
-        there."""
+        """Write the rows from `start` to `end`, at least one. An actual token that is among the top k appears once,
+        with its rank there."""
         rows = rows[start:end]
         entries = self._entries(token_ids, rows, start)
         openai = None if style.num_top is None else self._openai(rows, entries, style)
@@ -211,7 +212,7 @@ class LogprobsWriter:
         return Entries(logprobs[1:-1].split(b","), np.flatnonzero(repeats).tolist(), ambiguous, completed)
 
     def _full(self, rows: Rows, entries: Entries) -> bytes:
-        """vLLM's `prompt_logprobs`. Each entry has five pieces: what divides it from the one before it, the token's id,
+        """Write vLLM's `prompt_logprobs`. Each entry has five pieces: the separator before it, and the token's id,
         logprob, rank and text."""
         ids, num_columns = rows.token_ids, rows.width
         after = self._pieces.after[ids.ravel()].tolist()
@@ -253,8 +254,8 @@ class LogprobsWriter:
 
 
 def openai_logprobs(pieces: Iterable[Written], sampled: Sequence[OpenAI] = ()) -> Iterator[bytes]:
-    """Yields an empty part per piece, after which other tasks may run, and then OpenAI's `logprobs` of the prompt and
-    of the sampled token."""
+    """Yield an empty part per piece, after which other tasks may run, and then OpenAI's `logprobs` of the prompt and of
+    the sampled token."""
     parts: list[OpenAI] = []
     for piece in pieces:
         assert piece.openai is not None
@@ -262,7 +263,7 @@ def openai_logprobs(pieces: Iterable[Written], sampled: Sequence[OpenAI] = ()) -
         yield b""
     parts += sampled
     lengths = np.concatenate([part.lengths for part in parts])
-    # The longest are parts of their own, so that they are copied once less.
+    # The longest strings are parts of their own, which saves a copy of them.
     offsets = orjson.dumps(lengths.cumsum() - lengths, option=orjson.OPT_SERIALIZE_NUMPY)
     yield b'{"text_offset":%b,"token_logprobs":[' % offsets
     yield b",".join([part.logprobs for part in parts])
@@ -274,7 +275,7 @@ def openai_logprobs(pieces: Iterable[Written], sampled: Sequence[OpenAI] = ()) -
 
 
 def prompt_logprobs(pieces: Iterable[Written]) -> Iterator[bytes]:
-    """vLLM's `prompt_logprobs`, each piece as it is stored."""
+    """Yield vLLM's `prompt_logprobs` from pieces."""
     opening = b"["
     for piece in pieces:
         yield opening
@@ -284,8 +285,8 @@ def prompt_logprobs(pieces: Iterable[Written]) -> Iterator[bytes]:
 
 
 def _ends(start: int, num_cached: int, num_blocks: int, most: int) -> Iterator[int]:
-    """The ends of pieces from block `start`, of at most `most` blocks each. One ends with the cached blocks, where this
-    prompt differs from an earlier one, and the next may as well."""
+    """The blocks at which pieces end, from block `start` on, with at most `most` blocks per piece. One piece ends with
+    the cached blocks: there this prompt differs from an earlier one, and the next prompt may as well."""
     for last in (num_cached, num_blocks):
         while start < last:
             start = min(start + most, last)
@@ -305,7 +306,7 @@ def _left_out(entries: Entries, shape: tuple[int, ...], num_top: int) -> list[in
 def _top(names: list[bytes], logprobs: np.ndarray, entries: Entries, num_top: int) -> bytes:
     """OpenAI's `top_logprobs` of rows with these names and logprobs [rows, columns]. Each entry has four pieces.
 
-    Different tokens may have one name. Only rows with ambiguous tokens are searched for them.
+    Different tokens may have the same name. Only rows with ambiguous tokens are searched for such names.
     """
     num_columns: int = logprobs.shape[1]
 
@@ -331,7 +332,7 @@ def _top(names: list[bytes], logprobs: np.ndarray, entries: Entries, num_top: in
 
 
 def _most_likely(names: list[bytes], logprobs: "np.flatiter[Any]", places: Iterable[int]) -> dict[int, int]:
-    """The first of the places of each name, and the place of that name's most likely token."""
+    """Map the first place of each name to the place of that name's most likely token."""
     firsts, best = dict[bytes, int](), dict[int, int]()
     for place in places:
         first = firsts.setdefault(names[place], place)

@@ -1,4 +1,5 @@
-"""Requests to vLLM's routes: which of them score, and models of them whose validation ends at the first wrong value."""
+"""Requests to vLLM's routes: which of them score, and models of them whose validation stops at the first wrong
+value."""
 
 from typing import Annotated, Any
 
@@ -24,31 +25,31 @@ TokenIds = Many[Annotated[int, Field(ge=0)]]
 
 
 class CompletionBody(CompletionRequest):
-    """vLLM's request, of a list as long as it may be."""
+    """vLLM's request, with a list of any length."""
 
     prompt: Annotated[TokenIds | Many[TokenIds] | str | Many[str], one_message(PROMPT_FORMS)] | None = None
 
 
 class GenerateBody(GenerateRequest):
-    """vLLM's request, of a list as long as it may be."""
+    """vLLM's request, with a list of any length."""
 
     token_ids: Many[int] = Field(min_length=1)
 
 
 def _num_top(request: CompletionRequest | ChatCompletionRequest, num_sampled: int | None) -> int | None:
-    """The number of top tokens that a request wants of its prompt; None if it wants no logprobs of it. With `echo` it
-    may be that of the sampled token."""
+    """How many top tokens a request wants for its prompt; None if it wants no logprobs for it. If only the number for
+    the sampled token is set, `echo` applies it to the prompt."""
     return num_sampled if request.prompt_logprobs is None and request.echo else request.prompt_logprobs
 
 
 def is_scoring_completion(request: CompletionRequest) -> bool:
-    """Whether a request wants the top k of its prompt and one choice, not streamed. vLLM answers all others."""
+    """Whether a request wants the top k for its prompt and one choice, not streamed. vLLM answers all others."""
     num_top = _num_top(request, request.logprobs)
     return bool(
         num_top is not None
         and num_top >= 0
         and (request.logprobs is None or request.logprobs >= 0)
-        # Without `echo`, vLLM refuses to generate nothing.
+        # Without `echo`, vLLM refuses `max_tokens` of 0.
         and request.max_tokens in ((0, 1) if request.echo else (1,))
         and (request.n, request.prompt_embeds) == (1, None)
         and not (request.stream or request.use_beam_search or request.logprob_token_ids)
@@ -56,8 +57,8 @@ def is_scoring_completion(request: CompletionRequest) -> bool:
 
 
 def row_temperature(params: SamplingParams) -> float:
-    """The temperature of a prompt's rows with processed logprobs: the request's own, where 0 is 1, as in vLLM's
-    sampler. RequestError if the request asks for other processors."""
+    """The temperature of a prompt's rows with processed logprobs: the request's own, or 1 if that is 0, as in vLLM's
+    sampler. RequestError if the request sets other processors."""
     for name, neutral in _PROCESSORS.items():
         if getattr(params, name) not in neutral:
             raise RequestError(
@@ -69,7 +70,7 @@ def row_temperature(params: SamplingParams) -> float:
 
 
 def is_scoring_generation(request: GenerateRequest) -> bool:
-    """Whether a request wants the top k of its prompt and one sampled token, not streamed. vLLM answers all others."""
+    """Whether a request wants the top k for its prompt and one sampled token, not streamed. vLLM answers all others."""
     params = request.sampling_params
     return bool(
         params.prompt_logprobs is not None
@@ -84,7 +85,7 @@ def is_scoring_generation(request: GenerateRequest) -> bool:
 
 
 def is_scoring_chat(request: ChatCompletionRequest) -> bool:
-    """Whether a request wants the top k of its conversation of texts and one sampled token, not streamed. vLLM answers
+    """Whether a request wants the top k for its conversation of texts and one sampled token, not streamed. vLLM answers
     all others."""
     num_top = _num_top(request, request.top_logprobs)
     most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens

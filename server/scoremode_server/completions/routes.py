@@ -1,5 +1,5 @@
-"""vLLM's routes that may score: `POST /v1/completions`, `POST /v1/chat/completions`, and of token ids
-`POST /inference/v1/generate`. Answers to scoring requests are written from arrays, all others are vLLM's."""
+"""vLLM's routes that may score: `POST /v1/completions`, `POST /v1/chat/completions`, and with token ids `POST
+/inference/v1/generate`. Answers to scoring requests are written from arrays. vLLM answers all others."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
@@ -43,8 +43,8 @@ HANDLERS = {
     CHAT: (ScoringHandler, "openai_serving_chat", "create_chat_completion", "messages"),
     GENERATE: (ScoringHandler, "serving_tokens", "serve_tokens", "token_ids"),
 }
-"""What answers scoring requests, and of vLLM's own handlers: their names in the app's state, the methods that answer,
-and the fields with a request's sequences."""
+"""For each route: our handler's class, the name of vLLM's handler in the app's state, its method that answers, and the
+request's field with the sequences."""
 
 STOCK_RESPONSES: dict[int | str, dict[str, Any]] = {
     **EVENT_RESPONSES,
@@ -66,14 +66,14 @@ generate_router = APIRouter(route_class=CompletionRoute)
 
 
 def routers(app: FastAPI) -> Sequence[APIRouter]:
-    """Those to include in the app: vLLM serves the second one if a flag says so (`--enable-scale-out`,
-    `--tokens-only`)."""
+    """The routers to include in the app. The second one needs a flag with which vLLM serves its route
+    (`--enable-scale-out`, `--tokens-only`)."""
     stock = [route.endpoint for route in app.routes if isinstance(route, APIRoute)]
     return [router, generate_router] if stock_tokens.generate in stock else [router]
 
 
 def start(core: Core, state: State) -> None:
-    """Put handlers into `app.state.scoremode_completions`, by route, where vLLM has one."""
+    """Put handlers into `app.state.scoremode_completions`, by route, for the routes that vLLM serves."""
     writer = LogprobsWriter(core.tokenizer.strings, core.scorer.engine.block_size)
     state.scoremode_completions = {}
     for route, (make_handler, name, method, param) in HANDLERS.items():
@@ -95,7 +95,7 @@ async def create_chat_completion(request: ChatCompletionRequest, raw_request: Re
     """OpenAI's chat completions, as vLLM serves them."""
     handler = raw_request.app.state.scoremode_completions.get(CHAT)
     if handler is not None and is_scoring_chat(request):
-        # Refuses names that are given twice, of which vLLM's model takes the last.
+        # Refuse fields that appear twice, of which vLLM's model would take the last.
         read_fields(await raw_request.body())
         return await _answer(request=request, raw_request=raw_request, handler=handler)
     return cast(Response, await stock_chat.create_chat_completion(request, raw_request))
@@ -105,7 +105,7 @@ async def create_chat_completion(request: ChatCompletionRequest, raw_request: Re
 async def generate(request: GenerateRequest, raw_request: Request) -> Response:
     """Token ids in, token ids out, as vLLM serves them."""
     handler = raw_request.app.state.scoremode_completions.get(GENERATE)
-    # Answers have the texts of tokens, which `--tokens-only` leaves out.
+    # Answers have texts of tokens, which a server with `--tokens-only` cannot give.
     if handler is not None and handler.stock.has_tokenizer and is_scoring_generation(request):
         return await _answer(request=request, raw_request=raw_request, handler=handler)
     return cast(Response, await stock_tokens.generate(request, raw_request))

@@ -1,3 +1,3 @@
-"""vLLM's engine for scoring requests: a queue (`admission`), rows of shared prefixes (`store`, `cached_request`), and
-the only calls of vLLM's `generate` (`passes`). `engine` is what other packages use.
-"""
+"""vLLM's engine for scoring requests: the types (`sequence`, to read first), a queue (`admission`), rows of shared
+prefixes (`store`, `cached_request`), and the only calls of vLLM's `generate` (`passes`). Other packages call
+`engine`."""

@@ -1,6 +1,7 @@
-"""Admission: the engine gets the sequences that it can use soon, and the others wait here.
+"""Admission: sequences enter the engine when it can use them soon. The others wait here.
 
-HTTP requests take turns, one sequence each, and some space is reserved for those with at most one in the engine.
+HTTP requests take turns, one sequence each. Some space is reserved for requests with at most one sequence in the
+engine.
 """
 
 import asyncio
@@ -20,8 +21,9 @@ T = TypeVar("T")
 POLL_SECONDS = 0.05
 
 MAX_WAITING_SEQUENCES = 2**17
-"""Sequences without an answer, of all requests together, unless one request alone has more. Each takes three to seven
-kilobytes in addition to its tokens: two of the largest requests, and under a gigabyte."""
+"""Limit on sequences without an answer, of all requests together; one larger request is allowed if it is alone. Two of
+the largest requests fit. Each sequence takes three to seven kilobytes in addition to its tokens: under a gigabyte in
+all."""
 
 _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
 """When the current HTTP request is overdue, in seconds of the event loop's clock; None without a limit."""
@@ -29,18 +31,18 @@ _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """How much an engine gets at once, all of its replicas together, and how much may wait for it."""
+    """Limits on what is in the engine at once, all of its replicas together, and on what may wait for it."""
 
     tokens: int
-    """Tokens to compute, of all sequences in it. The last sequence may exceed this."""
+    """Limit on tokens to compute of the sequences in the engine. The last sequence that enters may exceed it."""
     sequences: int
-    """The most sequences in it: twice as many as it runs in one step."""
+    """Limit on sequences in the engine: twice as many as it runs in one step."""
     max_scoring_tokens: int
-    """Tokens of all sequences that may wait or run at once."""
+    """Limit on tokens of all sequences that wait or run."""
     reserved_tokens: int = 0
-    """The part of `tokens` for small requests."""
+    """The part of `tokens` that is reserved for requests with at most one sequence in the engine."""
     request_timeout: float | None = None
-    """Seconds until an HTTP request is aborted, from when its body was read."""
+    """Seconds from when an HTTP request's body was read until the request is aborted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,9 +55,12 @@ class _WaitingSequence:
 
 
 class Admission:
-    """Lets sequences into the engine in turns, and calls `show` with the number of sequences and of running ones
-    whenever these change. Counts sequences that were accepted and have no answer yet, their tokens, and those of them
-    that are in the engine. Once `is_stopped`, requests end without an answer."""
+    """Lets sequences into the engine in turns, and calls `show` when the number of sequences or of running ones
+    changes.
+
+    It counts accepted sequences that have no answer yet, their tokens, and how many of them are in the engine. Once
+    `is_stopped`, requests end with an error.
+    """
 
     def __init__(
         self, size: EngineSize, abort: Callable[[list[str]], Awaitable[None]], show: Callable[[int, int], None]
@@ -63,7 +68,7 @@ class Admission:
         self.size = size
         self.num_sequences = self.num_tokens = self.num_running = 0
         self._num_computing_tokens = 0
-        """Tokens that the engine must compute, as far as this process knows."""
+        """Tokens to compute of the sequences in the engine, as far as this process knows."""
         self._num_decoding = 0
         self._decoding_seconds, self._decoding_until = 0.0, 0.0
         """Seconds in the engine, summed over all sequences that decode, and when that sum was last updated."""
@@ -72,12 +77,12 @@ class Admission:
         self._waiting: dict[RequestQueue, deque[_WaitingSequence]] = {}
         self._queues: set[RequestQueue] = set()
         self.timeouts: set[asyncio.Timeout] = set()
-        """Of the tasks that read, tokenize and score requests."""
+        """Timeouts of the tasks that read, tokenize and score requests."""
         self._is_draining = self.is_stopped = False
 
     def check(self, num_sequences: int = 0, num_tokens: int = 0) -> None:
-        """Refuse a request for which the server has no space, before anything is done for it: TooLargeError if it never
-        fits, BusyError if it does not fit now, UnavailableError if the server stops."""
+        """Refuse a request that the server has no space for, before any work on it. TooLargeError if it never fits,
+        BusyError if it does not fit now, UnavailableError if the server is stopping."""
         most = self.size.max_scoring_tokens
         if self._is_draining:
             raise stopping_error()
@@ -91,14 +96,14 @@ class Admission:
             raise BusyError(f"{self.num_sequences} of at most {most} sequences wait: try again later", None)
 
     def start_clock(self) -> None:
-        """Begin the time of the current HTTP request, in which it is tokenized, scored and answered."""
+        """Start the timeout of the current HTTP request, which covers tokenizing, scoring and answering."""
         seconds = self.size.request_timeout
         _deadline.set(None if seconds is None else asyncio.get_running_loop().time() + seconds)
 
     @asynccontextmanager
     async def request(self, num_sequences: int = 0, num_tokens: int = 0) -> AsyncGenerator["RequestQueue", None]:
-        """Accept an HTTP request with all of its sequences, or with none if it counts each when it begins. The timeout
-        cancels the current task, so do not use this in a generator that yields within: it would cancel the consumer."""
+        """Accept an HTTP request and count all its sequences, or none if it counts each when it begins. The timeout
+        cancels the current task, so do not yield inside this in a generator: its consumer would be cancelled."""
         self.check(num_sequences, num_tokens)
         queue = RequestQueue(self)
         self._queues.add(queue)
@@ -112,16 +117,16 @@ class Admission:
                 queue.add(-queue.num_sequences, -queue.num_tokens)
 
     def until_stopped(self) -> "_TimeLimit":
-        """Let this task work on a request, such as tokenize it, until the server stops (UnavailableError) or the
-        request's time is over (OverdueError)."""
+        """Limit this task's work on a request, such as tokenizing: UnavailableError when the server stops, OverdueError
+        when the request's time is over."""
         return _TimeLimit(self)
 
     @asynccontextmanager
     async def slot(
         self, queue: "RequestQueue", request_id: str, num_tokens: int, *, decodes: bool = False
     ) -> AsyncGenerator[None, None]:
-        """A sequence's place in the engine, which must compute `num_tokens` of it. Entering waits until there is one.
-        With `decodes` the sequence counts in `mean_batch`: it is not in the prefill lane."""
+        """Wait until a sequence may enter the engine, which must compute `num_tokens` of it, and hold its slot inside.
+        `decodes` is for lanes other than prefill: the sequence then counts in `mean_batch`."""
         waiting = _WaitingSequence(queue, asyncio.get_running_loop().create_future(), num_tokens, decodes)
         self._waiting.setdefault(queue, deque()).append(waiting)
         self.admit_waiting()
@@ -136,7 +141,7 @@ class Admission:
             queue.running.discard(request_id)
             if waiting.is_running:
                 self._count(waiting, -1)
-            # Others may enter, and cancelled tasks must not hold them up.
+            # Others may enter now, also if this task was cancelled.
             self.admit_waiting()
 
     def admit_waiting(self) -> None:
@@ -145,7 +150,7 @@ class Admission:
             line = self._waiting.pop(first.queue)
             line.popleft()
             if line:
-                # After all other requests.
+                # The request's next sequence comes after those of all other requests.
                 self._waiting[first.queue] = line
             if not first.admitted.done():
                 first.is_running = True
@@ -156,7 +161,7 @@ class Admission:
         self._show(self.num_sequences, self.num_running)
 
     async def drain(self, seconds: float) -> None:
-        """Accept no more requests, give those that are here this time to finish, and end the others with an error."""
+        """Accept no more requests, give accepted ones this many seconds to finish, and end the others with an error."""
         self._is_draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -169,7 +174,7 @@ class Admission:
         await self.abort([request_id for queue in self._queues for request_id in queue.running])
 
     def _next(self) -> _WaitingSequence | None:
-        """The next sequence for which the engine has space. The last free place and the reserved tokens go only to
+        """The next sequence that the engine has space for. The last free slot and the reserved tokens go only to
         requests with at most one sequence in the engine, which would otherwise wait for another step."""
         num_free = self.size.sequences - self.num_running
         free_tokens = self.size.tokens - self._num_computing_tokens
@@ -177,11 +182,11 @@ class Admission:
             return None
         is_reserved = num_free == 1 or free_tokens <= self.size.reserved_tokens
         queues = (queue for queue in self._waiting if not is_reserved or queue.num_running <= 1)
-        # A cancelled one is only removed.
+        # It may have been cancelled: the caller then only removes it.
         return next((self._waiting[queue][0] for queue in queues), None)
 
     def _count(self, sequence: _WaitingSequence, num_running: int) -> None:
-        """A sequence goes in, or with -1 out."""
+        """Count a sequence that enters the engine (1) or leaves it (-1)."""
         self._num_computing_tokens += num_running * sequence.num_tokens
         self.num_running += num_running
         sequence.queue.num_running += num_running
@@ -194,14 +199,14 @@ class Admission:
         self._decoding_seconds += self._num_decoding * (now - self._decoding_until)
         self._decoding_until = now
         self._num_decoding += num_running
-        at_once = now, self._decoding_seconds
-        queue.decoding_span = (queue.decoding_span[0] if queue.decoding_span else at_once), at_once
+        moment = now, self._decoding_seconds
+        queue.decoding_span = (queue.decoding_span[0] if queue.decoding_span else moment), moment
 
 
 @dataclass(slots=True)
 class _TimeLimit:
-    """The context of `Admission.until_stopped`. It is a class, because the event loop registers every async generator,
-    and a request enters this three times."""
+    """The context manager of `Admission.until_stopped`. It is a class because the event loop registers every async
+    generator, and a request enters this three times."""
 
     admission: Admission
     timeout: asyncio.Timeout = field(init=False)
@@ -226,7 +231,7 @@ class _TimeLimit:
 
 
 class RequestQueue:
-    """The sequences of one HTTP request. Times are of `time.monotonic()`."""
+    """The sequences of one HTTP request. Times are from `time.monotonic()`."""
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
@@ -236,26 +241,26 @@ class RequestQueue:
         self.running: set[str] = set()
         """Ids of the sequences in the engine."""
         self.num_running = 0
-        """How many are in the engine, or may enter."""
+        """How many sequences are in the engine, or were let in and are about to enter."""
         self.num_sequences = self.num_tokens = 0
-        """Without an answer yet."""
+        """Sequences without an answer yet, and their tokens."""
         self.num_scored = self.num_scored_tokens = self.num_cached_tokens = 0
-        """With an answer."""
+        """Sequences with an answer, their tokens, and how many of these were cached."""
         self.decoding_span: tuple[tuple[float, float], ...] = ()
-        """The time and `Admission._decoding_seconds` (which includes other requests), when its first sequence that
-        decodes entered the engine and when one last entered or left."""
+        """When the request's first decoding sequence entered the engine, and when one last entered or left: each a time
+        and `Admission._decoding_seconds`, which includes other requests."""
 
     @property
     def mean_batch(self) -> float | None:
-        """How many of this process's sequences were in the engine outside the prefill lane, on average over the time in
-        which this request had some there; at most as many as it runs at once. None if there were none."""
+        """Mean number of this process's sequences in the engine outside the prefill lane, while this request had some
+        there; at most as many as the engine runs at once. None if the request had none there."""
         if not self.decoding_span or self.decoding_span[0][0] == self.decoding_span[1][0]:
             return None
         (began, before), (ended, after) = self.decoding_span
         return min((after - before) / (ended - began), self.admission.size.sequences / 2)
 
     def add(self, num_sequences: int, num_tokens: int) -> None:
-        """Count sequences; negative numbers when they leave."""
+        """Count accepted sequences, or with negative numbers those that leave."""
         self.num_sequences += num_sequences
         self.num_tokens += num_tokens
         self.admission.num_sequences += num_sequences
@@ -263,7 +268,7 @@ class RequestQueue:
         self.admission.show()
 
     def done(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """A sequence has its answer; `num_cached_tokens` of its tokens were not computed."""
+        """Count a sequence that has its answer; `num_cached_tokens` of its tokens were not computed."""
         self.num_scored += 1
         self.num_scored_tokens += num_tokens
         self.num_cached_tokens += num_cached_tokens
@@ -272,10 +277,10 @@ class RequestQueue:
     async def in_order(
         self, coroutines: Iterable[Coroutine[Any, Any, T]], loads: float = 1, most: int | None = None
     ) -> AsyncGenerator[T, None]:
-        """The results of coroutines that score one sequence each, in order. At most `most` may run or wait for the
-        reader, or one more than `size.sequences`; if they are counted as they begin, about `loads` times `size.tokens`
-        tokens of them. If one fails or the reader stops, the others are cancelled, and aborted in one call, because
-        vLLM rebuilds its queue on each."""
+        """Yield the results of coroutines that score one sequence each, in order. At most `most` of them, by default
+        `size.sequences` + 1, run or wait for the reader. If sequences are counted when they begin, these have about
+        `loads` times `size.tokens` tokens at most. If one fails or the reader stops, the others are cancelled, and
+        aborted in one call, because vLLM rebuilds its queue on each."""
         if self.num_sequences == 1:
             # Most requests have one sequence, which needs no task.
             for coroutine in coroutines:
@@ -284,7 +289,7 @@ class RequestQueue:
         size = self.admission.size
         # Sequences that were accepted with the request may all begin; others leave space for other requests.
         most_tokens = math.inf if self.num_sequences else loads * size.tokens
-        # One more than the engine takes: the first may have left it, and wait for the reader.
+        # One more than fits the engine: the first may have left it and wait for the reader.
         most_tasks = size.sequences + 1 if most is None else most
         tasks: deque[asyncio.Task[T]] = deque()
         try:
@@ -303,7 +308,7 @@ class RequestQueue:
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks, and wait until they have ended. If all have, the caller keeps its turn of the event loop."""
+    """Cancel tasks, and wait until they have ended. If all already have, this does not yield to the event loop."""
     for task in tasks:
         task.cancel()
     ended = asyncio.gather(*tasks, return_exceptions=True)
@@ -312,6 +317,6 @@ async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def _first(tasks: deque[asyncio.Task[T]]) -> T:
-    # Awaiting the task would cancel it with the reader, before the others.
+    # Awaiting the task itself would cancel it when the reader is cancelled, before the others are aborted.
     await asyncio.wait((tasks[0],))
     return tasks.popleft().result()

@@ -14,9 +14,9 @@ from scoremode_server.engine.store import RowStore
 
 @dataclass(eq=False)
 class CachedRequest:
-    """One pass: the engine computes what is not found elsewhere, and the rows are complete or an error is raised.
+    """Runs one pass. Its rows come from the store or from other requests, and the engine computes the rest.
 
-    `in_flight` has the request that computes a block, by its hash. Others wait for it, but only for one that was
+    `in_flight` maps a block's hash to the request that computes the block. Requests only wait for requests that
     registered earlier, so deadlocks cannot happen.
     """
 
@@ -30,9 +30,9 @@ class CachedRequest:
     has_waited: bool = False
     """Whether it waited for the rows of another request."""
     num_evicted: int = 0
-    """Blocks that were evicted for its own."""
+    """Blocks that were evicted to store this request's."""
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its blocks are in the store, or it failed."""
+    """Set when its blocks are in the store, or when it has failed."""
     _num_rows_found: int = 0
     _blocks_found: dict[bytes, bytes] = field(default_factory=dict)
 
@@ -42,18 +42,18 @@ class CachedRequest:
 
     @property
     def num_hits(self) -> int:
-        """Rows of the answer that were not computed for it."""
+        """Rows of the answer that were found, not computed for this request."""
         return max(0, self._num_rows_found - self.engine_pass.first_row)
 
     @property
     def is_current(self) -> bool:
-        """Whether the weights are those that the request began with."""
+        """Whether the weights are still those that the request began with."""
         return self._generation == self.store.generation
 
     async def run(self) -> None:
-        """Complete the pass: it then has every row that its sequence needs."""
+        """Run the pass until it has every row that its sequence needs, or raise an error."""
         size, engine_pass = self.store.block_size, self.engine_pass
-        # The engine may leave out blocks whose rows are not needed, so no request may wait for them.
+        # The engine may leave out blocks whose rows are not needed, so no request may wait for those.
         registered = self.block_hashes[engine_pass.first_row // size :]
         self._blocks_found = self.store.get(self.block_hashes, self.columns)
         computing = self._register(registered)
@@ -63,20 +63,20 @@ class CachedRequest:
             if needed := self._needed():
                 start = needed.start * size
                 blocks = [self._blocks_found[self.block_hashes[block]] for block in needed]
-                found = self.store.join(blocks, self.columns)
-                engine_pass.rows.table[start:num_missing] = found.table[: num_missing - start]
+                joined = self.store.join(blocks, self.columns)
+                engine_pass.rows.table[start:num_missing] = joined.table[: num_missing - start]
             num_left_out = -(-num_missing // size)
             self._store(self.block_hashes[num_left_out:], engine_pass, num_left_out * size)
         finally:
-            # Others wait for this request, whether it succeeded or not.
+            # Requests that wait for this one must resume, even if it failed.
             for block_hash in registered:
                 if self.in_flight.get(block_hash) is self:
                     del self.in_flight[block_hash]
             self.has_ended.set()
 
     def _register(self, block_hashes: Sequence[bytes]) -> dict[bytes, "CachedRequest"]:
-        """Register for the blocks that were not found and that no other request computes with as many columns. Returns
-        the requests that compute the others."""
+        """Register for the blocks that were not found, unless another request computes them with at least as many top
+        tokens. Returns these other requests by block hash."""
         computing = {}
         for block_hash in block_hashes:
             if block_hash in self._blocks_found:
@@ -91,7 +91,7 @@ class CachedRequest:
     async def _compute(self, computing: Mapping[bytes, "CachedRequest"]) -> None:
         """Run the pass, and find all rows that it left out. The engine starts before this waits for other requests."""
         engine_pass = self.engine_pass
-        # If the first block is not found, a hit helps only if its rows are not needed.
+        # Reading the prefix cache helps only if the first block's rows can be found elsewhere or are not needed.
         reads = engine_pass.first_row >= self.store.block_size or (
             (first_hash := self.block_hashes[0]) in self._blocks_found or first_hash in computing
         )
@@ -119,7 +119,7 @@ class CachedRequest:
         """Find the blocks that the pass left out: in the store, once earlier requests have stored theirs, and by a
         short pass."""
         needed = self._needed()
-        for other in {computing[each] for each in self.block_hashes[needed.start : needed.stop] if each in computing}:
+        for other in {computing[key] for key in self.block_hashes[needed.start : needed.stop] if key in computing}:
             self.has_waited = True
             await other.has_ended.wait()
         self._blocks_found |= self.store.get(self.block_hashes, self.columns)
@@ -128,9 +128,9 @@ class CachedRequest:
             await self._run_last_block(last)
 
     async def _run_last_block(self, block: int) -> None:
-        """Score the tokens up to the end of the only missing block, the last one that a pass left out.
+        """Compute the only missing block, the last one that the pass left out, by scoring the tokens up to its end.
 
-        This happens when prompts differ after a block of the KV cache: all its keys and values are cached, but no
+        Such a block is missing if prompts differ right after it. All its keys and values are then cached, but no
         request has scored the token after it. vLLM never reads a prompt's last block from its cache, so this computes
         one block.
         """
@@ -148,7 +148,7 @@ class CachedRequest:
             whole.num_cached_tokens = min(whole.num_cached_tokens, short.num_cached_tokens)
 
     def _store(self, block_hashes: Sequence[bytes], computed_by: EnginePass, first_row: int) -> dict[bytes, bytes]:
-        """Store the blocks that a pass computed from a row on."""
+        """Store the blocks that a pass computed, from row `first_row` on. Returns them by hash."""
         computed = self.store.split(block_hashes, computed_by.rows[first_row:])
         self.num_evicted += self.store.put(self._generation, self.block_hashes, computed)
         return computed

@@ -1,8 +1,8 @@
 """The entry point to vLLM's engine for scoring requests: token sequences in, rows out.
 
-Positions that vLLM takes from its prefix cache have no prompt logprobs. Their rows, computed for an earlier request,
-are filled in from a store. A `cache_salt` of this process and of the store's generation makes sure that every hit has
-rows.
+vLLM returns no prompt logprobs for positions that it reads from its prefix cache. Their rows, computed for an earlier
+request, are filled in from a store. The `cache_salt` has an id of this process and the store's generation, so that
+every prefix cache hit is of a request whose rows this process has computed.
 """
 
 import secrets
@@ -29,7 +29,7 @@ from scoremode_server.rows import Rows, missing_row, received_rows
 from scoremode_server.vllm_compat.engine_client import may_go_unnoticed, within_changes
 
 MAX_COMPUTED = 2**16
-"""Blocks of which the engine client remembers that they were computed, in some 13 MiB."""
+"""Limit on blocks that are remembered as computed, which take some 13 MiB."""
 
 
 class ScoringEngine:
@@ -42,7 +42,7 @@ class ScoringEngine:
         self._store = store
         self._metrics = metrics
         self._in_flight: dict[bytes, CachedRequest] = {}
-        # Not a `dict`: to find its oldest entry, it passes all that were deleted before.
+        # Not a `dict`, which steps over all deleted entries to find its oldest one.
         self._computed: OrderedDict[bytes, None] = OrderedDict()
         self._process = secrets.token_hex(8)
         within_changes(engine, store.change, lambda: metrics.cache_bytes.set(store.num_bytes))
@@ -61,20 +61,20 @@ class ScoringEngine:
         return engine_pass
 
     async def window_rows(self, engine_pass: EnginePass) -> Rows:
-        """The rows of a window from its first target on, never cached. EngineOutputError if a row is missing or has a
-        NaN. The caller calls `done`."""
+        """Compute the rows of a window from its first target on, without the cache. EngineOutputError if a row is
+        missing or has a NaN. The caller must call `RequestQueue.done`."""
         arrival, sequence = time.monotonic(), engine_pass.sequence
         output = await in_engine(self._engine, engine_pass)
         rows = received_rows(output, engine_pass.spec.columns)
         if len(rows) != sequence.num_targets:
-            raise EngineOutputError(f"the engine computed {len(rows)} rows of the {sequence.num_targets} of a window")
+            raise EngineOutputError(f"the engine computed {len(rows)} of a window's {sequence.num_targets} rows")
         if (is_nan := rows.has_nan).any():
             raise missing_row(sequence.first + int(is_nan.argmax()))
         self._metrics.count(output, sequence.num_tokens - 1, arrival)
         return rows
 
     def _tokens_to_cache(self, engine_pass: EnginePass) -> np.ndarray | None:
-        """The tokens [n] int32 of a pass that can use the cache."""
+        """The tokens [n] int32 of a pass; None if it cannot use the cache."""
         token_ids = engine_pass.token_ids
         if not (engine_pass.sequence.uses_cache and self._store.is_usable and len(token_ids) > self.block_size):
             return None
@@ -86,7 +86,7 @@ class ScoringEngine:
 
     async def _run_alone(self, engine_pass: EnginePass) -> None:
         if engine_pass.sequence.settings.owner:
-            # Generation reads the prefix cache too, and must not find what another owner scored.
+            # Generation reads the prefix cache too, but must not find what another owner scored.
             engine_pass.prompt = {**engine_pass.prompt, "cache_salt": self._salt(engine_pass)}
         await run_engine(self._engine, engine_pass)
         engine_pass.check()
@@ -95,13 +95,13 @@ class ScoringEngine:
         salt, first_row = self._salt(engine_pass), engine_pass.first_row
         engine_salt = f"scoremode-{self._process}-{self._store.generation}-{salt}"
         engine_pass.prompt = {**engine_pass.prompt, "cache_salt": engine_salt}
-        # Keys and values do not depend on what is wanted of the rows.
+        # Keys and values do not depend on which rows are wanted.
         computed = block_hashes = self._store.hashes(token_ids, self._identity(engine_pass, salt))
         if first_row // self.block_size == len(computed):
             # No whole block has rows that are needed.
             block_hashes = []
-        elif (of_rows := engine_pass.spec.identity) is not None:
-            block_hashes = self._store.hashes(token_ids, self._identity(engine_pass, salt, of_rows))
+        elif (row_identity := engine_pass.spec.identity) is not None:
+            block_hashes = self._store.hashes(token_ids, self._identity(engine_pass, salt, row_identity))
         num_computed = self._num_computed(computed)
         cached = CachedRequest(self._engine, self._store, self._in_flight, engine_pass, block_hashes, num_computed)
         await cached.run()
@@ -110,25 +110,25 @@ class ScoringEngine:
         self._metrics.joined.inc(cached.has_waited)
         self._metrics.evictions.inc(cached.num_evicted)
         self._metrics.cache_bytes.set(self._store.num_bytes)
-        # Hashes of an earlier generation may have JSON of other weights.
+        # JSON that is stored under hashes of an earlier generation may be of other weights.
         if cached.is_current:
             engine_pass.block_hashes = block_hashes
             engine_pass.num_cached_blocks = min(len(block_hashes), -(-engine_pass.num_missing // self.block_size))
 
     def _num_computed(self, block_hashes: Sequence[bytes]) -> int:
-        """Tokens of the first blocks whose keys and values other requests have computed or compute. From now on this
-        request computes those of the rest."""
+        """How many tokens at the start have keys and values that other requests have computed or are computing. The
+        blocks after them are recorded as this request's to compute."""
         num_blocks = len(list(takewhile(self._computed.__contains__, block_hashes)))
         self._computed.update(dict.fromkeys(block_hashes[num_blocks:]))
         while len(self._computed) > MAX_COMPUTED:
             self._computed.popitem(last=False)
         return num_blocks * self.block_size
 
-    def _identity(self, engine_pass: EnginePass, salt: str, of_rows: tuple[Any, ...] | None = None) -> str:
-        """Everything except the tokens that keys and values depend on, or with a `RowSpec.identity`, rows."""
+    def _identity(self, engine_pass: EnginePass, salt: str, row_identity: tuple[Any, ...] | None = None) -> str:
+        """Everything except tokens that keys and values depend on or, given a `RowSpec.identity`, rows."""
         lora = engine_pass.sequence.settings.options.get("lora_request")
         adapter = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
-        return repr((self._store.generation, adapter, salt, of_rows))
+        return repr((self._store.generation, adapter, salt, row_identity))
 
     def _salt(self, engine_pass: EnginePass) -> str:
         salt, owner = engine_pass.prompt.get("cache_salt") or "", engine_pass.sequence.settings.owner
@@ -139,9 +139,8 @@ class ScoringEngine:
 
 
 def make_store(config: VllmConfig, max_bytes: int) -> RowStore:
-    """A store of at most `max_bytes` for an engine. It is off if the engine has no prefix cache, or if its weights may
-    change without notice. Hits in vLLM's prefix cache end at multiples of its block size.
-    """
+    """Make a store of at most `max_bytes` for an engine. It is off if the engine has no prefix cache, or if its weights
+    may change without notice. Hits in vLLM's prefix cache end at multiples of the store's block size."""
     settings = config.cache_config
     is_on = settings.enable_prefix_caching and not may_go_unnoticed(config)
     return RowStore(settings.prefix_match_unit or settings.block_size, max_bytes if is_on else 0)

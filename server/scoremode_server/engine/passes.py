@@ -13,10 +13,10 @@ from scoremode_server.vllm_compat.engine_client import exempt_from_queue_bounds
 
 
 async def run_engine(engine: EngineClient, engine_pass: EnginePass, **how: Any) -> None:
-    """Compute the rows of a pass, as `in_engine` says."""
+    """Run a pass with `in_engine`, and set its output and rows."""
     output = engine_pass.output = await in_engine(engine, engine_pass, **how)
     spec, engine_pass.num_cached_tokens = engine_pass.spec, output.num_cached_tokens or 0
-    # The rows are copied, and an answer keeps the output.
+    # The pass keeps the output, but needs no second copy of the rows.
     computed, output.prompt_logprobs = received_rows(output, spec.columns), None
     first = max(engine_pass.num_cached_tokens, spec.first - 1)
     engine_pass.rows, engine_pass.num_missing = complete_rows(engine_pass.token_ids, computed, first)
@@ -30,14 +30,14 @@ async def in_engine(
     num_known: int = 0,
     suffix: str = "",
 ) -> RequestOutput:
-    """The engine's finished output for a pass. If the caller is cancelled, the engine's request, whose id ends in
-    `suffix`, is aborted. Of its tokens, `num_known` are probably in the prefix cache. UnavailableError if the engine
-    has died."""
+    """Run a pass in the engine and return the finished output. The engine's request has an id that ends in `suffix`; it
+    is aborted if the caller is cancelled. `num_known` tokens are probably in the prefix cache, so they are not
+    computed. UnavailableError if the engine has died."""
     spec, settings, output = engine_pass.spec, engine_pass.sequence.settings, None
     request_id, queue = engine_pass.request_id + suffix, settings.queue
     engine_pass.params.skip_reading_prefix_cache = not reads_prefix_cache
     num_fed = len(engine_pass.token_ids) - (spec.last_token is not None)
-    # With a chunk, the tokens of one step: the engine computes a chunk in each.
+    # A chunk counts as the tokens of one step: the engine computes one per step.
     num_tokens = spec.chunk or num_fed - num_known
     try:
         async with queue.admission.slot(queue, request_id, num_tokens, decodes=bool(spec.chunk)):

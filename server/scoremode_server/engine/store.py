@@ -1,4 +1,4 @@
-"""The store of blocks of rows, and the hashes that are its keys. It knows no engine and no metrics.
+"""The store of blocks of rows, and the hashes that are its keys. It imports neither the engine nor metrics.
 
 A block of rows has as many tokens as a block of the engine's KV cache, B, but is shifted by one: block b has the rows
 of the tokens at positions b*B+1 to (b+1)*B, because the first token of a sequence has no row. An engine that reads m*B
@@ -28,8 +28,9 @@ _CELL_BYTES = 4
 class RowStore:
     """Blocks of rows by block hash. The least recently used are evicted first.
 
-    All blocks with their overhead take at most `max_bytes`; 0 turns the store off. A block serves requests for as many
-    top tokens as it has or fewer, and a block with more replaces it. All else that a row has is part of its hash.
+    All blocks with their overhead take at most `max_bytes`; 0 turns the store off. A block serves requests for at most
+    as many top tokens as it has, and a block with more replaces it. Everything else that decides what a row has is part
+    of the hash.
     """
 
     block_size: int
@@ -48,9 +49,9 @@ class RowStore:
         return self.max_bytes > 0 and not self._num_open_changes
 
     def get(self, block_hashes: Sequence[bytes], columns: Columns) -> dict[bytes, bytes]:
-        """The stored blocks of a sequence with at least as many top tokens as `columns` have, by hash.
+        """Look up a sequence's stored blocks that have at least as many top tokens as `columns`. Returns them by hash.
 
-        They become the most recently used, the sequence's first block most of all: without it the others are useless.
+        They become the most recently used. The first block becomes so last, because the others are useless without it.
         """
         hits: dict[bytes, bytes] = {}
         min_bytes = self._block_bytes(columns)
@@ -62,8 +63,8 @@ class RowStore:
         return hits
 
     def put(self, generation: int, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> int:
-        """Store the computed blocks of a sequence, unless they are of an earlier generation. With them, all its stored
-        blocks become the most recently used, as in `get`. Returns how many blocks were evicted."""
+        """Store the computed blocks of a sequence, unless they are of an earlier generation. All its stored blocks
+        become the most recently used, as in `get`. Returns how many blocks were evicted."""
         if not blocks or generation != self.generation or not self.is_usable:
             return 0
         for block_hash in reversed(block_hashes):
@@ -87,7 +88,7 @@ class RowStore:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """The weights change inside: all rows are dropped, and none is read or stored meanwhile."""
+        """Drop all rows while the weights change inside. None is read or stored meanwhile."""
         self.clear()
         self._num_open_changes += 1
         try:
@@ -97,13 +98,13 @@ class RowStore:
             self.clear()
 
     def split(self, block_hashes: Sequence[bytes], rows: Rows) -> dict[bytes, bytes]:
-        """The first rows as blocks."""
+        """Split the first rows into blocks."""
         step = self._block_bytes(rows.columns)
         data = rows.table[: len(block_hashes) * self.block_size].tobytes()
         return {block_hash: data[index * step : (index + 1) * step] for index, block_hash in enumerate(block_hashes)}
 
     def join(self, blocks: Sequence[bytes], columns: Columns) -> Rows:
-        """The rows of blocks, which have these columns or wider ones."""
+        """Join blocks into rows with these columns. The blocks may have more top tokens."""
         joined = b"".join(blocks)
         if len(joined) > len(blocks) * self._block_bytes(columns):
             joined = b"".join(self._narrowed(block, columns) for block in blocks)
@@ -117,8 +118,8 @@ class RowStore:
         return self.block_size * num_words(columns) * _CELL_BYTES
 
     def hashes(self, token_ids: np.ndarray, identity: str) -> list[bytes]:
-        """A hash per whole block of tokens [n] int32 after the first token: of all tokens up to the block's end, and of
-        `identity`, everything else that the rows depend on. Empty if n is at most the block size."""
+        """Hash each whole block of tokens [n] int32; the first token is in no block. A hash covers all tokens up to the
+        block's end, and `identity`: everything else that the rows depend on. Empty if n is at most the block size."""
         data = token_ids.tobytes()
         step = self.block_size * token_ids.itemsize
         # The first token has no row, but all rows depend on it.

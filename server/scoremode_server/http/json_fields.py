@@ -8,18 +8,18 @@ import numpy as np
 from scoremode_server.errors import MAX_NAME, RequestError
 
 MAX_FIELDS = 1000
-"""Fields of a body. A model makes an error for each that it does not know."""
+"""Limit on the fields of a body. A model makes an error for each unknown one."""
 
 MAX_LISTS = 2**18
-"""Lists and objects in one field: three for each answer, one for each position of a long context. Python's garbage
-collector goes through all of them repeatedly: a million stop the server for seconds."""
+"""Limit on lists and objects in one field: three per answer, or one per position of a long context. Python's garbage
+collector goes through all of them repeatedly, so a million would stop the server for seconds."""
 
 LONG_LISTS = {"prompt", "texts", "continuations", "candidate_token_ids", "logprobs_from", "token_ids", "answers"}
-"""Fields that may have any number of values, of which the first wrong one ends the validation."""
+"""Fields that may have any number of values. Validation stops at the first wrong value."""
 
 MAX_VALUES = 500_000
-"""Values in another field; more than any vocabulary has tokens. vLLM's models make an error for each wrong one, and all
-models for each unknown name, so the names in long lists are counted."""
+"""Limit on values in any other field; no vocabulary has as many tokens. vLLM's models make an error for each wrong
+value. In long lists names are counted instead, because all models make an error for each unknown name."""
 
 
 class _Name(str):
@@ -51,7 +51,7 @@ def read_fields(body: bytes) -> dict[str, Any]:
         field, content = str(name), bytes(raw)
         if field in fields:
             raise RequestError(f"{field[:MAX_NAME]} is given more than once", field[:MAX_NAME])
-        # A shorter one cannot have too many.
+        # A shorter field cannot have too many.
         if len(content) > MAX_LISTS and content.startswith((b"[", b"{")):
             marks = _outside_texts(content)
             _check_count(marks.count(b"[") + marks.count(b"{"), MAX_LISTS, "lists and objects", field, field)
@@ -65,8 +65,8 @@ def read_fields(body: bytes) -> dict[str, Any]:
 
 
 def _outside_texts(content: bytes) -> bytes:
-    """The brackets, commas and colons of JSON that are not in its texts."""
-    # Without escapes, each quote begins or ends a text.
+    """The brackets, commas and colons of JSON outside its strings."""
+    # Without escapes, each quote begins or ends a string.
     marks = content.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_MARKS)
     values = np.frombuffer(marks, np.uint8)
     return bytes(values[~np.logical_xor.accumulate(values == ord('"'))])

@@ -42,8 +42,8 @@ def configured_keys(args: Namespace) -> list[str]:
 
 
 class Authentication(AuthenticationMiddleware):
-    """vLLM's middleware, which compares keys in constant time, on all other paths. Requests without a valid
-    `Authorization: Bearer KEY` get 401.
+    """Requires an API key on all paths but `OPEN_PATHS`, and compares keys in constant time, as vLLM's middleware does.
+    Requests without a valid `Authorization: Bearer KEY` get 401.
 
     Browsers' preflight requests (OPTIONS) have no key and pass. The 401 has CORS headers, for `--allowed-origins` and
     `--allow-credentials`, so that a page can read it.
@@ -69,8 +69,8 @@ def _is_open(scope: Scope) -> bool:
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    given = "Authorization" in Headers(scope=scope)
-    message = "The API key is not valid." if given else "An API key is required, as `Authorization: Bearer KEY`."
+    has_key = "Authorization" in Headers(scope=scope)
+    message = "The API key is not valid." if has_key else "An API key is required, as `Authorization: Bearer KEY`."
     error = create_error_response(message, "AuthenticationError", HTTPStatus.UNAUTHORIZED)
     headers = {"WWW-Authenticate": "Bearer"}
     await JSONResponse(error.model_dump(), HTTPStatus.UNAUTHORIZED, headers)(scope, receive, send)
@@ -79,8 +79,8 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 class RequestIds:
     """Middleware that sets `request.state.request_id`, and the header on every answer.
 
-    The client's id is used if it has 1 to 128 characters of printable ASCII. Any other is replaced, in the request's
-    header as well, from which vLLM makes the engine's ids and log lines.
+    The client's id is used if it has 1 to 128 characters of printable ASCII. Any other is replaced. It is replaced in
+    the request's header too, because vLLM makes the engine's ids and log lines from that.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -90,11 +90,11 @@ class RequestIds:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER)
+        client_id = Headers(scope=scope).get(HEADER)
         request_id = secrets.token_hex(16)
-        if given and len(given) <= 128 and given.isascii() and given.isprintable():
-            request_id = given
-        if given is not None:
+        if client_id and len(client_id) <= 128 and client_id.isascii() and client_id.isprintable():
+            request_id = client_id
+        if client_id is not None:
             MutableHeaders(scope=scope)[HEADER] = request_id
         scope.setdefault("state", {})["request_id"] = request_id
 
@@ -109,10 +109,10 @@ class RequestIds:
 
 
 def wrap(app: FastAPI) -> None:
-    """Put request ids, and API keys where there are any, around all middleware that the app has or will have.
+    """Wrap all middleware that the app has or will have in request ids, and in API keys if there are any.
 
-    `app.add_middleware` cannot: vLLM adds its middleware later, outside, and Starlette's outermost middleware, which
-    answers unexpected exceptions, is always outside.
+    `app.add_middleware` cannot do this. vLLM adds its middleware later and so outside, and Starlette's outermost
+    middleware, which answers unexpected exceptions, is always outside.
     """
     args = app.state.args
     keys = configured_keys(args)

@@ -31,7 +31,7 @@ FILES = {
     for file in sorted(FOLDER.iterdir())
     if file.suffix in CONTENT_TYPES
 }
-"""By path. Each has its own route, so the server never looks for a client's path on disk."""
+"""Files by path. Each has its own route, so the server never looks for a client's path on disk."""
 
 router = APIRouter(route_class=ScoremodeRoute, include_in_schema=False)
 

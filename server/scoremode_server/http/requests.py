@@ -1,5 +1,5 @@
-"""The parts of all routes: they read a request's body, end it when the client leaves, log how it ended, and answer
-errors in OpenAI's shape."""
+"""Shared by all routes: reading a request's body, cancelling it when the client leaves, logging how it ended, and
+answering errors in OpenAI's shape."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ from scoremode_server import errors
 from scoremode_server.engine.admission import Admission, RequestQueue, cancel_and_wait
 from scoremode_server.http.json_fields import read_fields
 
-# vLLM prints what loggers below its own write.
+# vLLM prints the messages of loggers below its own.
 logger = init_logger("vllm.scoremode")
 
 RouteHandler = Callable[..., Coroutine[Any, Any, Response]]
@@ -43,19 +43,19 @@ STATUSES: dict[type[BaseException], HTTPStatus] = {
     errors.OverdueError: HTTPStatus.GATEWAY_TIMEOUT,
     errors.StorageError: HTTPStatus.INSUFFICIENT_STORAGE,
 }
-"""Of every error; no package below knows one."""
+"""The HTTP status of each error. Packages below `http` know none."""
 
 CLIENT_CLOSED_REQUEST = 499
 """The status, in logs and metrics, of a request whose client left."""
 
 WHEN_SENT = "scoremode.when_sent"
-"""The key in a request's ASGI scope of what is called once its answer is sent, or is not any more."""
+"""The key in a request's ASGI scope of a function that is called when its answer was sent, or can no longer be."""
 
 READ_AT_ONCE = 256 * 1024
 """Bytes of a body that are decoded on the event loop, in a few milliseconds. Longer ones are decoded in a thread."""
 
 MAX_REPORTED = 5
-"""Faults of a body that one error names."""
+"""Limit on the faults of a body that one error names."""
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request is at fault; `param` names the field."},
@@ -66,11 +66,11 @@ EVENT_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {"text/even
 
 
 class ScoremodeRoute(APIRoute):
-    """A route whose requests' errors have OpenAI's shape; all other errors go to vLLM's own handlers. Requests with a
-    body do not pass through FastAPI, whose models would look at each value again."""
+    """A route that answers its requests' errors in OpenAI's shape; all other errors go to vLLM's handlers. Requests
+    with a body bypass FastAPI, whose models would look at each value again."""
 
     read_as: ClassVar[Mapping[Any, type[BaseModel] | None]] = {}
-    """The models that bodies are read by, in place of those that routes name; None for FastAPI's own reading."""
+    """The models that read bodies, instead of those that routes name; None to leave reading to FastAPI."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -96,7 +96,7 @@ class ScoremodeRoute(APIRoute):
             except RequestValidationError as error:
                 if named is not None and model is None:
                     raise
-                # vLLM's check of the content type.
+                # vLLM's check of the content type raises this.
                 failure = errors.RequestError("; ".join(map(str, error.errors())), None)
             except ValidationError as error:
                 # One error whose `param` is the first field at fault, and whose message explains all faults.
@@ -117,8 +117,8 @@ class ScoremodeRoute(APIRoute):
 
 
 def until_disconnect(handler: RouteHandler) -> RouteHandler:
-    """Have a handler count in vLLM's load, give it `--request-timeout`, and cancel it when the client leaves. Unlike
-    vLLM's `with_cancellation`, this waits until the handler has ended: nothing of a request outlives its answer."""
+    """Count a handler in vLLM's load, limit it by `--request-timeout`, and cancel it when the client leaves. Unlike
+    vLLM's `with_cancellation`, this waits until the handler has ended, so no work outlives its answer."""
     counted = load_aware_call(handler)
 
     @wraps(handler)
@@ -139,7 +139,7 @@ def until_disconnect(handler: RouteHandler) -> RouteHandler:
 async def accept(
     admission: Admission, route: str, request_id: str, num_sequences: int = 0, num_tokens: int = 0
 ) -> AsyncGenerator[RequestQueue, None]:
-    """`Admission.request`, with a line in the log at the end."""
+    """Enter `Admission.request`, and log how the request ended."""
     queue, failure = None, None
     try:
         async with admission.request(num_sequences, num_tokens) as queue:
@@ -167,7 +167,7 @@ async def accept(
 
 
 def status_of(error: BaseException | None) -> int:
-    """The status of a request that ended with an error, or without one."""
+    """The HTTP status of a request that ended with an error, or without one."""
     if error is None:
         return HTTPStatus.OK
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
@@ -176,7 +176,7 @@ def status_of(error: BaseException | None) -> int:
 
 
 def error_content(error: Exception) -> dict[str, Any]:
-    """`{"error": {"message", "type", "param", "code"}}`. vLLM has the status of errors that are not a request's."""
+    """Make `{"error": {"message", "type", "param", "code"}}`. vLLM decides on errors other than RequestError."""
     if isinstance(error, errors.RequestError):
         status = STATUSES[type(error)]
         kind = f"{status.phrase.title().replace(' ', '')}Error"
@@ -190,7 +190,8 @@ _TYPES = ("str", "int", "float", "bool")
 
 
 def _field(detail: Any) -> str | None:
-    """The field of an error of pydantic; None for one of the whole body, such as of fields that exclude each other."""
+    """The field that an error of pydantic names; None if the error is in the whole body, such as fields that exclude
+    each other."""
     return str(detail["loc"][0])[: errors.MAX_NAME] if detail["loc"] else None
 
 
@@ -204,7 +205,7 @@ def _describe(detail: Any) -> str:
 
 
 def _part(part: int | str) -> str:
-    """A part of the place of an error; nothing for a type, which names a branch of a union."""
+    """Format a part of an error's place. A type only names a branch of a union, and becomes an empty text."""
     if isinstance(part, int):
         return f"[{part}]"
     return f".{part[: errors.MAX_NAME]}" if part.isidentifier() and part not in _TYPES else ""

@@ -1,4 +1,4 @@
-"""Responses of JSON, written from numpy arrays without a Python object per token: one, or a stream of server-sent
+"""JSON responses, written from numpy arrays without a Python object per token: a single one, or a stream of server-sent
 events."""
 
 import asyncio
@@ -23,23 +23,23 @@ from scoremode_server.rows import json_logprobs
 T = TypeVar("T")
 
 ANSWER_BYTES = 2**30
-"""Large answers of this process, from before they are computed until their clients have taken them; a larger one may be
-alone. The largest takes half of this."""
+"""Limit on this process's large answers, from before they are computed until clients have read them; one larger answer
+is allowed if it is alone. Scores take at most half of this."""
 
 LARGE_BYTES = 2**18
-"""Answers that are not larger do not count: a connection may hold a longer body."""
+"""Answers up to this size do not count, because a connection may hold a longer body."""
 
 VALUE_BYTES = {"base64": 8, "float": 64}
-"""What a logprob and its token id take in an answer, by encoding."""
+"""Bytes of a logprob and its token id in an answer, by encoding."""
 
 SECONDS_TO_WAIT = 300
 """The time that a request waits for space for its answer: half of the time after which a client gives up."""
 
 PART_BYTES = 2**20
-"""The server's connection holds two such parts of an answer that its client has not taken."""
+"""The size of the parts of a large answer. The server's connection holds two parts that the client has not read."""
 
 Events = Callable[[RequestQueue], AsyncGenerator[dict[str, Any], None]]
-"""The windows of a request, then its result."""
+"""Yields the windows of a request, then its result."""
 
 
 def dump(content: Any) -> bytes:
@@ -51,7 +51,8 @@ def json_response(content: Any) -> Response:
     body = dump(content)
     if len(body) <= PART_BYTES:
         return Response(body, media_type="application/json")
-    # The response ends when the client has taken the last part. One part would be with the connection then, in whole.
+    # A response in parts ends when the client has read all but the last. A single part would end it at once, while the
+    # connection still holds the whole body.
     headers = {"Content-Length": str(len(body))}
     return StreamingResponse(_in_parts(body), headers=headers, media_type="application/json")
 
@@ -62,16 +63,16 @@ async def _in_parts(body: bytes) -> AsyncGenerator[bytes, None]:
 
 
 class AnswerSpace:
-    """Bounds the bytes of large answers. Requests wait for each other in turn before the engine computes anything for
-    them, and clients that read slowly keep their answer's space."""
+    """Limits the bytes of large answers. Requests wait in turn before the engine computes anything for them. A client
+    that reads slowly keeps its answer's space."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._line, self._freed = asyncio.Lock(), asyncio.Event()
 
     async def reserve(self, request: Request, num_values: int, encoding_format: str = "base64") -> None:
-        """Wait until there is space for an answer of so many logprobs, and hold it until the answer is sent. BusyError
-        if there is none in time."""
+        """Wait until there is space for an answer of `num_values` logprobs, and hold it until the answer is sent.
+        BusyError if there is none in time."""
         num_bytes = num_values * VALUE_BYTES[encoding_format]
         if num_bytes <= LARGE_BYTES:
             return
@@ -112,8 +113,8 @@ def top_entries(
 async def respond(
     admission: Admission, route: str, request_id: str, events: Events, *, stream: bool, with_windows: bool = False
 ) -> Response:
-    """Accept a request, whose sequences count when they begin. Answer with a stream of all events, or with the result
-    alone, with the windows in `data` if wanted."""
+    """Accept a request whose sequences count when they begin. Answer with a stream of all events, or with the result
+    alone, which has the windows in `data` if `with_windows`."""
     in_queue = accept(admission, route, request_id)
     if stream:
         return ClosingStream(_event_stream(in_queue, events, request_id), media_type="text/event-stream")
@@ -128,7 +129,7 @@ async def respond(
 
 
 class ClosingStream(StreamingResponse):
-    """Content that ends when the client leaves, after a `beginning` that was taken from it."""
+    """Streams content, which it closes when the client leaves, after a `beginning` that was already read from it."""
 
     def __init__(self, content: AsyncGenerator[Any, None], beginning: Any = None, **options: Any) -> None:
         self._content = content
@@ -141,7 +142,7 @@ class ClosingStream(StreamingResponse):
             yield part
 
     async def stream_response(self, send: Send) -> None:
-        """Send all; Starlette would leave the end of the generator to the garbage collector."""
+        """Send all content and close it: Starlette would leave that to the garbage collector."""
         async with aclosing(self._content):
             await super().stream_response(send)
 
@@ -149,15 +150,15 @@ class ClosingStream(StreamingResponse):
 async def in_own_task(
     in_queue: AbstractAsyncContextManager[RequestQueue], parts: Callable[[RequestQueue], AsyncGenerator[T, None]]
 ) -> AsyncGenerator[T, None]:
-    """The parts of the answer to a request that is accepted. A task of its own owns the request, whose time may run
-    out while the client reads. If the reader stops, the request ends at once."""
+    """Yield the parts of the answer to an accepted request. A task of its own owns the request, because the request's
+    time may run out while the client reads. If the reader stops, the request ends at once."""
     made: asyncio.Queue[T | None] = asyncio.Queue()
 
     async def own() -> None:
         async with in_queue as queue, aclosing(parts(queue)) as all_parts:
             async for part in all_parts:
                 made.put_nowait(part)
-                # Until the client reads on.
+                # Wait until the client has read this part.
                 await made.join()
 
     owner = asyncio.create_task(own())
@@ -174,7 +175,8 @@ async def in_own_task(
 async def _event_stream(
     in_queue: AbstractAsyncContextManager[RequestQueue], events: Events, request_id: str
 ) -> AsyncGenerator[bytes, None]:
-    """The events as JSON, and `[DONE]` at the end. An error is an event, because the status line was sent before."""
+    """Yield events as JSON, and `[DONE]` at the end. An error is an event too, because the status line was already
+    sent."""
     try:
         async with aclosing(in_own_task(in_queue, events)) as all_events:
             async for event in all_events:

@@ -1,2 +1,2 @@
-"""Prompt logprobs from hidden states and logits: torch and Triton on tensors, and their working memory. Nothing here
-imports vLLM."""
+"""Kernels, in PyTorch and Triton, that compute prompt logprobs from hidden states and logits, and their working memory.
+They import nothing of vLLM."""

@@ -1,7 +1,7 @@
-"""Rows of logits, reduced to what the logprobs of some of their entries need. If the vocabulary is divided among ranks,
-they exchange reduced rows and put them together here.
+"""Rows of logits, reduced to the few numbers that logprobs need. Ranks that share a vocabulary exchange reduced rows
+and combine them here.
 
-All that is exchanged has the type float32: on a CPU, vLLM's collectives are made for floats only.
+Ranks exchange float32 only, because vLLM's collectives on a CPU take only floats.
 """
 
 import math
@@ -16,16 +16,16 @@ LOWEST = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True, slots=True)
 class ReducedRows:
-    """Rows of logits, reduced.
+    """Rows of logits, each reduced to a few numbers.
 
     Attributes:
-        tokens: [rows, 1 + k] int32: the target, and those of the k highest logits, in falling order. The first of these
-            is the one that greedy decoding takes: of several highest logits, the lowest token.
-        logits: [rows, 1 + k] float32, theirs.
+        tokens: [rows, 1 + k] int32: the target, then the tokens of the k highest logits, in descending order. The first
+            of these is the one of greedy decoding: if several logits are highest, the lowest token.
+        logits: [rows, 1 + k] float32, the logits of these tokens.
         maxima: [rows] float32, the highest logit m.
-        sums: [rows] float64, the sum of exp((logit - m) / T) over the row, at a temperature T; NaN where the row has a
+        sums: [rows] float64, the sum of exp((logit - m) / T) over the row, at a temperature T; NaN if the row has a
             NaN.
-        ranks: [rows] int32, how many logits are as high as the target's.
+        ranks: [rows] int32, how many logits are at least as high as the target's.
     """
 
     tokens: torch.Tensor
@@ -42,7 +42,7 @@ class ReducedRows:
 
     @classmethod
     def join(cls, parts: "Sequence[ReducedRows]") -> "ReducedRows":
-        """The rows of all, one after another."""
+        """Concatenate rows."""
         return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def __getitem__(self, rows: slice) -> "ReducedRows":
@@ -54,22 +54,23 @@ class ReducedRows:
         return int(self.tokens.shape[1]) - 1
 
     def logprobs(self, temperature: float = 1.0, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """[rows, 1 + k] float32, in nats; or of other entries of the rows, [rows, any]: (logit - m) / T - log(sum),
-        which rounds less than logit / T - logsumexp. The temperature is that of the sums. Rounded to float32 once."""
+        """Logprobs [rows, 1 + k] float32, in nats; with `logits`, those of other entries of the rows, [rows, any]. They
+        are (logit - m) / T - log(sum), which rounds less than logit / T - logsumexp, and are rounded to float32 once.
+        The temperature must be that of the sums."""
         below = (self.logits if logits is None else logits).double().sub_(self.maxima[:, None]).div_(temperature)
         return below.sub_(self.sums.log()[:, None]).float()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedRows:
-    """Tensors [rows, ...] of one dtype that are read as one, a slice at a time, on `device` if that is another one than
-    theirs. On the host they are best pinned."""
+    """Reads tensors [rows, ...] of one dtype as one, a slice at a time. Slices are copied to `device` if it is given;
+    tensors on the host should then be pinned."""
 
     parts: Sequence[torch.Tensor]
     device: torch.device | None = None
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        """Some rows: a view where one tensor has all of them."""
+        """Some rows: a view if one tensor has them all."""
         pieces, start = [], 0
         for part in self.parts:
             piece = part[max(rows.start - start, 0) : max(rows.stop - start, 0)]
@@ -84,15 +85,15 @@ class Shard:
     """A rank's part of the vocabulary."""
 
     first: int
-    """Token of the first of this rank's columns."""
+    """Token id of this rank's first column."""
     columns: int
-    """That are tokens; those after them are padding."""
+    """How many columns are tokens; those after them are padding."""
     group: Any
-    """vLLM's group of the ranks that hold all parts."""
+    """vLLM's group of the ranks that share the vocabulary."""
 
 
 def true_on_every_rank(group: Any, answers: list[bool]) -> list[bool]:
-    """Tell which of the answers are yes on every rank."""
+    """Tell which of the answers are true on every rank."""
     if group.world_size == 1:
         return answers
     on_ranks = _gathered(group, torch.tensor(answers, dtype=torch.float32, device=group.device))
@@ -100,29 +101,29 @@ def true_on_every_rank(group: Any, answers: list[bool]) -> list[bool]:
 
 
 def share_targets(group: Any, rows: ReducedRows) -> None:
-    """Give each rank the logits of the targets, which all but one lack (-inf)."""
+    """Give each rank the targets' logits. For each target, all ranks but one have -inf."""
     rows.logits[:, 0] = highest(group, rows.logits[:, 0].contiguous())
 
 
 def highest(group: Any, logits: torch.Tensor) -> torch.Tensor:
-    """The highest that a rank has, of each entry."""
+    """The maximum of each entry over the ranks."""
     return _gathered(group, logits).amax(0)
 
 
 def gather_rows(group: Any, rows: ReducedRows, temperature: float = 1.0) -> ReducedRows:
-    """The rows [rows, ...] of each rank, as those of the whole vocabulary."""
+    """Combine the reduced rows of all ranks into those of the whole vocabulary."""
     parts = rows.tokens, rows.logits, rows.maxima[:, None], rows.sums[:, None], rows.ranks[:, None]
     words = [part.view(torch.float32) for part in parts]
-    # The bits of all in one.
-    gathered = _gathered(group, torch.cat(words, 1)).split([each.shape[1] for each in words], 2)
+    # The bits of all parts are sent in one tensor.
+    gathered = _gathered(group, torch.cat(words, 1)).split([part.shape[1] for part in words], 2)
     tokens, logits, maxima, sums, ranks = (
-        each.contiguous().view(part.dtype) for each, part in zip(gathered, parts, strict=True)
+        bits.contiguous().view(part.dtype) for bits, part in zip(gathered, parts, strict=True)
     )
     maximum = maxima.amax(0)
-    # A part without a column, or with nothing but -inf, has -inf and a sum of 0.
+    # A part without columns, or with only -inf, has a maximum of -inf and a sum of 0.
     scales = torch.exp((maxima.double() - maximum.masked_fill(maximum == -math.inf, 0.0)).div_(temperature))
-    top_tokens, top_logits = (each[:, :, 1:].transpose(0, 1).flatten(1) for each in (tokens, logits))
-    # Tokens of probability 0 come before those that a part with fewer than k does not have.
+    top_tokens, top_logits = (values[:, :, 1:].transpose(0, 1).flatten(1) for values in (tokens, logits))
+    # Tokens of probability 0 come before the fillers of parts that have fewer than k tokens.
     comparable = top_logits.clamp(min=LOWEST).masked_fill_(top_tokens < 0, -math.inf)
     order = comparable.topk(rows.num_top).indices
     chosen = top_tokens.gather(1, order)
@@ -139,18 +140,18 @@ def gather_rows(group: Any, rows: ReducedRows, temperature: float = 1.0) -> Redu
 
 
 def put_first(top_tokens: torch.Tensor, first: torch.Tensor) -> None:
-    """Exchange the first of each row's top tokens [rows, k] for another whose logit is as high, [rows, 1]. One that is
-    not among them takes the first's place."""
+    """Move the token `first` [rows, 1] to the front of each row's top tokens [rows, k], in exchange for the one there,
+    whose logit is as high. If it is not among them, it replaces that one."""
     replaced = top_tokens[:, :1].clone()
     top_tokens.copy_(torch.where(top_tokens == first, replaced, top_tokens))
     top_tokens[:, :1] = first
 
 
 def add_up(group: Any, sums: torch.Tensor) -> torch.Tensor:
-    """The sums [rows, n] float32 of each rank's part, as those of the whole."""
+    """Add up the sums [rows, n] float32 of all ranks."""
     return _gathered(group, sums).sum(0, dtype=torch.float64).float()
 
 
 def _gathered(group: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """[ranks, ...]"""
+    """Gather a tensor from all ranks, [ranks, ...]."""
     return cast(torch.Tensor, group.all_gather(tensor, 0).view(group.world_size, *tensor.shape))

@@ -1,8 +1,8 @@
-"""The Triton kernels in float64 PyTorch: for a server on a CPU, which has no Triton, and to test them against.
+"""The Triton kernels in float64 PyTorch, for servers on a CPU, which have no Triton, and as the reference in tests.
 
-A block of whole rows at a time is converted to float64, so that the memory in addition to the logits depends neither on
-their number nor, up to `BLOCK_ENTRIES`, on the vocabulary. All blocks are computed in the same memory: a server on a
-CPU returns large tensors to the system at once (`cli.MMAP_THRESHOLD`), and new pages take longer than the arithmetic.
+Whole rows are converted to float64 a block at a time. So the memory in addition to the logits depends neither on the
+number of rows nor, up to `BLOCK_ENTRIES`, on the vocabulary. All blocks use the same memory: a server on a CPU returns
+large tensors to the system at once (`cli.MMAP_THRESHOLD`), and new pages take longer than the arithmetic.
 """
 
 import math
@@ -16,7 +16,7 @@ from scoremode_server.kernels.working_memory import BLOCK_ENTRIES
 LARGEST = torch.finfo(torch.float64).max
 
 LOWEST_EXPONENT = -1e4
-"""The logarithm of a number that is 0 in float64. Its square is a number in float32."""
+"""Replaces -inf: exp of it is 0 in float64, and its square is finite in float32."""
 
 
 def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, columns: int, out: ReducedRows) -> None:
@@ -26,11 +26,12 @@ def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, column
 
 
 def take(logits: torch.Tensor, tokens: torch.Tensor, first: int, columns: int) -> torch.Tensor:
-    """Logits [rows, m] float32 of some tokens of each row, -inf where these columns do not hold them. On a GPU too."""
+    """Logits [rows, m] float32 of some tokens of each row, -inf for tokens outside these columns. Also used on a
+    GPU."""
     column = tokens.long() - first
     held = (column >= 0) & (column < columns)
-    taken = logits.gather(1, column.clamp(0, logits.shape[1] - 1)).float()
-    return taken.masked_fill_(~held, -math.inf)
+    values = logits.gather(1, column.clamp(0, logits.shape[1] - 1)).float()
+    return values.masked_fill_(~held, -math.inf)
 
 
 def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows, temperature: float = 1.0) -> None:
@@ -53,7 +54,7 @@ def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows
         rows.logits[:, 1 : 1 + num_held] = highest
         rows.ranks[:] = torch.ge(values, rows.logits[:, :1], out=as_high).sum(1)
         rows.maxima[:] = values.amax(1)
-        # Where all is -inf, -inf less -inf would be NaN.
+        # If all are -inf, subtracting -inf would give NaN.
         base = rows.maxima.masked_fill(rows.maxima == -math.inf, 0.0)
         rows.sums[:] = values.sub_(base[:, None]).div_(temperature).exp_().sum(1)
 
@@ -66,24 +67,24 @@ def sum_divergences(
     reference: ReducedRows,
     log_sum_ratios: torch.Tensor,
 ) -> torch.Tensor:
-    """Add up these columns' shares of the divergences of two distributions, p the reference's and q the served model's.
+    """Sum these columns' shares of the divergences between the reference's distribution p and the served model's q.
 
     Args:
-        logits: [rows, at least `columns`], as `reference_logits`, of a floating dtype.
-        columns: that count; those after them are padding.
-        served: maxima and sums over the whole vocabulary, as `reference`.
-        log_sum_ratios: [rows] float64, the logarithm of the reference's sum less that of the served model's; where it
-            is not finite, what is returned means nothing.
+        logits: [rows, at least `columns`], like `reference_logits`, of a floating dtype.
+        columns: how many columns count; those after them are padding.
+        served: maxima and sums over the whole vocabulary, like `reference`.
+        log_sum_ratios: [rows] float64, the logarithm of the reference's sum minus that of the served model's. If it is
+            not finite, the result is undefined.
 
     Returns:
-        [rows, 3] float32, sums that are never negative and that add up over the parts of a vocabulary: of
-        p log(p/q) - p + q, which makes KL(p||q); of q log(q/p) - q + p, which makes KL(q||p); of |p - q|.
+        [rows, 3] float32: the sum of p log(p/q) - p + q, for KL(p||q); of q log(q/p) - q + p, for KL(q||p); of |p - q|.
+        Sums are never negative, and those of a vocabulary's parts add up.
     """
     sums = logits.new_empty((len(logits), 3), dtype=torch.float32)
     for block, (p, q, log_ratios, terms) in _blocks(logits, columns, 4):
         p.copy_(reference_logits[block, :columns]).sub_(reference.maxima[block, None])
         q.copy_(logits[block, :columns]).sub_(served.maxima[block, None])
-        # Two of -inf are as equal as any others.
+        # Two logits of -inf count as equal.
         torch.sub(p, q, out=log_ratios).masked_fill_(p == q, 0.0).sub_(log_sum_ratios[block, None])
         p.exp_().div_(reference.sums[block, None])
         q.exp_().div_(served.sums[block, None])
@@ -94,12 +95,12 @@ def sum_divergences(
 
 
 def sum_moments(logits: torch.Tensor, columns: int, scores: ReducedRows, temperature: float = 1.0) -> torch.Tensor:
-    """Add up these columns' shares of the first two moments of x = (logit - m) / T under the distribution p, for
-    maxima m and sums over the whole vocabulary that were made at the same temperature T.
+    """Sum these columns' shares of the first two moments of x = (logit - m) / T under the distribution p. `scores` has
+    the maxima m, and sums, of the whole vocabulary at the same temperature T.
 
     Returns:
-        [rows, 2] float32, the sums of p x and of p x squared, in which an entry of probability 0 counts as 0; they add
-        up over the parts of a vocabulary.
+        [rows, 2] float32: the sums of p x and of p x squared. Entries of probability 0 count as 0. The sums of a
+        vocabulary's parts add up.
     """
     sums = logits.new_empty((len(logits), 2), dtype=torch.float32)
     for block, (x, p) in _blocks(logits, columns, 2):
@@ -112,7 +113,8 @@ def sum_moments(logits: torch.Tensor, columns: int, scores: ReducedRows, tempera
 
 
 def _blocks(logits: torch.Tensor, columns: int, num_buffers: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows of logits, and memory [num_buffers, rows, columns] float64 to compute in, the same for all."""
+    """Yield blocks of rows, each with memory [num_buffers, rows, columns] float64 to compute in, which all blocks
+    share."""
     step = max(1, BLOCK_ENTRIES // max(columns, 1))
     buffers = logits.new_empty((num_buffers, min(step, len(logits)), columns), dtype=torch.float64)
     for start in range(0, len(logits), step):
@@ -121,12 +123,12 @@ def _blocks(logits: torch.Tensor, columns: int, num_buffers: int) -> Iterator[tu
 
 
 def _excess(p: torch.Tensor, q: torch.Tensor, log_ratios: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
-    """[rows]: the sum of p log(p/q) - p + q, where p = 0 adds q, and q = 0 with p > 0 infinity.
+    """Sum p log(p/q) - p + q over each row, [rows]. An entry adds q if p = 0, and infinity if q = 0 and p > 0.
 
     As p and q each add up to 1, this is the sum of p log(p/q). But an error of their normalizers, which makes all of p
-    or q a little too large or too small, cancels to the first order. What `terms` holds is replaced.
+    or q a little too large or too small, cancels to the first order. `terms` is overwritten.
     """
     torch.clamp(log_ratios, -LARGEST, LARGEST, out=terms).mul_(p)
-    # A probability may be too small for any number and yet not 0.
+    # A probability that underflows to 0 here is still more than 0.
     terms.masked_fill_(log_ratios == math.inf, math.inf)
     return terms.sub_(p).add_(q).sum(1).clamp_(min=0.0)

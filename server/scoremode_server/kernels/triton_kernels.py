@@ -1,8 +1,8 @@
-"""The Triton kernels over rows of logits; `torch_kernels` says the same in PyTorch.
+"""Triton kernels over rows of logits; `torch_kernels` has the same functions in PyTorch.
 
-A program takes one row, or two that are compared, and walks through it in tiles of `LANES` x `WIDTH` entries. Lane l of
-a tile holds the entries l * WIDTH to (l + 1) * WIDTH, one load of a thread, and keeps what it has seen in all tiles, so
-that the loop needs no exchange between threads.
+A program reads one row, or two to compare, in tiles of `LANES` x `WIDTH` entries. Lane l reads the entries l * WIDTH to
+(l + 1) * WIDTH of each tile, with one load of a thread, and accumulates over all tiles. So the loop needs no exchange
+between threads.
 """
 
 import torch
@@ -15,25 +15,26 @@ from scoremode_server.kernels.working_memory import PAIR_TILING, TILING, Tiling
 
 LOWEST_X = tl.constexpr(LOWEST_EXPONENT)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-"""Stands for -inf where entries are picked, so that entries of probability 0 come before columns that do not exist."""
+"""Replaces -inf while top entries are picked, so that entries of probability 0 come before columns that do not
+exist."""
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 CLOSE = tl.constexpr(0.25)
-"""Of the logarithms of probabilities: below it, the series' first omitted term is less than a rounding of float32."""
+"""Limit on |log(p/q)| for the power series: below it, the first omitted term is less than a rounding of float32."""
 
 NO_COLUMN = tl.constexpr(2**31 - 1)
 TARGET_ROWS = 128
-"""Rows that one program takes the targets of."""
+"""Rows whose targets one program reads."""
 
 
 def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, columns: int, out: ReducedRows) -> None:
-    """Write each row's target and its logit, -inf where these columns do not hold it.
+    """Write each row's target and its logit, -inf if the target is outside these columns.
 
     Args:
         logits: [rows, at least `columns`], of a floating dtype, neighboring columns next to each other in memory.
         targets: [rows] int32 or int64 tokens.
-        first: token of the first column.
-        columns: that count; those after them are padding.
+        first: token id of the first column.
+        columns: how many columns count; those after them are padding.
     """
     require_rows(logits)
     into = out.tokens, out.logits, out.tokens.stride(0)
@@ -45,14 +46,14 @@ def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, column
 def reduce_rows(
     logits: torch.Tensor, first: int, columns: int, out: ReducedRows, temperature: float = 1.0, tiling: Tiling = TILING
 ) -> None:
-    """Write all else: what `ReducedRows` says of these columns, with -1 for a token where there are fewer than k.
+    """Write everything else in `ReducedRows` for these columns, with -1 as the token where there are fewer than k.
 
-    A lane keeps its maximum, the sum of exponentials below it (online softmax, Milakov and Gimelshein 2018), and how
-    many entries reach the target. k entries that are the top k lie in the k lanes with the highest maxima. Everything
-    is computed in float32, into which the logits' own dtypes convert exactly. A NaN in a row makes its sum NaN.
+    Each lane keeps its maximum, the sum of exponentials relative to it (online softmax, Milakov and Gimelshein 2018),
+    and how many entries reach the target. The k lanes with the highest maxima contain the top k. Everything is computed
+    in float32, to which the logits' dtypes convert exactly. A NaN in a row makes its sum NaN.
 
-    Arguments are as for `take_targets`; `out` has the logits of the targets. The temperature is that of the sums; the
-    tiling is for measurements.
+    Arguments are as for `take_targets`. `out` must have the targets' logits. The temperature is that of the sums.
+    `tiling` is for measurements.
     """
     require_rows(logits)
     rows, num_top = len(logits), out.num_top
@@ -78,7 +79,7 @@ def _shape(tiling: Tiling) -> dict[str, int]:
 def _top_of_lanes(
     logits: torch.Tensor, first: int, columns: int, maxima: torch.Tensor, out: ReducedRows, tiling: Tiling
 ) -> None:
-    """Write the k highest logits and their tokens, in falling order, from the lanes' maxima [rows, lanes]."""
+    """Write the k highest logits and their tokens, in descending order, from the lanes' maxima [rows, lanes]."""
     rows, num_top = len(logits), out.num_top
     lanes = torch.topk(maxima, num_top, dim=-1, sorted=False).indices
     entries = tiling.lane_entries(columns)
@@ -136,7 +137,7 @@ def _reduce_rows(
     counts = tl.zeros([LANES], tl.int32)
     origins = tl.zeros([LANES], tl.int32)
     whole = columns // tile * tile
-    # Whole tiles need no mask, which would keep loads narrow wherever the vocabulary is not a multiple of 16.
+    # Whole tiles need no mask, which would make loads narrow if the vocabulary is not a multiple of 16.
     for origin in tl.range(0, whole, tile, num_stages=1):
         seen = tl.load(start + origin + entries).to(tl.float32)
         maxima, sums, counts, origins = _fold(seen, origin, target, maxima, sums, counts, origins, scale, SCALED)
@@ -147,14 +148,14 @@ def _reduce_rows(
         padding = whole + tile - columns
     maximum = tl.max(maxima, 0)
     total = tl.sum((sums * _exp(maxima - _finite(maximum), scale, SCALED)).to(tl.float64), 0)
-    # A target of -inf is reached by the padding of the last tile too.
+    # Padding in the last tile also reaches a target of -inf, and must not count.
     count = tl.sum(counts, 0) - tl.where(target == float("-inf"), padding, 0)
     tl.store(row_maxima + row, maximum)
     tl.store(row_sums + row, total)
     tl.store(ranks + row, count)
     if BEST:
         group = tl.min(tl.where(maxima == maximum, origins + lanes * WIDTH, NO_COLUMN), 0)
-        # No entry equals a maximum of NaN; the row is NaN with any choice.
+        # No entry equals a maximum of NaN. The row is then NaN, whatever the token.
         group = tl.where(group == NO_COLUMN, 0, group)
         width = tl.arange(0, WIDTH)
         held = tl.load(start + group + width, mask=group + width < columns, other=float("-inf")).to(tl.float32)
@@ -162,13 +163,13 @@ def _reduce_rows(
         tl.store(kept_logits + row * out_stride + 1, maximum)
         tl.store(tokens + row * out_stride + 1, tl.where(columns > 0, first + column, -1))
     if MAXIMA:
-        kept = tl.where(lanes * WIDTH < columns, tl.maximum(maxima, LOWEST), float("-inf"))
-        tl.store(lane_maxima + row * LANES + lanes, kept)
+        raised = tl.where(lanes * WIDTH < columns, tl.maximum(maxima, LOWEST), float("-inf"))
+        tl.store(lane_maxima + row * LANES + lanes, raised)
 
 
 @triton.jit
 def _fold(seen, origin, target, maxima, sums, counts, origins, scale, SCALED: tl.constexpr):
-    """Take a tile [lanes, width] that starts at column `origin` into what the lanes keep."""
+    """Add a tile [lanes, width], which starts at column `origin`, to what the lanes keep."""
     tile_maxima = tl.max(seen, 1)
     risen = tl.maximum(maxima, tile_maxima)
     base = _finite(risen)
@@ -187,7 +188,8 @@ def _exp(logit, scale, SCALED: tl.constexpr):
 
 @triton.jit
 def _finite(maximum):
-    """Choose what to subtract in exponents: where all is -inf so far, 0, as -inf less -inf is NaN."""
+    """Choose what to subtract in exponents: the maximum, or 0 if all entries so far are -inf, as -inf minus -inf is
+    NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
@@ -195,7 +197,7 @@ def _finite(maximum):
 def _candidates(
     out, lanes, logits, stride, columns, num_top, entries, LANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Copy one tile's entries of the chosen lanes: out [rows, num_top, entries of a lane]."""
+    """Copy one tile's entries of the chosen lanes to `out`, [rows, num_top, entries of a lane]."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     slot = tl.arange(0, BLOCK)
@@ -248,19 +250,19 @@ def sum_divergences(
     reference: ReducedRows,
     log_sum_ratios: torch.Tensor,
 ) -> torch.Tensor:
-    """As `torch_kernels.sum_divergences`, of rows whose columns are next to each other in memory.
+    """Compute `torch_kernels.sum_divergences` of rows whose columns are next to each other in memory.
 
-    Each lane adds up its entries in float32, and the lanes are added in float64. Where p and q are close, a term is the
-    small difference of large numbers: there it is p times a power series in log(p/q), whose error is but a rounding of
-    itself. Entries of -inf are rare, and to look for them takes a fifth of the arithmetic: a row is added up as if it
-    had none, and again where that does not come to numbers.
+    Each lane sums its entries in float32, and the lanes are summed in float64. If p and q are close, a term is the
+    small difference of large numbers. It is then p times a power series in log(p/q), whose error is only its own
+    rounding. Entries of -inf are rare, and checking for them takes a fifth of the arithmetic. So a row is summed as if
+    it had none, and again if the sums are not finite.
     """
     require_rows(logits)
     require_rows(reference_logits)
     sums = logits.new_empty((len(logits), 3), dtype=torch.float32)
     p = reference_logits, reference_logits.stride(0), reference.maxima, (1 / reference.sums).float()
     q = logits, logits.stride(0), served.maxima, (1 / served.sums).float()
-    # An error of the ratios, as one of the sums, cancels to the first order.
+    # An error of the ratios cancels to the first order, like one of the sums.
     _sum_divergences[(len(logits),)](sums, *p, *q, log_sum_ratios.float(), columns, **_shape(PAIR_TILING))
     return sums
 
@@ -293,7 +295,7 @@ def _sum_divergences(
         *(p_start, p_maximum, p_scale, q_start, q_maximum, q_scale, log_sum_ratio, columns),
         *(LANES, WIDTH, False),
     )
-    # Not true of NaN either.
+    # NaN fails this comparison too.
     if not (forward + backward < float("inf")):
         forward, backward, distance = _add_up(
             *(p_start, p_maximum, p_scale, q_start, q_maximum, q_scale, log_sum_ratio, columns),
@@ -318,14 +320,15 @@ def _add_up(
     WIDTH: tl.constexpr,
     INFINITE: tl.constexpr,
 ):
-    """The three sums over a row. With entries of -inf they are right if `INFINITE`, and else NaN or infinite."""
+    """Compute the three sums over a row. If it has entries of -inf, they are NaN or infinite unless `INFINITE` is
+    set."""
     tile: tl.constexpr = LANES * WIDTH
     entries = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     forward = tl.zeros([LANES], tl.float32)
     backward = tl.zeros([LANES], tl.float32)
     distances = tl.zeros([LANES], tl.float32)
     whole = columns // tile * tile
-    # Whole tiles need no mask, which would keep loads narrow wherever the vocabulary is not a multiple of 16.
+    # Whole tiles need no mask, which would make loads narrow if the vocabulary is not a multiple of 16.
     for origin in tl.range(0, whole, tile, num_stages=1):
         p_seen = tl.load(p_start + origin + entries).to(tl.float32)
         q_seen = tl.load(q_start + origin + entries).to(tl.float32)
@@ -353,18 +356,18 @@ def _add_up(
 def _add_tile(
     forwards, backwards, distances, p_logit, q_logit, p_scale, q_scale, log_sum_ratio, INFINITE: tl.constexpr
 ):
-    """Add a tile's terms to the three sums of each lane, from logits less their rows' maxima."""
+    """Add a tile's terms to the three sums of each lane, from logits minus their rows' maxima."""
     p = tl.exp(p_logit) * p_scale
     q = tl.exp(q_logit) * q_scale
     difference = p - q
     log_ratio = p_logit - q_logit
     if INFINITE:
-        # Two of -inf are as equal as any others.
+        # Two logits of -inf count as equal.
         log_ratio = tl.where(p_logit == q_logit, 0.0, log_ratio)
     log_ratio -= log_sum_ratio
     close = tl.abs(log_ratio) < CLOSE
     square = log_ratio * log_ratio
-    # exp(-x) - 1 + x, over x squared, has these even and odd terms.
+    # The series of (exp(-x) - 1 + x) / x**2 for x = log_ratio, in even and odd terms.
     even = 1 / 2 + square * (1 / 24 + square * (1 / 720))
     odd = log_ratio * (1 / 6 + square * (1 / 120 + square * (1 / 5040)))
     finite = log_ratio
@@ -374,15 +377,15 @@ def _add_tile(
     forward = tl.where(close, p * square * (even - odd), p * finite - difference)
     backward = tl.where(close, q * square * (even + odd), difference - q * finite)
     if INFINITE:
-        # Where one side is 0 the other may be too small for a number, and is not 0.
+        # If one side is 0, the other may have underflowed: it is still more than 0.
         forward = tl.where(log_ratio == float("inf"), float("inf"), forward)
         backward = tl.where(log_ratio == float("-inf"), float("inf"), backward)
     return forwards + tl.sum(forward, 1), backwards + tl.sum(backward, 1), distances + tl.sum(tl.abs(difference), 1)
 
 
 def sum_moments(logits: torch.Tensor, columns: int, scores: ReducedRows, temperature: float = 1.0) -> torch.Tensor:
-    """As `torch_kernels.sum_moments`, of rows whose columns are next to each other in memory. Each lane adds up its
-    entries in float32, and the lanes are added in float64."""
+    """Compute `torch_kernels.sum_moments` of rows whose columns are next to each other in memory. Each lane sums its
+    entries in float32, and the lanes are summed in float64."""
     require_rows(logits)
     sums = logits.new_empty((len(logits), 2), dtype=torch.float32)
     arguments = logits, logits.stride(0), scores.maxima, (1 / scores.sums).float(), columns, 1 / temperature

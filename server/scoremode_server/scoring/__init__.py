@@ -1,1 +1,1 @@
-"""Scores and perplexity of given text: the routes, and the way from texts and conversations to sequences of tokens."""
+"""The routes for scores and perplexity of given text, and how texts and conversations become sequences of tokens."""

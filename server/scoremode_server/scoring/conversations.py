@@ -1,8 +1,9 @@
-"""Conversations to score: rendered by vLLM as in `/v1/chat/completions`, and which of their tokens the model generates.
+"""Renders conversations to score, as vLLM does in `/v1/chat/completions`, and finds the tokens that the model
+generates.
 
-A turn of the assistant is what the template's `{% generation %}` marks contain. Without marks, and for other roles, it
-is what a message adds to the conversation before it, which ends in the generation prompt. A turn that the template
-renders in another way once more messages follow, such as without its reasoning, is a sequence of its own.
+A turn of the assistant is the text within the template's `{% generation %}` marks. Without marks, and for other roles,
+it is the text that a message adds to the conversation before it, which ends in the generation prompt. If the template
+renders a turn differently once more messages follow, such as without its reasoning, the turn is a sequence of its own.
 """
 
 import json
@@ -37,26 +38,27 @@ from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.rendering import MarkedRendering, RenderingThreads, Span, TextEncoder
 
 MAX_MESSAGES = 1024
-"""Messages of a conversation. Without marks, each turn takes up to three renderings of what comes before it."""
+"""Limit on messages of a conversation. Without marks, each turn takes up to three renderings of the messages before
+it."""
 
 MAX_MERGED = 8
-"""Tokens at the end of a rendered conversation that may become others when a message follows: the tokenizer joins what
-is on both sides."""
+"""Limit on tokens at the end of a rendered conversation that change when a message follows: the tokenizer merges text
+from both sides."""
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
-"""The key of the text of each type of part."""
+"""The key that has the text of a message's part, by type of part."""
 
 
 class Conversations:
-    """Renders with the served model's chat template."""
+    """Renders conversations with the served model's chat template."""
 
     def __init__(self, online: OnlineRenderer, model: ModelConfig, limits: Limits, metrics: Metrics) -> None:
         self.online, self.model, self.limits, self.metrics = online, model, limits, metrics
         ends = model.try_get_generation_config().get("eos_token_id")
         ends = {*(ends if isinstance(ends, list) else [ends]), getattr(self.tokenizer, "eos_token_id", None)}
         self.ends = sorted(end for end in ends if end is not None and end >= 0)
-        """Tokens after which vLLM stops, so that they end a turn."""
+        """Tokens that end a turn, because vLLM stops after them."""
         self._threads = RenderingThreads()
 
     @property
@@ -85,9 +87,9 @@ class Conversations:
     async def sequences(
         self, request: MessagesFields, excluded: Sequence[str] = (), *, are_prompts: bool = False
     ) -> list[TurnSequence]:
-        """Sequences of the conversations of a request, each of which has at least one turn to score; or without turns,
-        up to where the assistant answers. TooLargeError if they have too many tokens, BusyError if too many other
-        requests have conversations. The fields `excluded` cannot be given with messages."""
+        """Render a request's conversations to sequences, each with at least one turn to score; with `are_prompts`, to
+        sequences without turns that end where the assistant answers. TooLargeError if they have too many tokens,
+        BusyError if too many other requests have conversations. The fields `excluded` cannot be given with messages."""
         for name in excluded:
             if getattr(request, name) is not None:
                 raise RequestError(f"{name} cannot be given with messages", name)
@@ -103,7 +105,7 @@ class Conversations:
             raise RequestError(
                 f"tools has lists for {len(tools)} conversations, and there are {len(conversations)}", "tools"
             )
-        # Each conversation has a message, or is refused.
+        # A conversation has at least as many messages as sequences.
         self.limits.check_num_sequences(sum(map(len, conversations)), "messages")
         longest = max(map(len, conversations))
         if longest > MAX_MESSAGES:
@@ -114,7 +116,7 @@ class Conversations:
         return await self._threads.run(partial(self._rendered, request, roles))
 
     def _rendered(self, request: MessagesFields, roles: set[str], is_over: threading.Event) -> list[TurnSequence]:
-        """The sequences of a request. For a thread, which ends once the request is over."""
+        """The sequences of a request. Runs in a thread, and ends early once `is_over` is set."""
         tools: Any = request.tools or []
         is_shared = not tools or isinstance(tools[0], dict)
         shared = self._params("tools", tools or None, request.chat_template_kwargs) if is_shared else None
@@ -125,7 +127,7 @@ class Conversations:
             conversation = _Conversation(self, name, *_read(name, messages), roles, params, is_over)
             for sequence in conversation.sequences(index):
                 sequences.append(sequence)
-                # Turns that are sequences of their own have the same beginnings.
+                # Each sequence counts in full, also if several of a conversation begin alike.
                 num_tokens += len(sequence["token_ids"])
                 self.limits.check_num_values([num_tokens], "float", "messages")
         if not sequences:
@@ -134,13 +136,13 @@ class Conversations:
 
     def _params(self, name: str, tools: Tools | None, chat_template_kwargs: dict[str, Any] | None) -> ChatParams:
         """Make the parameters that vLLM's `preprocess_chat` makes from a request, without a generation prompt. The
-        template gets tools as they are given, to which vLLM adds null fields, and of which it drops others."""
+        template gets tools as the client sent them: vLLM would add null fields and drop others."""
         variables = dict(chat_template_kwargs or {})
         request = _chat_request(
             name,
             messages=[],
             tools=tools,
-            # A template among the variables would come after the server's.
+            # As one of the variables, a template would come after the server's own.
             chat_template=variables.pop("chat_template", None),
             chat_template_kwargs=variables,
             add_generation_prompt=False,
@@ -152,25 +154,25 @@ class Conversations:
 
 @dataclass(slots=True)
 class _Conversation:
-    """Renders the beginnings of one conversation, without a generation prompt unless one is wanted."""
+    """Renders one conversation, or its first messages, by default without a generation prompt."""
 
     shared: Conversations
     name: str
     messages: Messages
-    """In vLLM's form, without calls of tools."""
+    """In vLLM's form, without tool calls."""
     tool_calls: list[list[dict[str, Any]]]
-    """The calls in each message."""
+    """The tool calls of each message."""
     roles: set[str]
-    """Of the turns to score; none for a prompt, which ends where the assistant answers."""
+    """Roles of the turns to score; none for a prompt, which ends where the assistant answers."""
     params: ChatParams
     is_over: threading.Event
     _parsed: list[Any] = field(init=False)
     """The messages as the template gets them."""
     _encoder: TextEncoder = field(init=False)
-    """Of the whole conversation."""
+    """The encoder that has encoded the whole conversation."""
 
     def sequences(self, index: int) -> Iterator[TurnSequence]:
-        """The sequences with turns to score, or the prompt, with the conversation's index."""
+        """The sequences with turns to score, or the prompt. `index` is the conversation's."""
         self._parsed = self._parse()
         tokenizer, has_marks = self.shared.tokenizer, self.roles == {"assistant"} and self._has_marks()
         marked = MarkedRendering(tokenizer)
@@ -180,7 +182,7 @@ class _Conversation:
         self.shared.limits.check_length(len(whole), self.name)
         turns = self._marked_turns(text, marked.spans)
         for place, message in enumerate(() if has_marks else self.messages):
-            # Nothing prompts for a first message, so it is context if it is the assistant's.
+            # The assistant's first message has no prompt before it, so it is context.
             if message["role"] not in self.roles or (place == 0 and message["role"] == "assistant"):
                 continue
             until = self._tokens(place + 1) if place + 1 < len(self.messages) else whole
@@ -195,35 +197,35 @@ class _Conversation:
             yield {"conversation": index, "token_ids": whole, "turns": turns}
 
     def _marked_turns(self, text: str, spans: list[Span]) -> list[Turn]:
-        """A turn for each span, if the assistant says what is in it."""
-        said = [_texts_of(message) for message in self.messages if message["role"] == "assistant"]
+        """Make a turn of each span. RequestError if the assistant does not say what is in it."""
+        texts = [_texts_of(message) for message in self.messages if message["role"] == "assistant"]
         place = 0
         for start, end in spans:
             span = text[start:end]
             # Spans and messages come in the same order, so the search continues where the last one ended.
-            places = chain(range(place, len(said)), range(place))
-            place = next((at for at in places if any(each in span for each in said[at])), -1)
+            places = chain(range(place, len(texts)), range(place))
+            place = next((at for at in places if any(part in span for part in texts[at])), -1)
             if place < 0:
                 raise RequestError(
                     f"{self.name} cannot be scored: the chat template marks {span[:MAX_NAME]!r} as "
-                    "generated, which the assistant does not say",
+                    "generated, but no message of the assistant says it",
                     "messages",
                 )
-        # Parts of one message follow each other.
+        # Spans that touch are parts of one message.
         turns: list[Turn] = []
-        for start, end in _merge_touching(spans) if len(spans) > len(said) else spans:
+        for start, end in _merge_touching(spans) if len(spans) > len(texts) else spans:
             first, last, is_merged = self._encoder.tokens_of((start, end))
             # The first token of a sequence has no logprob.
             turns.append({"role": "assistant", "first": max(1, first), "end": last, "is_merged": is_merged})
         return turns
 
     def _turn(self, place: int, until: list[int]) -> Turn:
-        """The tokens that a message adds, given the conversation up to it."""
+        """Find the tokens that a message adds. `until` has the tokens up to the message's end."""
         role = self.messages[place]["role"]
         prompt = self._tokens(place, add_generation_prompt=role == "assistant") if place else []
         first, is_merged = _num_shared(prompt, until), False
         if first < len(prompt):
-            # The generation prompt, or a part of it, is not kept; the conversation must be.
+            # The message replaces at least part of the generation prompt. It must not replace messages before it.
             plain = self._tokens(place)
             if _num_shared(plain, until) < len(plain) - MAX_MERGED:
                 raise self._refused(place, "changes messages before it")
@@ -236,14 +238,15 @@ class _Conversation:
         first = max(1, first)
         end = len(until)
         if role == "assistant":
-            # What the template adds after the token that ends a turn is not generated, not even another such token.
+            # The turn ends with its first end token. Text that the template adds after that is not generated, even
+            # another end token.
             end = next((at + 1 for at in range(first, end) if until[at] in self.shared.ends), end)
             if not _has_thoughts(self.shared.tokenizer.decode(until[first:end]), self.messages[place]):
                 raise self._refused(place, "drops its reasoning, so it is not as it was generated")
         return {"role": role, "first": first, "end": end, "is_merged": is_merged}
 
     def _num_redivided(self, prompt_end: list[int], added: list[int]) -> int:
-        """Leading tokens of what a message adds whose text ends the prompt: a tokenizer may divide line breaks one way
+        """How many of a message's first tokens are still the prompt's end: a tokenizer may divide line breaks one way
         at the end of a text, and another way before a word."""
         decode, text = self.shared.tokenizer.decode, self.shared.tokenizer.decode(prompt_end)
         num = 0
@@ -272,22 +275,23 @@ class _Conversation:
         for message, tool_calls, for_template in zip(self.messages, self.tool_calls, parsed, strict=True):
             if tool_calls:
                 for_template["tool_calls"] = [*map(_with_object, tool_calls)]
-                # vLLM makes an empty text of no content, by which templates tell a call from an answer.
+                # vLLM turns missing content into an empty text, but templates tell a tool call from an answer by
+                # missing content.
                 if for_template["content"] == "" and message.get("content") is None:
                     del for_template["content"]
                     for_template |= {name: None for name in message if name == "content"}
         return parsed
 
     def _tokens(self, num_messages: int, *, add_generation_prompt: bool = False) -> list[int]:
-        """The tokens of a beginning of the conversation."""
+        """The tokens of the first `num_messages` messages."""
         text = self._render(num_messages, self.shared.tokenizer, add_generation_prompt=add_generation_prompt)
         token_ids = self._encoder.encode(text)
         self.shared.limits.check_length(len(token_ids), self.name)
         return token_ids
 
     def _render_whole(self, tokenizer: Any) -> str:
-        """The text of the whole conversation. If the template cannot render the arguments of calls as objects, it gets
-        them as they are given from now on: it may add JSON to a text."""
+        """Render the whole conversation. If the template cannot render the arguments of tool calls as objects, it gets
+        them as the client sent them from now on: it may add JSON to a text."""
         render = partial(self._render, len(self.messages), tokenizer, add_generation_prompt=not self.roles)
         try:
             return render()
@@ -299,21 +303,21 @@ class _Conversation:
             return render()
 
     def _render(self, num_messages: int, tokenizer: Any, *, add_generation_prompt: bool = False) -> str:
-        """The text of a beginning of the conversation."""
+        """Render the first `num_messages` messages."""
         if self.is_over.is_set():
             raise TimeoutError("the request has ended")
         self.shared.metrics.renderings.inc()
         kwargs = self.params.get_apply_chat_template_kwargs() | {"add_generation_prompt": add_generation_prompt}
         try:
             text = safe_apply_chat_template(self.shared.model, tokenizer, self._parsed[:num_messages], **kwargs)
-            # Arguments in JSON may have half of a surrogate pair.
+            # JSON may have half of a surrogate pair, which cannot be encoded.
             text.encode()
         except (VLLMClientError, ValueError, TypeError, KeyError, TemplateError) as error:
             beginning = f"{self.name}: its first {num_messages} messages cannot be rendered"
             raise RequestError(f"{beginning}: {error}", "messages") from None
         most = self.shared.limits.max_model_len * self.shared.tokenizer.max_chars_per_token
         if len(text) > most:
-            # Too long in any tokens, so it need not be encoded.
+            # Too long, however it is tokenized, so do not encode it.
             raise RequestError(
                 f"{self.name} has {len(text)} characters, and the model takes at most {most} of them", "messages"
             )
@@ -324,23 +328,26 @@ class _Conversation:
 
 
 def _read(name: str, messages: Messages) -> tuple[Messages, list[list[dict[str, Any]]]]:
-    """The messages of a conversation in vLLM's form, all of whose content is text, and the calls of tools in each."""
+    """Check a conversation's messages, which must be text. Returns them in vLLM's form, and the tool calls of each."""
     if not messages:
         raise RequestError(f"{name} is empty: there is no message to score", "messages")
-    for place, each in enumerate(messages):
-        if not isinstance(each.get("role"), str):
+    for place, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
             raise RequestError(f"{name}[{place}] must have a role", "messages")
-        parts = each.get("content")
+        parts = message.get("content")
         for at, part in enumerate(parts if isinstance(parts, list) else ()):
             _check_part(f"{name}[{place}]", at, part)
-    tool_calls = [_read_calls(f"{name}[{place}]", each.pop("tool_calls", None)) for place, each in enumerate(messages)]
-    # vLLM's model renames fields in the messages themselves.
+    tool_calls = [
+        _read_calls(f"{name}[{place}]", message.pop("tool_calls", None)) for place, message in enumerate(messages)
+    ]
+    # vLLM's model renames fields in these very messages.
     _chat_request(name, messages=messages)
     return messages, tool_calls
 
 
 def _read_calls(message: str, tool_calls: Any) -> list[dict[str, Any]]:
-    """The calls of tools in a message. vLLM's model refuses those without an id, and arguments that are objects."""
+    """Check the tool calls of a message. vLLM's model would refuse calls without an id, and arguments that are
+    objects."""
     if tool_calls is not None and not isinstance(tool_calls, list):
         raise RequestError(f"{message}.tool_calls must be a list", "messages")
     for at, call in enumerate(tool_calls or ()):
@@ -355,8 +362,8 @@ def _read_calls(message: str, tool_calls: Any) -> list[dict[str, Any]]:
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """A call of a tool with an object for arguments in JSON, as templates expect them. Other texts stay as they are,
-    for which vLLM has no arguments."""
+    """A tool call with its JSON arguments as an object, as templates expect them. Other arguments stay texts; vLLM
+    would drop them."""
     function = call["function"]
     try:
         arguments = json.loads("{}" if function["arguments"] == "" else function["arguments"])
@@ -379,15 +386,15 @@ def _check_part(message: str, at: int, part: Any) -> None:
 
 
 def _chat_request(name: str, **fields: Any) -> ChatCompletionRequest:
-    """vLLM's request with these fields."""
+    """Make vLLM's request from these fields. RequestError if one is invalid."""
     try:
         return ChatCompletionRequest(**fields)
     except ValidationError as error:
         detail, *others = error.errors()
         field = str(detail["loc"][0]) if detail["loc"] else "messages"
         if field == "messages":
-            # Of all types of messages, the one of any role tells what is wrong.
-            detail = next((each for each in others if "CustomChatCompletionMessageParam" in each["loc"]), detail)
+            # There is an error for each type of message. The one for messages of any role tells what is wrong.
+            detail = next((other for other in others if "CustomChatCompletionMessageParam" in other["loc"]), detail)
             _, place, _, part, *_ = detail["loc"]
             raise RequestError(f"{name}[{place}].{part}: {detail['msg']}", field) from None
         field = "chat_template_kwargs" if field == "chat_template" else field
@@ -403,7 +410,7 @@ def _texts_of(message: dict[str, Any]) -> list[str]:
 
 
 def _merge_touching(spans: list[Span]) -> list[Span]:
-    """Spans, of which those that touch are one."""
+    """Merge spans that touch."""
     joined: list[Span] = []
     for start, end in spans:
         if joined and joined[-1][1] == start:
@@ -413,7 +420,7 @@ def _merge_touching(spans: list[Span]) -> list[Span]:
 
 
 def _has_thoughts(text: str, message: dict[str, Any]) -> bool:
-    """Whether a text has a message's reasoning: in a field of its own or between tags, in this order."""
+    """Whether a text contains a message's reasoning, from a field of its own or from between tags, in this order."""
     content = message.get("content")
     *thoughts, _ = _texts_of({**message, "content": content if isinstance(content, str) else ""})
     at = 0
@@ -425,6 +432,6 @@ def _has_thoughts(text: str, message: dict[str, Any]) -> bool:
 
 
 def _num_shared(one: list[int], other: list[int]) -> int:
-    """Tokens that two sequences begin with."""
+    """How many tokens two sequences have in common at the start."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (mine, yours) in enumerate(pairs) if mine != yours), min(len(one), len(other)))

@@ -1,4 +1,4 @@
-"""All that routes share."""
+"""The objects that all routes share."""
 
 import hmac
 from collections.abc import AsyncGenerator, Mapping
@@ -25,7 +25,7 @@ class Core:
     """`app.state.scoremode`: made once when an API server starts."""
 
     client: EngineClient
-    """vLLM's."""
+    """vLLM's engine client."""
     scorer: Scorer
     tokenizer: Tokenizer
     conversations: Conversations
@@ -34,9 +34,9 @@ class Core:
     info: ServerInfo
     identity: ModelIdentity
     owner_key: bytes | None
-    """A secret of this process, if the server has API keys."""
+    """A secret of this process; None if the server has no API keys."""
     lanes: Mapping[Lane, int]
-    """See `served_lanes`."""
+    """The `ScoreSettings.chunk` of each lane: see `served_lanes`."""
     answers: AnswerSpace = field(default_factory=AnswerSpace)
 
     @property
@@ -53,8 +53,8 @@ class Core:
 async def prepare(
     raw_request: Request, model: str | None
 ) -> AsyncGenerator[tuple[Core, ResolvedModel, dict[str, Any]], None]:
-    """The core, the model of that name and the engine's options, if the server is not full. What is done inside, such
-    as tokenizing, ends when the server stops."""
+    """Check that the server is not full. Yields the core, the resolved model and the engine's options. Work inside,
+    such as tokenizing, ends when the server stops."""
     core: Core = raw_request.app.state.scoremode
     core.admission.check()
     async with core.admission.until_stopped():

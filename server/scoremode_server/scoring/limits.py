@@ -10,11 +10,11 @@ from scoremode_server.errors import RequestError, TooLargeError
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
 
 MAX_VALUES = {"base64": 2**26, "float": 2**23}
-"""Logprobs in an answer, by encoding. In base64 they take 512 MiB with their token ids; as `float` each is a Python
-object. Completions, which are written from arrays, have the limit of `base64`."""
+"""Limit on logprobs in an answer, by encoding. In base64 they take 512 MiB with their token ids; as `float` each is a
+Python object. Completions are written from arrays, so the limit of `base64` applies."""
 
 MAX_VALUES_PER_SEQUENCE = 2**24
-"""Logprobs of one sequence. On the device they take 128 MiB with their token ids."""
+"""Limit on logprobs of one sequence. On the device they take 128 MiB with their token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Limits:
     vocab_size: int
     max_top_logprobs: int
     max_sequences: int
-    """Sequences in a request."""
+    """Sequences per request."""
     max_request_bytes: int
 
     @classmethod

@@ -1,5 +1,5 @@
 """Facts about the served model from its files: a fingerprint of their contents, their size, the number of weights.
-Files are sampled, which takes seconds; docs/http-api.md lists what samples cannot see. Nothing is downloaded."""
+Files are sampled, which takes seconds; docs/http-api.md lists what samples cannot see. No file is downloaded."""
 
 import asyncio
 import copy
@@ -28,11 +28,11 @@ from xxhash import xxh3_128
 from scoremode.wire.protocol import ComputedBy
 from scoremode_server.scoring.model_identity import ModelIdentity
 
-# vLLM prints what loggers below its own write.
+# vLLM prints the messages of loggers below its own.
 logger = init_logger("vllm.scoremode.model_files")
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Names that safetensors has for dtypes."""
+"""Dtypes by their names in safetensors files."""
 BLOCK_BYTES = 4096
 WHOLE_BYTES = 1 << 20
 """Files up to this size are read whole."""
@@ -40,9 +40,9 @@ MIN_BLOCKS = 64
 MAX_SPACING = 64 << 20
 """Blocks are evenly spaced, at least `MIN_BLOCKS` per file, and at most this many bytes apart."""
 MAX_TENSORS = 4096
-"""The most tensors of a safetensors file of which a block is read, evenly chosen."""
+"""Limit on tensors of a safetensors file of which a block is read. They are evenly chosen."""
 _MAX_HEADER_BYTES = 100_000_000
-"""The bound of the safetensors format."""
+"""The limit of the safetensors format."""
 
 _CONFIG_FILES = (
     *("config.json", "params.json", "adapter_config.json"),
@@ -50,13 +50,13 @@ _CONFIG_FILES = (
 )
 """Configurations of models, adapters and quantizations that vLLM reads."""
 _WEIGHTS = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors"]
-"""Of a model the first pattern that has files, except by the following values of `--load-format`."""
+"""A model's weights are the files of the first pattern that has any, except with these values of `--load-format`."""
 _OTHER_WEIGHTS = {"mistral": ["consolidated*.safetensors"], "pt": ["*.pt"], "npcache": ["*.bin"], "dummy": []}
 _NOT_NEEDED = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
 """Files of training that vLLM does not load."""
 
 _adapters: dict[str, tuple[Any, str]] = {}
-"""The request and the digest of each adapter, by its name."""
+"""The request and the digest of each adapter, by the adapter's name."""
 
 
 def model_identity(
@@ -91,19 +91,19 @@ def model_identity(
 
 
 async def with_adapter(fingerprint: str, lora: Any) -> str:
-    """The fingerprint of a model with an adapter, a `LoRARequest` or None, whose files a thread reads once."""
+    """The fingerprint of a model with an adapter, a `LoRARequest` or None. A thread reads the adapter's files once."""
     if lora is None:
         return fingerprint
-    known = _adapters.get(lora.lora_name)
+    cached = _adapters.get(lora.lora_name)
     # An adapter that is loaded again has another request, which compares equal because it has the same name.
-    if known is None or known[0] is not lora:
-        known = _adapters[lora.lora_name] = lora, await asyncio.to_thread(_adapter_digest, lora.lora_path)
-    return f"{fingerprint}+{known[1]}"
+    if cached is None or cached[0] is not lora:
+        cached = _adapters[lora.lora_name] = lora, await asyncio.to_thread(_adapter_digest, lora.lora_path)
+    return f"{fingerprint}+{cached[1]}"
 
 
 def _stored_dtype(model: ModelConfig, files: Sequence[Path]) -> str | None:
-    """The dtype of most weights in safetensors files; of other files, or other dtypes, what the configuration says,
-    which tools that convert weights leave as it was."""
+    """The dtype of most weights in safetensors files. For other files or dtypes it is the configuration's, which tools
+    that convert weights do not update."""
     sizes = Counter[str]()
     for file in files:
         if file.suffix == ".safetensors":
@@ -139,8 +139,8 @@ def num_parameters(config: Any, trust_remote_code: bool) -> int | None:
 
 
 def digest_of(files: Sequence[Path]) -> str:
-    """A digest of the contents of files in this order, except for what lies between samples."""
-    # Storage can be slow per block.
+    """A digest of the contents of files in this order, except for bytes between samples."""
+    # Threads help if storage is slow for each block.
     with ThreadPoolExecutor(16) as threads:
         return xxh3_128(b"".join(threads.map(_file_digest, files))).hexdigest()
 
@@ -149,16 +149,16 @@ def _fingerprint(model: ModelConfig, load: LoadConfig, dtype: str, folder: Path 
     dummy = load.load_format == "dummy"
     configs = _config_files(Path(model.hf_config_path) if model.hf_config_path else folder)
     overrides: Any = model.hf_overrides
-    # A function is known by its name.
+    # A function is identified by its name.
     overrides = repr(overrides) if isinstance(overrides, dict) else str(getattr(overrides, "__qualname__", None))
     settings = [dtype, model.quantization, repr(model.quantization_config), overrides]
     try:
         contents = [digest_of(configs), digest_of(weights)]
     except OSError as error:
-        logger.warning("The fingerprint of the model does not see its weights: %s", error)
+        logger.warning("The fingerprint of the model does not cover its weights: %s", error)
         weights, contents = [], []
     if not weights and not dummy:
-        # From elsewhere, such as an object store.
+        # Weights come from elsewhere, such as an object store.
         settings += [model.model, model.model_weights, _commit(folder) or model.revision]
     return ("v2-dummy-" if dummy else "v2-") + _digest(*settings, *contents)
 
@@ -171,7 +171,7 @@ def _adapter_digest(path: str) -> str:
 
 
 def model_folder(name: str, revision: str | None, cache: str | None) -> Path | None:
-    """The folder of a model or an adapter, its own or in the hub's cache, where the folder's name is the commit."""
+    """The folder of a model or an adapter: its own, or the one in the hub's cache, whose name is the commit."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -183,17 +183,17 @@ def model_folder(name: str, revision: str | None, cache: str | None) -> Path | N
 
 
 def weight_files(path: Path, folder: Path | None, load_format: str) -> list[Path]:
-    """The files that vLLM loads, by name: of a folder, or all parts of a GGUF file."""
+    """The files that vLLM loads, sorted by name: from a folder, or all parts of a GGUF file."""
     if path.is_file():
         parts = re.fullmatch(r"(.*)-\d{5}(-of-\d{5}\.gguf)", path.name)
         return sorted(path.parent.glob(f"{escape(parts[1])}-*{parts[2]}")) if parts else [path]
     if folder is None:
         return []
-    # By default vLLM reads these if a repository has its weights twice.
+    # If a repository has its weights twice, vLLM reads these by default.
     if load_format == "auto" and any(folder.glob("consolidated*.safetensors")):
         load_format = "mistral"
-    found = (sorted(folder.glob(pattern)) for pattern in _OTHER_WEIGHTS.get(load_format, _WEIGHTS))
-    files = next(filter(None, found), [])
+    matches = (sorted(folder.glob(pattern)) for pattern in _OTHER_WEIGHTS.get(load_format, _WEIGHTS))
+    files = next(filter(None, matches), [])
     index = folder / f"{'consolidated' if load_format == 'mistral' else 'model'}.safetensors.index.json"
     if index.is_file() and files and files[0].suffix == ".safetensors":
         named = set(json.loads(index.read_text())["weight_map"].values())
@@ -221,25 +221,25 @@ def _file_digest(path: Path) -> bytes:
         if size <= WHOLE_BYTES:
             digest.update(file.read())
             return digest.digest()
-        # A safetensors file begins with the length of its header; other formats have most likely a large number there.
+        # A safetensors file begins with the length of its header. Other formats most likely have a large number there.
         header_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         header = os.pread(descriptor, 8 + header_bytes if header_bytes <= _MAX_HEADER_BYTES else WHOLE_BYTES, 0)
         digest.update(header)
         num_blocks = max(MIN_BLOCKS, size // MAX_SPACING)
-        # The first and the last block of the file are among them.
+        # The first and the last block of the file are included.
         evenly_spaced = ((size - BLOCK_BYTES) * number // (num_blocks - 1) for number in range(num_blocks))
-        for position in sorted({*evenly_spaced, *_of_tensors(header)}):
+        for position in sorted({*evenly_spaced, *_tensor_middles(header)}):
             digest.update(os.pread(descriptor, BLOCK_BYTES, position))
     return digest.digest()
 
 
-def _of_tensors(header: bytes) -> Iterator[int]:
-    """The middle of each tensor: an embedding begins with tokens that training does not change."""
+def _tensor_middles(header: bytes) -> Iterator[int]:
+    """Positions in the middle of tensors: an embedding begins with tokens that training does not change."""
     try:
         tensors = json.loads(header[8:])
         offsets = sorted(tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__")
         for begin, end in offsets[:: 1 + len(offsets) // (MAX_TENSORS + 1)]:
             yield len(header) + max(begin, (begin + end - BLOCK_BYTES) // 2)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        # Another format.
+        # The file has another format.
         return

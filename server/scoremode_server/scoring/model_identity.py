@@ -1,4 +1,4 @@
-"""The identity of a served model, which references keep."""
+"""The identity of a served model. References store it."""
 
 from pydantic import ConfigDict
 
@@ -6,7 +6,7 @@ from scoremode.wire.protocol import ServedModel
 
 
 class ModelIdentity(ServedModel):
-    """A model as a server serves it, such as the one that a reference was recorded of."""
+    """A model as a server serves it, such as the one that recorded a reference."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -14,6 +14,7 @@ class ModelIdentity(ServedModel):
     tokenizer_fingerprint: str
 
     def may_continue(self, recorded: "ModelIdentity") -> bool:
-        """Whether fingerprint and commit are those of the model that a reference was recorded of."""
+        """Whether this model may continue what `recorded` recorded: fingerprints are equal, and so are commits if both
+        are known."""
         commits = {self.revision, recorded.revision} - {None}
         return recorded.fingerprint == self.fingerprint and len(commits) < 2

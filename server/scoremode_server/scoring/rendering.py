@@ -1,4 +1,4 @@
-"""Tools to render conversations: threads, and an encoder of texts that begin alike."""
+"""Tools for rendering conversations: threads, and an encoder of texts with a common beginning."""
 
 import asyncio
 import inspect
@@ -21,7 +21,7 @@ THREADS = 2
 """Requests whose conversations are rendered at once. Templates run in Python, so more threads would not be faster."""
 
 MAX_REQUESTS = 32
-"""Requests whose conversations are rendered or wait for it."""
+"""Limit on requests whose conversations are being rendered or wait for it."""
 
 Span = tuple[int, int]
 """Where characters begin and end in a text."""
@@ -33,16 +33,15 @@ _FINDING_SPANS = threading.Lock()
 
 
 class RenderingThreads:
-    """Runs work on conversations. No thread can be cancelled, so one whose request has ended counts until it has ended
-    too."""
+    """Runs rendering in threads. A thread cannot be cancelled, so a request counts until its thread has ended."""
 
     def __init__(self) -> None:
         self._threads = CallThreads(THREADS)
         self._here: set[Future[Any]] = set()
 
     async def run(self, work: Callable[[threading.Event], T]) -> T:
-        """The result of a request's work, which gets an event that is set once nobody waits for the result. BusyError
-        if too many requests are here already."""
+        """Run a request's work and return its result. The work gets an event that is set once nobody waits for the
+        result. BusyError if too many requests are being rendered."""
         self._here = {future for future in self._here if not future.done()}
         if len(self._here) >= MAX_REQUESTS:
             raise BusyError(f"the conversations of {MAX_REQUESTS} requests are being rendered: try again later", None)
@@ -56,12 +55,12 @@ class RenderingThreads:
 
 
 class MarkedRendering:
-    """A tokenizer for vLLM's `safe_apply_chat_template`, which keeps the spans between a template's `{% generation %}`
-    marks. transformers' own method only makes a mask of tokens from them, in which a span that ends within the first
-    token marks all tokens.
+    """A tokenizer for vLLM's `safe_apply_chat_template` that stores the spans between a template's `{% generation %}`
+    marks. transformers' own method only returns a mask of tokens, and marks all of them if a span ends within the
+    first token.
 
     Attributes:
-        spans: of the text that was rendered last.
+        spans: spans in the text that was rendered last.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -72,10 +71,10 @@ class MarkedRendering:
         return getattr(self._tokenizer, name)
 
     def apply_chat_template(self, conversation: list[Any], **options: Any) -> str:
-        """The text of a conversation."""
+        """Render a conversation, and store its spans."""
         own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - _FOR_TEMPLATES
         variables = {name: value for name, value in options.items() if name not in own}
-        # transformers finds the spans with an object that all renderings of a template share.
+        # All renderings of a template share the object with which transformers finds spans.
         with _FINDING_SPANS:
             (text,), (self.spans,) = render_jinja_template(
                 [conversation], return_assistant_tokens_mask=True, **self._tokenizer.special_tokens_map | variables
@@ -84,15 +83,15 @@ class MarkedRendering:
 
 
 class TextEncoder:
-    """Encodes a text, and then others that begin like it, of which it encodes only the rest.
+    """Encodes a text, and then others that begin like it. Only the rest of these is encoded.
 
-    A text can be cut before a special token: the tokenizer finds these first, and encodes what is between them apart.
+    A text can be cut before a special token: the tokenizer finds these first, and encodes the texts between separately.
 
     Args:
         count: Called with the number of characters that are encoded.
 
     Attributes:
-        token_ids: those of the first text.
+        token_ids: token ids of the first text.
     """
 
     def __init__(self, tokenizer: Any, text: str, count: Callable[[int], None]) -> None:
@@ -102,7 +101,7 @@ class TextEncoder:
         special = {
             token_id
             for token_id, token in tokenizer.added_tokens_decoder.items()
-            # White space before such a token would belong to it.
+            # A token with one of these flags may depend on the text before it.
             if not (token.lstrip or token.single_word or token.normalized)
         }
         tokens = zip(self.token_ids, self._encoding.get("offset_mapping") or (), strict=False)
@@ -117,9 +116,10 @@ class TextEncoder:
         return self.token_ids[:num_tokens] + rest
 
     def tokens_of(self, span: Span) -> tuple[int, int, bool]:
-        """(first, end) of the tokens with the characters of a span of the first text, which may be none, and whether
-        the first has characters before the span as well."""
-        # Tokenizers leave white space out of what they say of a token.
+        """The position of the first token with characters of a span of the first text, and the position after the last;
+        both are 0 if there is none. The third value says whether the first token also has characters before the
+        span."""
+        # Tokenizers may assign white space to no token.
         tokens = [token for at in range(*span) if (token := self._encoding.char_to_token(at)) is not None]
         if not tokens:
             return 0, 0, False

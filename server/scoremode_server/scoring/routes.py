@@ -48,7 +48,7 @@ router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"], responses=ERROR
 )
 @until_disconnect
 async def create_perplexity(request: PerplexityRequest, raw_request: Request) -> Response:
-    """Score a text's windows and sum them up; with `stream`, an event for each window on the way."""
+    """Score a text's windows and sum up their NLLs. If `stream` is set, each window is an event on the way."""
     async with prepare(raw_request, request.model) as (core, model, options):
         texts = await cut_texts(request, core)
         lane = lane_settings(core.lanes, request)
@@ -94,7 +94,7 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
 
 @router.get("/v1/score", summary="What is served")
 async def score_info(raw_request: Request, model: str | None = None) -> ServerInfo:
-    """The model or the LoRA adapter `model`, its bounds, its special tokens, and what computes its scores."""
+    """Describe the model or the LoRA adapter `model`: its limits, its special tokens, and what computes its scores."""
     core: Core = raw_request.app.state.scoremode
     served = await core.models.resolve(model)
     fingerprint = await with_adapter(core.identity.fingerprint, served.lora)
@@ -109,11 +109,11 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         core.limits.check_top_logprobs(request.top_logprobs)
         sequences, pass_of_each = await read_sequences(request, core)
     passes = list(dict.fromkeys(pass_of_each))
-    num_tokens = sum(each.sequence.num_tokens for each in passes)
+    num_tokens = sum(engine_pass.sequence.num_tokens for engine_pass in passes)
     # Logprobs in the answer for each sequence.
     num_values = [
-        each.num_targets * (1 + each.num_candidates + request.top_logprobs + num_words(each.sink_columns))
-        for each in sequences
+        sequence.num_targets * (1 + sequence.num_candidates + request.top_logprobs + num_words(sequence.sink_columns))
+        for sequence in sequences
     ]
     core.limits.check_num_values(num_values, request.encoding_format)
     lane = lane_settings(core.lanes, request)
@@ -131,7 +131,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             options=options,
             **lane,
         )
-        num_cached = sum([each.num_cached_tokens async for each in core.scorer.scores(passes, settings)])
+        num_cached = sum([answer.num_cached_tokens async for answer in core.scorer.scores(passes, settings)])
 
         def write() -> Response:
             results = map(partial(_result, request, core.tokenizer.strings), sequences, pass_of_each)
@@ -147,7 +147,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
                 }
             )
 
-        # Within the request, so that a server that shuts down waits for it.
+        # Write inside the request, so that a server that shuts down waits for it.
         return await asyncio.to_thread(write) if sum(num_values) > WRITTEN_AT_ONCE else write()
 
 
@@ -157,7 +157,7 @@ async def create_turns(request: TurnsRequest, raw_request: Request) -> Response:
     """Conversations as the chat template renders them, and where each scored turn is among their tokens."""
     async with prepare(raw_request, request.model) as (core, _, _):
         sequences = await core.conversations.sequences(request, are_prompts=request.add_generation_prompt)
-        await core.answers.reserve(raw_request, sum(len(each["token_ids"]) for each in sequences), "float")
+        await core.answers.reserve(raw_request, sum(len(sequence["token_ids"]) for sequence in sequences), "float")
         return json_response({"object": "turns", "data": sequences})
 
 
@@ -173,7 +173,7 @@ async def create_tokens(request: TokensRequest, raw_request: Request) -> Respons
 
 
 def _figures(texts: TextWindows, running: RunningPerplexity) -> dict[str, Any]:
-    """The fields of a `PerplexityResponse` that texts and NLLs decide."""
+    """The fields of a `PerplexityResponse` that follow from texts and NLLs."""
     result = perplexity(np.concatenate(running.nlls).tolist())
     counts: dict[str, Any] = {name: getattr(texts, name) for name in ("num_tokens", "num_bytes", "num_words")}
     return {
@@ -243,13 +243,14 @@ def _result(
 
 
 def _is_most_likely(rows: Rows, sequence: TokenSequence, first_top: int) -> bool:
-    """Whether the last token, a candidate of the last row of a pass that it shares, is the only most likely one."""
+    """Whether a sequence's last token, which is a candidate in the last row of a shared pass, is the only most likely
+    one."""
     first, second = rows.logprobs[-1, first_top : first_top + 2]
     return bool(rows.token_ids[-1, first_top] == sequence.last_token and first > second)
 
 
 def _column(values: np.ndarray, num_without: int, encoding_format: str) -> Any:
-    """A sink's column in an answer. JSON has null for an infinite number."""
+    """Encode a sink's column for an answer. In JSON, infinite numbers become null."""
     is_float = values.dtype == np.float32
     if encoding_format == "base64":
         return encode_column(_padded(values, num_without, np.nan if is_float else NO_TOKEN))

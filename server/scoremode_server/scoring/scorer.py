@@ -1,5 +1,5 @@
-"""Scores token sequences on the engine, and lets the event loop read new requests between answers. Knows no text and no
-HTTP."""
+"""Scores token sequences on the engine, and lets the event loop read new requests between answers. Texts and HTTP are
+handled elsewhere."""
 
 import asyncio
 import math
@@ -18,19 +18,19 @@ from scoremode_server.rows import Rows
 from scoremode_server.vllm_compat.scheduler import has_lanes
 
 WRITTEN_AT_ONCE = 32_768
-"""Logprobs that are written as JSON without a break, in some ten milliseconds."""
+"""Logprobs that are written as JSON without a break, which takes some ten milliseconds."""
 
 
 class Pacer:
-    """Lets a few tasks continue at a time, first come, first served; in between, the event loop reads new requests. The
-    engine finishes many requests in one step, and would wait while all of them are answered, each in about a
-    millisecond."""
+    """Lets a few tasks continue at a time, first come, first served. In between, the event loop reads new requests.
+    Without this the engine, which finishes many requests in one step, would wait while all are answered, each in about
+    a millisecond."""
 
     def __init__(self, at_once: int = 12) -> None:
         self._places = asyncio.Semaphore(at_once)
 
     async def wait(self) -> None:
-        """Wait until the caller may continue, until it next awaits something."""
+        """Wait until the caller may run, which it then does until its next await."""
         async with self._places:
             await asyncio.sleep(0)
 
@@ -44,11 +44,11 @@ class Scorer:
 
     def scores(self, passes: Iterable[EnginePass], settings: ScoreSettings) -> AsyncGenerator[EnginePass, None]:
         """Run passes of sequences of 1 to `max_model_len` tokens, in order, and yield each with its rows. The first
-        token has no context, so no row. Passes are taken when the engine can use them. Closing the generator aborts
+        token has no context, so no row. The iterable is read as the engine can use passes. Closing the generator aborts
         those in the engine."""
         return settings.queue.in_order(
-            (self._score(index, each, settings) for index, each in enumerate(passes)),
-            # A sequence that takes a chunk a step leaves the rest of the step to others.
+            (self._score(index, engine_pass, settings) for index, engine_pass in enumerate(passes)),
+            # A sequence that takes one chunk per step leaves the rest of the step to others.
             loads=math.inf if settings.chunk else 1,
         )
 
@@ -83,12 +83,13 @@ def lane_settings(lanes: Mapping[Lane, int], request: LaneFields) -> dict[str, A
 
 
 def check_engine(config: VllmConfig, modes: Sequence[str] = ("raw_logprobs", "processed_logprobs")) -> None:
-    """Raise ValueError if a setting of an engine changes what logprobs are. `modes` are those that do not."""
+    """Raise ValueError if a setting of the engine changes what logprobs mean. `modes` are the allowed logprobs
+    modes."""
     mode = config.model_config.logprobs_mode
     if mode not in modes:
         raise ValueError(f"scoring needs --logprobs-mode {' or '.join(modes)}, got {mode}")
     if config.cache_config.kv_sharing_fast_prefill:
         raise ValueError("scoring needs a server without --kv-sharing-fast-prefill, which makes prompt logprobs wrong")
     if config.lora_config is not None and current_platform.is_cpu():
-        # vLLM's CPU kernels compute requests without an adapter with that of others, and fail at prompt logprobs.
+        # vLLM's CPU kernels apply an adapter of other requests to those without one, and fail for prompt logprobs.
         raise ValueError("scoring on a CPU needs a server without --enable-lora")

@@ -1,5 +1,5 @@
-"""The token sequences of a request to `/v1/score`: prompts, or continuations of them, and the passes through the engine
-that score them."""
+"""Makes the token sequences of a request to `/v1/score` from prompts, continuations or conversations, and the passes
+through the engine that score them."""
 
 from collections import Counter
 from itertools import islice
@@ -18,14 +18,14 @@ from scoremode_server.worker.sinks import Sink, sink_classes
 
 
 async def read_sequences(request: ScoreRequest, core: Core) -> tuple[list[TokenSequence], list[EnginePass]]:
-    """The sequences of a request, in the order of its prompts or conversations, and the pass that scores each.
-    TooLargeError if texts with their continuations are too long in all."""
+    """Read the sequences of a request, in the order of its prompts or conversations, and the pass that scores each.
+    TooLargeError if texts with their continuations are too long in total."""
     if request.logprobs_from != 0 and (request.messages is not None or request.continuations is not None):
-        raise RequestError("logprobs_from: logprobs of a turn or a continuation begin where it does", "logprobs_from")
+        raise RequestError("logprobs_from: leave it out with messages or continuations", "logprobs_from")
     if request.messages is not None:
         sequences = await _turns(request, core)
     elif request.prompt is None:
-        raise RequestError("prompt is required, or messages", "prompt")
+        raise RequestError("prompt or messages is required", "prompt")
     elif request.continuations is None:
         sequences = await _prompts(as_prompts(request.prompt), request, core)
     else:
@@ -36,14 +36,14 @@ async def read_sequences(request: ScoreRequest, core: Core) -> tuple[list[TokenS
 
 
 async def _turns(request: ScoreRequest, core: Core) -> list[TokenSequence]:
-    """Each turn after the tokens before it."""
+    """Make a sequence of each turn, after the tokens before it."""
     conversations = await core.conversations.sequences(request, ["prompt", "continuations"])
     sequences, counts = list[TokenSequence](), Counter[int]()
-    for each in conversations:
-        index, token_ids = each["conversation"], each["token_ids"]
+    for conversation in conversations:
+        index, token_ids = conversation["conversation"], conversation["token_ids"]
         # Its length, and the number of all turns, were checked when it was rendered.
         core.limits.check_vocabulary(token_ids, f"messages[{index}]")
-        for turn in each["turns"]:
+        for turn in conversation["turns"]:
             sequences.append(
                 TokenSequence(
                     context=token_ids,
@@ -58,15 +58,15 @@ async def _turns(request: ScoreRequest, core: Core) -> list[TokenSequence]:
 
 
 def _in_passes(request: ScoreRequest, sequences: list[TokenSequence]) -> list[EnginePass]:
-    """Find a pass for each sequence. Continuations that differ in their last token alone share one, as candidates of
-    its last row. A row has one token's rank, and may have figures of one token, so with ranks and sinks each has a pass
-    of its own."""
+    """Assign a pass to each sequence. Continuations that differ only in their last token share one, with the last
+    tokens as candidates in its last row. A row has the rank of one token, and maybe sinks' figures of that token, so
+    with ranks or sinks each sequence has a pass of its own."""
     passes: list[EnginePass] = []
     pass_by_beginning: dict[Any, EnginePass] = {}
     can_share = request.continuations is not None and not request.return_ranks and not request.sinks
     for place, sequence in enumerate(sequences):
         last = sequence.last_token
-        # Equal contexts are one list.
+        # Equal contexts are the same list.
         key: Any = (id(sequence.context), tuple(sequence.targets[:-1])) if can_share else place
         engine_pass = pass_by_beginning.get(key)
         # All rows of a pass have the same candidates.
@@ -80,10 +80,10 @@ def _in_passes(request: ScoreRequest, sequences: list[TokenSequence]) -> list[En
 
 
 async def _prompts(prompts: list[str | list[int]], request: ScoreRequest, core: Core) -> list[TokenSequence]:
-    """The prompts, from their first positions on."""
+    """Make a sequence of each prompt, with logprobs from the requested positions on."""
     core.limits.check_num_sequences(len(prompts), "prompt")
-    each = request.logprobs_from
-    firsts = each if isinstance(each, list) else [each] * len(prompts)
+    start = request.logprobs_from
+    firsts = start if isinstance(start, list) else [start] * len(prompts)
     if len(firsts) != len(prompts):
         raise RequestError(f"logprobs_from has {len(firsts)} positions for {len(prompts)} prompts", "logprobs_from")
     sequences = []
@@ -98,27 +98,27 @@ async def _prompts(prompts: list[str | list[int]], request: ScoreRequest, core: 
 
 
 def _continuations(request: ScoreRequest, num_prompts: int) -> list[list[Any]]:
-    given: Any = request.continuations
-    if not given:
+    continuations: Any = request.continuations
+    if not continuations:
         raise RequestError("continuations is empty: leave it out to score the prompt", "continuations")
-    if isinstance(given[0], str) or not given[0] or isinstance(given[0][0], int):
-        return [given] * num_prompts
-    if len(given) != num_prompts:
+    if isinstance(continuations[0], str) or not continuations[0] or isinstance(continuations[0][0], int):
+        return [continuations] * num_prompts
+    if len(continuations) != num_prompts:
         raise RequestError(
-            f"continuations has lists for {len(given)} prompts, and there are {num_prompts}", "continuations"
+            f"continuations has lists for {len(continuations)} prompts, and there are {num_prompts}", "continuations"
         )
-    if [] in given:
+    if [] in continuations:
         raise RequestError(
-            f"continuations[{given.index([])}] is empty: each prompt needs at least one", "continuations"
+            f"continuations[{continuations.index([])}] is empty: each prompt needs at least one", "continuations"
         )
-    return cast(list[list[Any]], given)
+    return cast(list[list[Any]], continuations)
 
 
 async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core: Core) -> list[TokenSequence]:
-    """The continuations of all prompts, whose contexts are one list where they are equal.
+    """Make a sequence of each continuation of each prompt. Equal contexts are the same list.
 
     Texts are joined as in lm-eval: white space at a prompt's end goes to the continuation, both are encoded as one
-    text, and the continuation begins after as many tokens as the prompt has alone.
+    text, and the continuation begins after as many tokens as the prompt alone has.
     """
     limits, continuations = core.limits, _continuations(request, len(prompts))
     limits.check_num_sequences(sum(map(len, continuations)), "continuations")
@@ -134,7 +134,7 @@ async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core
         for place, token_ids in enumerate(own):
             context, targets = shared, token_ids
             if are_joined:
-                # A tokenizer may encode the end of a prompt in another way before a continuation.
+                # A tokenizer may encode the end of a prompt differently before a continuation.
                 context, targets = token_ids[:first], token_ids[first:]
                 context = contexts.setdefault(tuple(context), context)
             sequence = TokenSequence(
@@ -142,7 +142,7 @@ async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core
             )
             if not targets:
                 raise RequestError(
-                    f"{sequence.name} has no token of its own: it is empty, or one token with the end of its prompt",
+                    f"{sequence.name} has no token of its own: it is empty, or merges with its prompt's last token",
                     "continuations",
                 )
             limits.check_length(sequence.num_tokens, sequence.name)
@@ -154,7 +154,7 @@ async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core
 async def _encode_joined(
     prompts: list[Any], continuations: list[Any], add_special_tokens: bool, core: Core
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """The tokens of each prompt, and of it with each of its continuations."""
+    """The tokens of each prompt alone, and of the prompt with each of its continuations."""
     pairs = list(zip(prompts, continuations, strict=True))
     num_characters = sum(len(prompt) * len(own) + sum(map(len, own)) for prompt, own in pairs)
     if num_characters > core.limits.max_request_bytes:
@@ -163,7 +163,7 @@ async def _encode_joined(
             f"{core.limits.max_request_bytes} (--max-request-bytes): send fewer per request",
             "continuations",
         )
-    texts = [text for prompt, own in pairs for text in (prompt.rstrip(), *(prompt + each for each in own))]
+    texts = [text for prompt, own in pairs for text in (prompt.rstrip(), *(prompt + end for end in own))]
     encoded = iter(await core.tokenizer.encode_all(texts, add_special_tokens))
     return [(next(encoded), list(islice(encoded, len(own)))) for own in continuations]
 
@@ -171,9 +171,10 @@ async def _encode_joined(
 async def _encode_apart(
     prompts: list[Any], continuations: list[Any], add_special_tokens: bool, core: Core
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """The tokens of each prompt and of each of its continuations, one of which is given as token ids."""
+    """The tokens of each prompt and of each of its continuations, encoded separately because one of them is token
+    ids."""
     shared = {id(own): own for own in continuations}
-    encoded = {key: [await core.tokenizer.encode(each, False) for each in own] for key, own in shared.items()}
+    encoded = {key: [await core.tokenizer.encode(text, False) for text in own] for key, own in shared.items()}
     return [
         (await core.tokenizer.encode(prompt, add_special_tokens), encoded[id(own)])
         for prompt, own in zip(prompts, continuations, strict=True)
@@ -182,11 +183,11 @@ async def _encode_apart(
 
 def _set_candidates(request: ScoreRequest, sequences: list[TokenSequence], limits: Limits) -> None:
     """Give sequences the candidates of their positions."""
-    given: Any = request.candidate_token_ids
-    if given is None:
+    candidates: Any = request.candidate_token_ids
+    if candidates is None:
         return
-    if not given or isinstance(given[0], int):
-        shared = _table(given, 1, limits)
+    if not candidates or isinstance(candidates[0], int):
+        shared = _table(candidates, 1, limits)
         for sequence in sequences:
             sequence.candidates = shared
         return
@@ -194,7 +195,7 @@ def _set_candidates(request: ScoreRequest, sequences: list[TokenSequence], limit
         raise RequestError(
             "candidate_token_ids: with continuations, give one list for all positions", "candidate_token_ids"
         )
-    own = given if given[0] and isinstance(given[0][0], list) else [given]
+    own = candidates if candidates[0] and isinstance(candidates[0][0], list) else [candidates]
     if len(own) != len(sequences):
         raise RequestError(
             f"candidate_token_ids has candidates for {len(own)} prompts, and there are {len(sequences)}",
@@ -211,22 +212,22 @@ def _set_candidates(request: ScoreRequest, sequences: list[TokenSequence], limit
 
 
 def _set_sinks(request: ScoreRequest, sequences: list[TokenSequence]) -> None:
-    """Tell sequences what the request's sinks need to know, and which columns these add."""
+    """Set the sequences' sinks, and the columns that these add."""
     wanted: dict[str, Any] = dict(request.sinks)
     if request.statistics:
         wanted["statistics"] = request.statistics
     sinks = {name: _make_sink(name, data) for name, data in wanted.items()}
     columns = tuple(column for sink in sinks.values() for column in sink.columns)
     counts = Counter(column.name for column in (*score_columns(1), *columns))
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise RequestError(f"sinks: two columns have the name {twice[0]!r}", "sinks")
+    if duplicates := [name for name, count in counts.items() if count > 1]:
+        raise RequestError(f"sinks: two columns have the name {duplicates[0]!r}", "sinks")
     may_be_cached = all(sink.may_be_cached for sink in sinks.values())
     for sequence in sequences:
         sequence.sinks, sequence.sink_columns, sequence.may_be_cached = wanted, columns, may_be_cached
 
 
 def _make_sink(name: str, data: Any) -> Sink:
-    """Make a sink as workers will, to check its data and to learn its columns."""
+    """Make a sink as workers will, to check its data and to read its columns."""
     classes = sink_classes()
     if name not in classes:
         raise RequestError(f"sinks: this server has {', '.join(classes)}, not {name!r}", "sinks")
@@ -237,7 +238,7 @@ def _make_sink(name: str, data: Any) -> Sink:
 
 
 def _table(lists: Any, num_dimensions: int, limits: Limits) -> np.ndarray:
-    """Candidates as int32, one or more per position."""
+    """Convert candidates to int32, one or more per position."""
     try:
         table = np.array(lists, np.int32)
     except (ValueError, OverflowError):
@@ -248,7 +249,7 @@ def _table(lists: Any, num_dimensions: int, limits: Limits) -> np.ndarray:
         )
     if table.shape[-1] > MAX_CANDIDATES:
         raise RequestError(
-            f"candidate_token_ids has {table.shape[-1]} tokens for a position, of at most {MAX_CANDIDATES}",
+            f"candidate_token_ids has {table.shape[-1]} tokens for a position, more than {MAX_CANDIDATES}",
             "candidate_token_ids",
         )
     limits.check_vocabulary([int(table.min()), int(table.max())], "candidate_token_ids")

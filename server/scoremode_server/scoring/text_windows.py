@@ -16,20 +16,20 @@ from scoremode_server.scoring.core import Core
 
 @dataclass(slots=True)
 class TextDocument:
-    """The tokens of one text, its windows, and the text itself: None where the request has only token ids."""
+    """The tokens of one text, its windows, and the text itself; None if the request has only token ids."""
 
     token_ids: list[int]
     text: str | None
     windows: list[Window] = field(default_factory=list)
     index: int = 0
-    """Among the texts or conversations of the request; several sequences may be of one conversation."""
+    """Index of its text or conversation in the request; several sequences may be of one conversation."""
     roles: list[str] = field(default_factory=list)
-    """Of each window, for conversations."""
+    """The role of each window, for conversations."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextWindows:
-    """All windows of a request's documents, which share no context."""
+    """All windows of a request's documents. Documents share no context."""
 
     method: Method
     context_length: int
@@ -52,12 +52,12 @@ class TextWindows:
 
     @property
     def num_bytes(self) -> int | None:
-        """Count the bytes of all texts in UTF-8; None where there are only token ids."""
+        """Count the bytes of all texts in UTF-8; None if there are only token ids."""
         return sum(len(document.text.encode()) for document in self.documents if document.text) or None
 
     @property
     def num_words(self) -> int | None:
-        """Count the words of all texts; None where there are only token ids."""
+        """Count the words of all texts; None if there are only token ids."""
         return sum(count_words(document.text) for document in self.documents if document.text) or None
 
 
@@ -67,7 +67,7 @@ class RunningPerplexity:
 
     num_windows: int
     nlls: list[np.ndarray] = field(default_factory=list)
-    """Of the targets [num_scored] of each window, float64 in nats."""
+    """NLLs [num_scored] of each window's targets, float64, in nats."""
     _nll_sum: float = 0.0
     _num_scored: int = 0
 
@@ -88,8 +88,8 @@ class RunningPerplexity:
 
 
 async def cut_texts(request: PerplexityRequest, core: Core) -> TextWindows:
-    """Tokenize the texts of a request, and cut their windows; or the windows of its conversations. WindowError if
-    the method cannot cut such windows."""
+    """Cut a request's texts, which are tokenized first, or its conversations into windows. WindowError if the method
+    does not allow such windows."""
     if request.messages is not None:
         return await _turn_windows(request, core)
     method, field_name = request.method, "prompt" if request.texts is None else "texts"
@@ -100,7 +100,7 @@ async def cut_texts(request: PerplexityRequest, core: Core) -> TextWindows:
         core.limits.check_vocabulary(document.token_ids, field_name)
     if request.max_tokens is not None:
         await _truncate(documents, request, request.max_tokens, core)
-    # Before any is cut: there may be one window fewer per text.
+    # Checked before any text is cut. A text may have one window fewer.
     core.limits.check_num_sequences(sum(len(document.token_ids) // stride + 1 for document in documents), "stride")
 
     def cut() -> None:
@@ -108,7 +108,7 @@ async def cut_texts(request: PerplexityRequest, core: Core) -> TextWindows:
         for document in documents:
             document.windows = cut_windows(len(document.token_ids), method, context_length, stride, **special)
 
-    # In a thread: a long text with a short stride has tens of thousands of windows.
+    # Cut in a thread: a long text with a short stride has tens of thousands of windows.
     await asyncio.to_thread(cut)
     texts = TextWindows(method, context_length, stride, documents)
     if not texts.windows:
@@ -127,11 +127,11 @@ async def _turn_windows(request: PerplexityRequest, core: Core) -> TextWindows:
         raise RequestError(f"messages are scored by method 'conversation', not {request.method!r}", "method")
     context_length = resolve_context_length("conversation", request.context_length, core.limits.max_model_len)
     documents = []
-    for each in conversations:
-        core.limits.check_vocabulary(each["token_ids"], f"messages[{each['conversation']}]")
-        windows = turn_windows([(turn["first"], turn["end"]) for turn in each["turns"]], context_length)
-        roles = [turn["role"] for turn in each["turns"]][: len(windows)]
-        documents.append(TextDocument(each["token_ids"], None, windows, each["conversation"], roles))
+    for sequence in conversations:
+        core.limits.check_vocabulary(sequence["token_ids"], f"messages[{sequence['conversation']}]")
+        windows = turn_windows([(turn["first"], turn["end"]) for turn in sequence["turns"]], context_length)
+        roles = [turn["role"] for turn in sequence["turns"]][: len(windows)]
+        documents.append(TextDocument(sequence["token_ids"], None, windows, sequence["conversation"], roles))
     texts = TextWindows("conversation", context_length, context_length, documents)
     if not texts.windows:
         raise RequestError(f"no turn begins within context_length {context_length}", "context_length")
@@ -140,7 +140,7 @@ async def _turn_windows(request: PerplexityRequest, core: Core) -> TextWindows:
 
 async def _documents(request: PerplexityRequest, core: Core) -> list[TextDocument]:
     if (request.prompt is None) == (request.texts is None):
-        raise RequestError("give either prompt, one text, or texts, several", "prompt")
+        raise RequestError("give either prompt (one text) or texts (several)", "prompt")
     if isinstance(request.prompt, list):
         return [TextDocument(request.prompt, None)]
     texts = [request.prompt] if request.prompt is not None else request.texts or []

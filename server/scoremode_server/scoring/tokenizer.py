@@ -1,5 +1,5 @@
-"""Encodes and decodes text with the server's tokenizer: single tokens once per token of the vocabulary, and prefixes of
-prompts once."""
+"""Encodes and decodes text with the server's tokenizer. Texts of single tokens and of prefixes of prompts are
+stored."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -19,18 +19,18 @@ from scoremode_server.errors import RequestError
 from scoremode_server.vllm_compat.output_processor import INCOMPLETE, decode_within_character
 
 CHARACTER_CONTEXT = 4
-"""Tokens before a position in which vLLM looks for the start of a character, without a prompt's first token."""
+"""How many tokens before a position vLLM searches for the start of a character, except a prompt's first token."""
 
 STORED_CHARACTERS = 16 * 1024**2
 
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 """The bytes that the characters of a byte-level BPE token stand for."""
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-"""SentencePiece's token of one byte."""
+"""SentencePiece's token for a single byte."""
 
 TEXT_CONTEXT = 8
-"""Tokens before a place that decide how the text continues: up to four that can be part of a character, and one more
-that decides about a space."""
+"""How many tokens before a position decide how the text continues: up to four can be part of a character, and one more
+decides about a space."""
 
 
 class Tokenizer:
@@ -41,7 +41,7 @@ class Tokenizer:
         self.strings = TokenStrings(self._tokenizer)
 
     async def encode(self, text: str | list[int], add_special_tokens: bool) -> list[int]:
-        """Token ids of a text of any length; token ids as they are."""
+        """Encode a text of any length. Token ids are returned as they are."""
         if not isinstance(text, str):
             return text
         (token_ids,) = await self.encode_all([text], add_special_tokens)
@@ -62,12 +62,12 @@ class Tokenizer:
 
     def texts_of(self, token_ids: Sequence[int]) -> list[str]:
         if self._renderer.tokenizer is None:
-            raise RequestError("this server has no tokenizer, so it knows no token's text", "token_ids")
+            raise RequestError("this server has no tokenizer, so it cannot decode tokens", "token_ids")
         return self.strings.texts_of(token_ids)
 
     def bytes_of(self, token_ids: Sequence[int], texts: Sequence[str]) -> list[str | None]:
-        """The bytes, in hexadecimal, of each token whose text alone is incomplete; None for others and where the
-        tokenizer does not say them."""
+        """The bytes, in hexadecimal, of each token whose text alone is incomplete; None for others, and if the
+        tokenizer does not tell."""
         pieces = self._tokenizer().convert_ids_to_tokens(list(token_ids))
         return [_hexadecimal(piece) if INCOMPLETE in text else None for piece, text in zip(pieces, texts, strict=True)]
 
@@ -87,16 +87,17 @@ class Tokenizer:
 
 
 def _hexadecimal(piece: str | bytes) -> str | None:
-    """The bytes of a token as the vocabulary has it: byte-level BPE's, SentencePiece's byte, or bytes themselves."""
+    """The bytes, in hexadecimal, of a token in the vocabulary: byte-level BPE's, SentencePiece's single byte, or
+    bytes."""
     if isinstance(piece, bytes):
         return piece.hex()
     if match := _FALLBACK.fullmatch(piece):
         return match[1].lower()
-    return bytes(_BYTES[each] for each in piece).hex() if set(piece) <= _BYTES.keys() else None
+    return bytes(_BYTES[character] for character in piece).hex() if set(piece) <= _BYTES.keys() else None
 
 
 def as_prompts(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]) -> list[str | list[int]]:
-    """OpenAI's four shapes of a prompt as a list of texts or token lists."""
+    """Convert OpenAI's four shapes of a prompt to a list of texts or token lists."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -125,7 +126,7 @@ class TokenStrings:
         self._fill(self._get_tokenizer().get_vocab().values())
 
     def _fill(self, token_ids: Iterable[int]) -> None:
-        # A difference of sets would go through the whole table.
+        # A difference of sets would iterate over the whole table.
         missing = [token_id for token_id in set(token_ids) if token_id not in self._texts]
         if missing:
             self._texts.update(zip(missing, convert_ids_list_to_tokens(self._get_tokenizer(), missing), strict=True))
@@ -138,8 +139,9 @@ class TokenStrings:
     def texts_within(
         self, prompt: Sequence[int], start: int, ids: np.ndarray, places: Sequence[int]
     ) -> list[tuple[int, str]]:
-        """For ids [rows, columns] at positions from `start` of a prompt: the places of tokens that end within a
-        character, and the text that each completes with the tokens before it, which may be empty."""
+        """The texts that tokens at `places`, which end within a character, complete with the tokens before them; they
+        may be empty. `ids` [rows, columns] are at positions from `start` of a prompt. A place is an index into all
+        ids."""
         num_columns = ids.shape[1]
         contexts = {row: self._context(prompt, start + row) for row in {place // num_columns for place in places}}
         # After a complete character there is nothing to complete.
@@ -161,7 +163,7 @@ class TokenStrings:
 class PromptTexts:
     """Decodes prompts as the tokenizer does, special tokens included, and stores texts of prefixes.
 
-    `get_tokenizer` raises if the server has none.
+    `get_tokenizer` raises if the server has no tokenizer.
     """
 
     def __init__(self, get_tokenizer: Callable[[], TokenizerLike], block_size: int) -> None:
@@ -190,8 +192,8 @@ class PromptTexts:
         # The context's first tokens may be the end of a character.
         reads_alike = text.endswith(before.lstrip(INCOMPLETE))
         if before.endswith(INCOMPLETE) or not (reads_alike and both.startswith(before)):
-            # A character, or something that the tokenizer tidies up, extends over the place. Or the context alone has
-            # another text: SentencePiece's decoder drops a whole run of bytes if one of them fits no character.
+            # A character, or something that the tokenizer cleans up, spans the cut. Or the context alone has another
+            # text: SentencePiece's decoder drops a whole run of bytes if one of them fits no character.
             return self._decode(token_ids)
         return text + both[len(before) :]
 

@@ -1,7 +1,8 @@
-"""Examines a model's `compute_logits` by calling it: how much memory it takes, and what part is local.
+"""Examines a model's `compute_logits` by calling it: how much memory it takes, and whether a rank can compute its part
+of the logits alone.
 
-Most models hand hidden states to vLLM's `LogitsProcessor` and return its result. Some change that once more: nothing is
-assumed of these, and their logits are gathered from all ranks as in vLLM. Types do not tell the two kinds apart.
+Most models pass hidden states to vLLM's `LogitsProcessor` and return its result. Some then change it: their logits are
+gathered from all ranks, as vLLM does. The types of models do not tell the two kinds apart.
 """
 
 import inspect
@@ -31,7 +32,7 @@ _LOGIT_FIELDS = {
     "recurrent_gemma": ("logits_soft_cap", "capped at"),
     "vaultgemma": ("final_logit_softcapping", "capped at"),
 }
-"""By how model types begin: the field of the transformers library's config that changes logits, and how."""
+"""The field of the transformers library's config that changes logits, and how it does, by prefix of the model type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +53,35 @@ class LMHead:
     whole: LogitsFunction
     """[rows, hidden] -> logits [rows, vocabulary]."""
     project: LogitsFunction
-    """The same, or [rows, hidden] -> logits of the shard's tokens, maybe with padding after them."""
+    """Like `whole`; with a shard, its tokens' logits alone, possibly followed by padding."""
     copies: int | None
     """How many copies of the logits exist at the peak of `project`; None if unknown."""
     shard: Shard | None
-    """This rank's part of the vocabulary, if `project` computes that alone."""
+    """This rank's part of the vocabulary, if `project` computes only that."""
     source: LogitsSource | None
     """The call that made the logits, if they are one projection that a `LogitsProcessor` scales and caps; else None."""
 
 
 def examine(logits_fn: LogitsFunction, hidden_size: int, dtype: torch.dtype, group: Any) -> LMHead:
-    """Find out what a model's bound `compute_logits` does by calling it. Every rank of the group must do so at the same
-    time, with hidden states of the same size and dtype."""
-    # Not zeros, whose logits would hide a change that is made to them afterwards.
+    """Find out what a model's bound `compute_logits` does by calling it. Every rank of the group must call this at the
+    same time, with hidden states of the same size and dtype."""
+    # Logits of zeros would hide a later change, such as scaling.
     example = torch.linspace(-1, 1, 2 * hidden_size, dtype=dtype, device=group.device).view(2, hidden_size)
     call = _observe(logits_fn, example)
     project, shard, copies, is_local = logits_fn, None, None, False
     if call is not None:
-        # Scaling is in place in `LogitsProcessor`, and cutting off the vocabulary's padding is a view; capping is not.
+        # `LogitsProcessor` scales in place, and cuts off the vocabulary's padding with a view. Capping makes a copy.
         method = getattr(call.lm_head, "quant_method", None)
         plain = isinstance(method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod)
         copies = 1 if plain and call.bias is None and call.processor.soft_cap is None else 2
         shard = _shard(call, group)
         if shard is not None:
             project = _without_gathering(logits_fn, call.processor)
-            # What a rank computes by itself must be the very columns that it gets from all.
+            # A rank's own columns must equal those that it gets by gathering.
             gathered = call.output[:, shard.first : shard.first + shard.columns]
             is_local = torch.equal(project(example)[:, : shard.columns], gathered)
     if group.world_size > 1 and not true_on_every_rank(group, [is_local])[0]:
-        logger.warning("Prompt logprobs gather the vocabulary on each rank: what computes logits is not known")
+        logger.warning("Each rank gathers whole logits for prompt logprobs: how this model computes them is not known")
         project, shard = logits_fn, None
     # Some models scale hidden states before they project them.
     source = call if call is not None and torch.equal(call.hidden_states, example) else None
@@ -88,8 +89,8 @@ def examine(logits_fn: LogitsFunction, hidden_size: int, dtype: torch.dtype, gro
 
 
 def wrong_logits(source: LogitsSource, config: Any) -> str | None:
-    """Say which scale or soft cap of a model's config its logits lack, as vLLM's backend for the transformers library
-    leaves out those that it does not know. None for a config that has none, or is of a family not known here."""
+    """Say which scale or soft cap in a model's config is not applied to its logits: vLLM's backend for the transformers
+    library leaves out those that it does not know. None if all are applied or the family is not in the table."""
     scale, soft_cap = source.processor.scale, source.processor.soft_cap
     applied = {"scaled by": scale, "divided by": 1 / scale, "capped at": soft_cap}
     for beginning, (name, how) in _LOGIT_FIELDS.items():
@@ -100,7 +101,8 @@ def wrong_logits(source: LogitsSource, config: Any) -> str | None:
 
 
 def _observe(logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> LogitsSource | None:
-    """The one call of a `LogitsProcessor` whose output a model returns untouched, or None."""
+    """Find the call of `LogitsProcessor` whose output a model returns unchanged. None unless there is exactly one
+    call."""
     signature = inspect.signature(LogitsProcessor.forward)
     calls, outputs = [], []
 
@@ -109,13 +111,13 @@ def _observe(logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> LogitsSo
         if not named.get("skip_gather") and not processor.logits_as_input:
             bias = named.get("embedding_bias")
             calls.append(LogitsSource(processor, named["lm_head"], bias, named["hidden_states"], output))
-            # As they are when it returns.
+            # A copy, because the model may change the output in place afterwards.
             outputs.append(output.clone())
 
     model = getattr(logits_fn, "__self__", None)
     if not isinstance(model, torch.nn.Module):
         return None
-    # A subclass, or the layer that LoRA puts around it, may do anything.
+    # A subclass, or LoRA's wrapper, may do anything.
     processors = [module for module in model.modules() if type(module) is LogitsProcessor]
     hooks = [processor.register_forward_hook(record, with_kwargs=True) for processor in processors]
     try:
@@ -123,14 +125,14 @@ def _observe(logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> LogitsSo
     finally:
         for hook in hooks:
             hook.remove()
-    # Where a logit is NaN, a change could not be seen.
+    # A change to NaN or infinite logits would not show.
     untouched = len(calls) == 1 and logits is calls[0].output and torch.equal(logits, outputs[0])
     return calls[0] if untouched and bool(logits.isfinite().all()) else None
 
 
 def _shard(call: LogitsSource, group: Any) -> Shard | None:
-    """The columns of the gathered logits that this rank computes. Gathering puts those of all ranks side by side, and
-    cuts them off after the vocabulary."""
+    """The columns of the gathered logits that this rank computes. Gathering puts the ranks' columns side by side, and
+    cuts off those after the vocabulary."""
     lm_head = call.lm_head
     if group.world_size == 1 or not isinstance(lm_head, VocabParallelEmbedding):
         return None
@@ -142,10 +144,10 @@ def _shard(call: LogitsSource, group: Any) -> Shard | None:
 
 
 def _without_gathering(logits_fn: LogitsFunction, processor: LogitsProcessor) -> LogitsFunction:
-    """A model's `compute_logits` that gives this rank's columns, and padding."""
+    """Make a `compute_logits` that returns this rank's columns only, with padding."""
 
     def project(hidden_states: torch.Tensor) -> torch.Tensor:
-        # An attribute of the object hides the method of its class.
+        # An attribute on the instance hides its class's method.
         processor._gather_logits = lambda logits: logits
         try:
             return logits_fn(hidden_states)

@@ -1,4 +1,4 @@
-"""The rows of a request in an engine worker, and the parts of them that a step computes."""
+"""The rows of a request in an engine worker, and the parts of a prompt that a step computes."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ from scoremode_server.worker.sinks import Sink
 
 @dataclass(slots=True)
 class StepPart:
-    """The part of a prompt of `num_fed` tokens that a step computed: `num_tokens` tokens from `position` on, whose
-    hidden states are at `row` and after in the step's. Tokens after the prompt are placeholders for drafts, and are
+    """The part of a prompt that a step computes: `num_tokens` tokens from `position` on, whose hidden states start at
+    `row` of the step's. The prompt has `num_fed` tokens; tokens after it are placeholders for drafts and are
     ignored."""
 
     request_id: str
@@ -32,23 +32,23 @@ class RequestRows:
 
     spec: RowSpec
     sinks: Mapping[str, Sink] = field(default_factory=dict)
-    """By name, in the order of `spec.sink_columns`."""
+    """Sinks by name, in the order of `spec.sink_columns`."""
     candidates: torch.Tensor | None = None
     """[1 or rows, m] int32, if the request has any."""
     end: int = 0
-    """The position after the last computed one."""
+    """Position after the last computed token."""
     parts: list[LogprobsTensors] = field(default_factory=list)
-    """The rows to return: tables, or what vLLM's own prompt logprobs are."""
+    """The rows to return: tables of ours, or tensors of vLLM's own prompt logprobs."""
 
     @cached_property
     def key(self) -> Hashable:
-        """Rows of requests with equal keys are computed together."""
+        """Requests with equal keys are computed together."""
         scores = self.spec.temperature, self.spec.num_candidates, self._has_few_top
         return scores, tuple((name, sink.key) for name, sink in self.sinks.items())
 
     @cached_property
     def can_wait(self) -> bool:
-        """Whether rows may wait for those of later steps: in a lane, a step has few rows of a request."""
+        """Whether rows may wait for later steps' rows. In lanes other than prefill, a step has few rows per request."""
         return self.spec.chunk > 0 and self._has_few_top
 
     @property
@@ -56,31 +56,31 @@ class RequestRows:
         return 0 <= self.spec.num_top <= working_memory.MAX_TOP
 
     def is_ready(self, *, local: bool) -> bool:
-        """Whether all sinks are ready on this rank, of which only some have anything to wait for."""
+        """Whether all sinks are ready on this rank."""
         return all(sink.is_ready(self.end, local=local and self._has_few_top) for sink in self.sinks.values())
 
     def store_table(self, table: torch.Tensor) -> None:
-        """Keep the request's next rows: see `Rows.table`. One array crosses to API servers, as the first of those of
-        vLLM's prompt logprobs."""
+        """Store the request's next rows, in the form of `Rows.table`. API servers receive it as the first of the three
+        tensors of vLLM's prompt logprobs."""
         nothing = torch.empty(0)
         self.parts.append(LogprobsTensors(table, nothing, nothing))
 
     def store_own(self, columns: Mapping[str, torch.Tensor]) -> None:
-        """Keep the request's next rows as vLLM's own prompt logprobs."""
+        """Store the request's next rows as vLLM's own prompt logprobs."""
         tokens, logprobs = columns["token_ids"], columns["logprobs"]
         if self.spec.num_top >= 0:
             tokens, logprobs = tokens[:, : self.spec.width], logprobs[:, : self.spec.width]
         self.parts.append(LogprobsTensors(tokens, logprobs, columns["ranks"]))
 
     def store_missing(self, num_rows: int, device: torch.device) -> None:
-        """Keep rows in which every number is NaN."""
+        """Store rows in which every number is NaN."""
         words = torch.full((num_rows, num_words(self.spec.columns)), torch.nan, device=device)
         self.store_table(words.view(torch.int32))
 
 
 def pack(columns: Mapping[str, torch.Tensor], wanted: Columns) -> torch.Tensor:
-    """A table [rows, words] int32 of columns, each as wide as wanted: see `Rows.table`. It is on the
-    host if one of the columns is."""
+    """Pack columns into a table [rows, words] int32, each cut to its wanted width: see `Rows.table`. The table is on
+    the host if any column is."""
     parts = [columns[column.name].reshape(len(columns["ranks"]), -1)[:, : column.num_words] for column in wanted]
     if any(part.device.type == "cpu" for part in parts):
         parts = [part.cpu() for part in parts]
@@ -89,8 +89,8 @@ def pack(columns: Mapping[str, torch.Tensor], wanted: Columns) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class RowPiece:
-    """A request's rows from row `first` on, which are `num_rows` of the step's hidden states from `start` on.
-    `num_wanted` of them have a target: all, or all but the last."""
+    """A request's rows in one group: `num_rows` rows from its row `first` on, whose hidden states start at `start` of
+    the step's. `num_wanted` of them have a target: all, or all but the last."""
 
     request: RequestRows
     first: int
@@ -99,7 +99,7 @@ class RowPiece:
     num_wanted: int
 
     def candidates(self) -> torch.Tensor:
-        """Select [rows, m] of the request's table."""
+        """The candidates [rows, m] of these rows."""
         table = self.request.candidates
         assert table is not None
         is_own = self.request.spec.has_own_candidates

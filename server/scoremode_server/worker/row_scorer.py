@@ -1,8 +1,8 @@
-"""The rows that a step scores: collected from all of its requests, grouped, and computed a group at a time.
+"""Scores the rows of a step: collects them from all of its requests, groups them, and computes one group at a time.
 
-Vocabulary-sized tensors exist for one chunk of rows only, as many as the working memory holds, and for `WaitingRows`.
-All ranks of a tensor-parallel group form the same groups and chunks in the same order: these follow from the requests
-of the step and from nothing that one rank alone knows.
+Only one chunk of rows, as many as the working memory holds, and `WaitingRows` have tensors of the vocabulary's size.
+All ranks of a tensor-parallel group form the same groups and chunks in the same order: these depend on the step's
+requests alone, not on anything that only one rank knows.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -31,17 +31,17 @@ class RowScorer:
     budget_bytes: int
     shape: working_memory.LogitsShape
     group: Any
-    """vLLM's, of the tensor-parallel ranks."""
+    """vLLM's group of the tensor-parallel ranks."""
     makers: Mapping[str, SinkMaker] = field(default_factory=dict)
     """The makers of sinks, by name."""
     requests: dict[str, RequestRows] = field(default_factory=dict)
-    """Requests that were begun and are not complete."""
+    """Requests that have begun and are not complete, by id."""
     waiting: WaitingRows = field(default_factory=WaitingRows)
     _logits_fn: fused_logprobs.LogitsFunction | None = None
     _lm_head: LMHead = field(init=False)
 
     def begin(self, request_id: str, spec: RowSpec) -> None:
-        """Begin a request; again after it was preempted."""
+        """Begin a request, or begin it again after a preemption."""
         writes = self.group.rank_in_group == 0
         sinks = {name: self.makers[name].begin(spec, data, writes=writes) for name, data in spec.sinks.items()}
         request = RequestRows(spec, sinks)
@@ -51,7 +51,7 @@ class RowScorer:
         self.requests[request_id] = request
 
     def around_forward(self, model: torch.nn.Module, parts: Sequence[StepPart]) -> AbstractContextManager[Any]:
-        """Enclose the forward pass of a step that computes these parts: see `SinkMaker`."""
+        """Wrap the forward pass of a step with these parts: see `SinkMaker.around_forward`."""
         stack = ExitStack()
         for name, maker in self.makers.items():
             sinks = ((self.requests[part.request_id].sinks.get(name), part) for part in parts)
@@ -67,19 +67,19 @@ class RowScorer:
         logits_fn: fused_logprobs.LogitsFunction,
         logits: torch.Tensor | None = None,
     ) -> dict[str, LogprobsTensors]:
-        """Score what a step computed of requests that were begun. Every rank must come here at the same time.
+        """Score a step's rows of requests that have begun. Every rank must call this at the same time.
 
         Args:
             hidden_states: [at least the step's tokens, hidden], after the final norm.
-            targets: [tokens] int64, the token after each; those that are not fed are filled in here.
-            logits: [tokens, vocabulary], if the step has projected all of them already.
+            targets: [tokens] int64, the token after each. Last targets that are not fed are filled in here.
+            logits: [tokens, vocabulary], if the step has already projected all tokens.
 
         Returns:
-            The rows of each request whose prompt is complete, by id; none of positions that no step computed.
+            The rows of each request whose prompt is complete, by id. Positions from the prefix cache have no rows.
         """
         head = self._head(logits_fn, hidden_states)
         if self.waiting and not any(request.can_wait for request in self.requests.values()):
-            # All of their requests were aborted.
+            # All requests with waiting rows were aborted.
             self._compute_waiting(head)
         pieces, ended, last_rows, last_tokens = [], [], [], []
         for part in parts:
@@ -114,9 +114,9 @@ class RowScorer:
         return results
 
     def reserve(self, runner: Any, hidden_states: torch.Tensor) -> None:
-        """Compute the largest chunks while vLLM profiles."""
+        """Compute the largest chunks, so that vLLM counts their memory while it profiles."""
         head = self._head(runner.model.compute_logits, hidden_states)
-        # Without top tokens a chunk has more rows, with them more bytes per row: either may need more memory.
+        # Without top tokens a chunk has more rows; with them, more bytes per row. Either may need more memory.
         for num_top in (0, working_memory.RESERVED_TOP):
             rows = min(self.chunk_rows(head, num_top, 0), runner.max_num_tokens)
             targets, states = zeros(rows, hidden_states)
@@ -125,14 +125,14 @@ class RowScorer:
             maker.reserve(self, runner, hidden_states, head)
 
     def _head(self, logits_fn: fused_logprobs.LogitsFunction, hidden_states: torch.Tensor) -> LMHead:
-        """The LM head, examined again if the model is another one."""
+        """The LM head, which is examined again if the model has changed."""
         if self._logits_fn != logits_fn:
             self._lm_head = examine(logits_fn, hidden_states.shape[-1], hidden_states.dtype, self.group)
             self._logits_fn = logits_fn
         return self._lm_head
 
     def _groups(self, pieces: Sequence[RowPiece], head: LMHead) -> Iterable[list[RowPiece]]:
-        """Group pieces that one call of a kernel can compute. Those that a rank is not ready for get rows of NaN."""
+        """Group pieces that one kernel call can compute. Pieces that some rank is not ready for get rows of NaN."""
         groups: dict[Hashable, list[RowPiece]] = {}
         ready = self._ready([piece.request for piece in pieces], head)
         for piece in pieces:
@@ -140,14 +140,14 @@ class RowScorer:
             if request in ready:
                 groups.setdefault((request.key, request.can_wait), []).append(piece)
             else:
-                # Those that wait come before.
+                # Earlier rows of the request may wait: compute these first.
                 self._compute_waiting(head)
                 request.store_missing(piece.num_wanted, self.group.device)
         return groups.values()
 
     def _ready(self, requests: Collection[RequestRows], head: LMHead) -> set[RequestRows]:
-        """The requests whose sinks are ready on every rank. Ranks agree on them, so all must come here together."""
-        # They exchange nothing where no request has a sink.
+        """The requests whose sinks are ready on every rank. Ranks exchange this, so all must call it together."""
+        # Ranks exchange nothing if no request has a sink.
         with_sinks = [request for request in requests if request.sinks]
         answers = [request.is_ready(local=head.shard is not None) for request in with_sinks]
         on_all_ranks = true_on_every_rank(self.group, answers) if with_sinks else []
@@ -158,11 +158,11 @@ class RowScorer:
     def _compute(
         self, pieces: list[RowPiece], hidden_states: torch.Tensor, targets: torch.Tensor, head: LMHead
     ) -> None:
-        """Compute a group's rows, and store each request's own with it."""
+        """Compute a group's rows, and store them with their requests."""
         slices, num_rows = slices_of(pieces)
         states = JoinedRows([hidden_states[rows] for rows in slices])
         columns = self._columns(pieces, states, JoinedRows([targets[rows] for rows in slices])[0:num_rows], head)
-        # Requests of a group differ in nothing else that decides on their columns.
+        # Within a group, columns depend only on the number of top tokens and on `is_packed`.
         specs = {piece.request.spec.num_top: piece.request.spec for piece in pieces if piece.request.spec.is_packed}
         tables = {num_top: pack(columns, spec.columns) for num_top, spec in specs.items()}
         start = 0
@@ -180,12 +180,12 @@ class RowScorer:
     def _columns(
         self, pieces: list[RowPiece], states: JoinedRows, targets: torch.Tensor, head: LMHead
     ) -> dict[str, torch.Tensor]:
-        """Compute the columns of a group's rows, which its first request's sinks compute for all."""
+        """Compute the columns of a group's rows. The first request's sinks compute for all."""
         request = pieces[0].request
         num_tops = [piece.request.spec.num_top for piece in pieces]
         num_top = self.shape.vocab_size if -1 in num_tops else max(num_tops)
         if num_top > working_memory.MAX_TOP:
-            # With so many top tokens, a rank would send the others its whole part of the vocabulary anyway.
+            # So many top tokens would make a rank send the others its whole part of the vocabulary anyway.
             head = replace(head, project=head.whole, shard=None)
         candidates = torch.cat([piece.candidates() for piece in pieces]) if request.spec.num_candidates else None
         limits = [limit for sink in request.sinks.values() if (limit := sink.chunk_rows(self, head)) is not None]
@@ -203,8 +203,8 @@ class RowScorer:
         head: LMHead,
         logits: torch.Tensor | None,
     ) -> bool:
-        """Keep a group's logits, if they fit, for `_compute_waiting`. The served model's are those of their own step:
-        kernels of projections are chosen by the number of rows."""
+        """Hold a group's logits for `_compute_waiting`, if they fit. The served model projects them in their own step:
+        the number of rows decides which kernel it uses."""
         slices, num_rows = slices_of(pieces)
         num_bytes = num_rows * self.shape.padded * self.shape.logit_bytes
         if self.waiting.num_bytes + num_bytes > self.waiting.max_bytes:
@@ -212,36 +212,37 @@ class RowScorer:
         if num_bytes > self.waiting.max_bytes:
             return False
         if logits is None or head.shard is not None:
-            own = head.project(JoinedRows([hidden_states[rows] for rows in slices])[0:num_rows])
+            group_logits = head.project(JoinedRows([hidden_states[rows] for rows in slices])[0:num_rows])
         else:
-            # A part is copied: it would keep the whole.
-            own = logits if num_rows == len(logits) else torch.cat([logits[rows] for rows in slices])
-        self.waiting.add(pieces, [targets[rows] for rows in slices], own, num_bytes)
+            # A part is copied, because a view would keep the step's whole logits in memory.
+            group_logits = logits if num_rows == len(logits) else torch.cat([logits[rows] for rows in slices])
+        self.waiting.add(pieces, [targets[rows] for rows in slices], group_logits, num_bytes)
         return True
 
     def _compute_waiting(self, head: LMHead) -> None:
-        """Compute all rows that wait, except those of requests that were aborted or begun again, or whose sinks are not
-        ready any more."""
+        """Compute all waiting rows, except those of requests that were aborted or begun again, or whose sinks are no
+        longer ready."""
         projected = replace(head, project=lambda logits: logits)
         requests = [request for request in self.requests.values() if request.can_wait] if self.waiting else []
         for pieces, targets, logits in self.waiting.pop_all(self._ready(requests, head)):
             self._compute(pieces, logits, targets, projected)
 
     def chunk_rows(self, head: LMHead, num_top: int, num_candidates: int) -> int:
-        """Rows that one call of a kernel may have."""
+        """Limit on the rows of one kernel call."""
         row_bytes = working_memory.row_bytes_fused(self.shape, num_top, head.copies, head.shard is not None)
         return self.rows_within(
             row_bytes + working_memory.RESULT_BYTES * num_candidates, in_blocks=num_top > working_memory.MAX_TOP
         )
 
     def rows_within(self, row_bytes: int, num_budgets: int = 1, *, in_blocks: bool = False) -> int:
-        """Rows of a chunk whose working memory, in bytes per row, fits so many budgets."""
-        of_blocks = working_memory.block_bytes(self.shape) if in_blocks or self.group.device.type == "cpu" else 0
-        return working_memory.rows_per_chunk(max(1, num_budgets * self.budget_bytes - of_blocks), row_bytes)
+        """How many rows of `row_bytes` fit `num_budgets` budgets. PyTorch's kernels, `in_blocks` or on a CPU, also need
+        a block's memory."""
+        block_bytes = working_memory.block_bytes(self.shape) if in_blocks or self.group.device.type == "cpu" else 0
+        return working_memory.rows_per_chunk(max(1, num_budgets * self.budget_bytes - block_bytes), row_bytes)
 
 
 def slices_of(pieces: Sequence[RowPiece]) -> tuple[list[slice], int]:
-    """As few slices of a step's rows as have those of all pieces, and the number of rows."""
+    """Merge the pieces' rows into as few slices of the step's rows as possible. Also returns their number of rows."""
     slices: list[slice] = []
     for piece in pieces:
         start, stop = piece.start, piece.start + piece.num_rows
@@ -252,5 +253,5 @@ def slices_of(pieces: Sequence[RowPiece]) -> tuple[list[slice], int]:
 
 
 def zeros(rows: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Targets and hidden states: a dummy run may leave NaN in its own."""
+    """Make targets and hidden states of zeros. A dummy run's own hidden states may be NaN."""
     return like.new_zeros(rows, dtype=torch.int64), like.new_zeros((rows, like.shape[-1]))

@@ -1,5 +1,4 @@
-"""The rows that a scoring request wants, as the engine's workers get them in `SamplingParams.extra_args`, which no
-client can send."""
+"""Tells engine workers which rows a scoring request wants, in `SamplingParams.extra_args`. Clients cannot send this."""
 
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -21,32 +20,32 @@ ROWS = "scoremode_rows"
 
 @dataclass(frozen=True, slots=True)
 class RowSpec:
-    """The rows of a request, one per target: the target, the candidates, the top tokens."""
+    """The rows that a request wants: one per target, with the target, the candidates and the top tokens."""
 
     first: int = 1
     """Position of the first target."""
     last_token: int | None = None
-    """The last target, which is not fed; None if the last target is the prompt's last token."""
+    """The last target, if it is not fed; None if it is the prompt's last token."""
     num_top: int = 0
-    """Top tokens; -1 for the whole vocabulary."""
+    """Top tokens per row; -1 for the whole vocabulary."""
     temperature: float = 1.0
     num_candidates: int = 0
     candidates: bytes = b""
-    """int32: [m] for all rows, or [rows, m] from the first target's on."""
+    """Bytes of int32: [m] for all rows, or [rows, m] from the first target on."""
     sinks: Mapping[str, Any] = field(default_factory=dict)
-    """What the sinks that take part need to know, as msgspec sends it, by their names: see `worker/sinks.py`."""
+    """Data of the request's sinks by name, as msgspec encodes it: see `worker/sinks.py`."""
     sink_columns: Columns = ()
-    """The columns that these add to the scores."""
+    """The columns that sinks add to the scores."""
     is_packed: bool = True
-    """Whether rows are returned as `Rows.table`; vLLM's own prompt logprobs have three arrays."""
+    """Whether rows are returned as `Rows.table`, not as the three arrays of vLLM's own prompt logprobs."""
     chunk: int = 0
-    """Tokens per step after the context, at most; 0 for as many as fit."""
+    """Limit on tokens per step after the context; 0 for no limit."""
     context: int = 1
-    """With a chunk: tokens at the start that need not come in chunks."""
+    """Tokens at the start to which this limit does not apply."""
 
     @classmethod
     def read(cls, params: Any) -> "RowSpec | None":
-        """Read the rows that parameters want, a scoring request's or vLLM's own prompt logprobs; None if they want
+        """Read which rows sampling parameters want, for scoring or for vLLM's own prompt logprobs. None if they want
         none."""
         marked = ((params and params.extra_args) or {}).get(ROWS)
         if marked is not None:
@@ -56,7 +55,7 @@ class RowSpec:
         return cls(num_top=params.prompt_logprobs, is_packed=False)
 
     def as_extra_args(self) -> dict[str, Any]:
-        """For `SamplingParams`."""
+        """Write the specification as `SamplingParams.extra_args`."""
         return {ROWS: msgspec.to_builtins(self, builtin_types=(bytes,))}
 
     @property
@@ -76,26 +75,26 @@ class RowSpec:
 
     @property
     def identity(self) -> tuple[Any, ...] | None:
-        """Identify all that determines the rows of a sequence, except the number of top tokens, which come last; None
-        for those of prompt logprobs."""
+        """Everything that determines the rows of given tokens, except the number of top tokens. None for rows that
+        plain prompt logprobs have."""
         if self.temperature == 1.0 and not self.candidates and not self.sinks:
             return None
         digest = blake2b(self.candidates, digest_size=16).hexdigest()
-        # The rows that candidates of their own belong to depend on where these begin.
+        # Candidates for each row start at `first`: with another `first`, the same ones belong to other rows.
         first = self.first if self.has_own_candidates else None
         return self.temperature, self.num_candidates, digest, first, repr(sorted(self.sinks.items()))
 
 
 class ScoringParams(SamplingParams):
-    """Sampling parameters of a scoring request. The type is what marks it, since no client can send a type.
+    """Sampling parameters of a scoring request. The type marks the request, because no client can send a type.
 
     The engine's processes receive plain `SamplingParams`: fields are sent, not the type.
     """
 
     @classmethod
     def of(cls, params: SamplingParams, spec: RowSpec) -> Self:
-        """The same parameters, which were checked when they were made, of a request for these rows. VLLMValidationError
-        if a client has set what rows it wants."""
+        """Copy parameters, which were already checked, and add `spec`. VLLMValidationError if a client has set a
+        `RowSpec` in them."""
         _check(params)
         marked = copy(params)
         marked.__class__ = cls
@@ -104,9 +103,10 @@ class ScoringParams(SamplingParams):
 
 
 def guard_rows(engine: Any) -> None:
-    """Let an engine client refuse a `RowSpec` in any other request: clients may set `extra_args` (`vllm_xargs`).
+    """Make an engine client refuse requests whose client has set a `RowSpec`, since clients may set `extra_args`
+    (`vllm_xargs`).
 
-    Most routes make parameters by `from_optional`, and the others call `generate` with them: both refuse before a
+    Most routes make parameters with `from_optional`, and the others call `generate` with them: both refuse before a
     stream begins. `add_request` is guarded for all other callers.
     """
 
@@ -126,7 +126,7 @@ def guard_rows(engine: Any) -> None:
 
 
 def _check(wanted: Any) -> None:
-    """Refuse sampling parameters, or extra arguments of them, that a client has given a `RowSpec`."""
+    """Refuse sampling parameters, or their extra arguments, in which a client has set a `RowSpec`."""
     extra_args = wanted if isinstance(wanted, dict) else getattr(wanted, "extra_args", None)
     if type(wanted) is not ScoringParams and ROWS in (extra_args or ()):
         raise VLLMValidationError(

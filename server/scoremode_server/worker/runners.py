@@ -1,7 +1,7 @@
-"""vLLM's V1 and V2 model runners, patched: their prompt logprobs are those of a `RowScorer`.
+"""Patches vLLM's V1 and V2 model runners: a `RowScorer` computes their prompt logprobs.
 
-The V1 runner projects all of a step's rows at once, [tokens, vocabulary] in float32. That is not in the memory that
-vLLM profiles, and a server that has given the rest to its KV cache dies of it.
+The stock V1 runner projects all of a step's rows at once, [tokens, vocabulary] in float32. vLLM does not profile this
+memory, so a server that has given the rest to its KV cache runs out of it.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ from scoremode_server.worker.row_spec import RowSpec
 from scoremode_server.worker.sinks import SinkMaker
 
 WAITING_SHARE = 4
-"""Logits of lanes that wait may use a quarter as much as the budget."""
+"""Waiting logits may take the budget divided by this: a quarter."""
 
 
 def patch_v1(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
@@ -49,8 +49,8 @@ def patch_v1(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
     stock_sample_tokens = GPUModelRunner.sample_tokens
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
-        # vLLM drafts before it makes prompt logprobs, and a drafter's CUDA graph overwrites the hidden states that they
-        # are made of (vLLM #53488).
+        # vLLM drafts before it computes prompt logprobs, and the drafter's CUDA graph overwrites the hidden states that
+        # they need (vLLM #53488). So they are computed first.
         state = self.execute_model_state
         if state is not None and self.speculative_config is not None:
             step = state.scheduler_output
@@ -93,36 +93,37 @@ def patch_v1(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
 
 
 def exact_logprobs(logits: torch.Tensor) -> torch.Tensor:
-    """`Sampler.compute_logprobs` with sums in float64: PyTorch's float32 sums on a CPU move all logprobs by 8e-6 nats
-    in one direction, so that sampled tokens' would not be as those of prompts."""
+    """Replace `Sampler.compute_logprobs` on a CPU, with sums in float64. PyTorch's float32 sums there shift all
+    logprobs by 8e-6 nats in one direction, so sampled tokens' logprobs would differ from those of prompts."""
     return logits.double().log_softmax(-1).float()
 
 
 def _has_hooks(runner: Any, sinks: Mapping[str, SinkMaker]) -> bool:
-    """Whether sinks take part in forward passes: a compiled model, or a CUDA graph, calls no hooks, and a pipeline has
-    ranks that know nothing of rows."""
+    """Whether forward passes are wrapped for sinks. A compiled model or a CUDA graph calls no hooks, and in a pipeline
+    some ranks have no scorer."""
     is_whole = runner.parallel_config.pipeline_parallel_size == 1
     has_any = any(maker.has_hooks for maker in sinks.values())
     return has_any and is_whole and runner.model_config.enforce_eager
 
 
 def step_parts(runner: Any, scorer: RowScorer, num_scheduled_tokens: Mapping[str, int]) -> list[StepPart]:
-    """The parts of prompts that a step of the V1 runner computes, by row. Begins the requests that are new to it."""
+    """The parts of prompts that a step of the V1 runner computes, by row. Begins requests that are new to the
+    scorer."""
     for request_id in scorer.requests.keys() - runner.requests.keys():
         del scorer.requests[request_id]
     parts = []
     for request_id in runner.num_prompt_logprobs:
         request, num_tokens = runner.requests[request_id], num_scheduled_tokens.get(request_id)
-        # Preempted in its prefill; or given as embeddings, without tokens to score.
+        # The request was preempted in its prefill, or has embeddings instead of tokens to score.
         if num_tokens is None or request.prompt_token_ids is None:
             continue
         position, rows = request.num_computed_tokens, scorer.requests.get(request_id)
         if rows is None or position != rows.end:
-            # Begun, or begun again after it was preempted.
+            # The request begins, or begins again after a preemption.
             spec = RowSpec.read(request.sampling_params)
             assert spec is not None
             scorer.begin(request_id, spec)
-            # Another call for the same step does not begin it again.
+            # A second call in the same step must not begin it again.
             scorer.requests[request_id].end = position
         row = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]].item()
         parts.append(StepPart(request_id, position, row, num_tokens, len(request.prompt_token_ids)))
@@ -132,7 +133,7 @@ def step_parts(runner: Any, scorer: RowScorer, num_scheduled_tokens: Mapping[str
 def prompt_logprobs(
     runner: Any, scorer: RowScorer, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
 ) -> dict[str, LogprobsTensors]:
-    """The rows of the prompts that are complete with this step."""
+    """The rows of the prompts that this step completes."""
     parts = step_parts(runner, scorer, num_scheduled_tokens)
     if not parts:
         return {}
@@ -142,13 +143,13 @@ def prompt_logprobs(
         following = runner.requests[part.request_id].prompt_token_ids[after : after + part.num_tokens]
         targets[part.row : part.row + len(following)] = following
     on_device = async_tensor_h2d(targets, device=runner.device)
-    found = scorer.score(parts, hidden_states, on_device, runner.model.compute_logits)
+    results = scorer.score(parts, hidden_states, on_device, runner.model.compute_logits)
     for part in parts:
         if part.position + part.num_tokens >= part.num_fed:
             del runner.num_prompt_logprobs[part.request_id]
-    complete = {request_id: rows.to_cpu_nonblocking() for request_id, rows in found.items()}
+    complete = {request_id: rows.to_cpu_nonblocking() for request_id, rows in results.items()}
     if complete:
-        # Copies to the host do not block.
+        # Copies to the host are asynchronous: wait for them.
         runner._sync_device()
     return complete
 
@@ -159,7 +160,7 @@ def patch_v2(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
 
     def load_model_then_set_scorer(self: Any, *args: Any, **options: Any) -> None:
         load_model(self, *args, **options)
-        # Of vLLM's own chunks, for prompts with `prompt_logprob_token_ids`.
+        # vLLM's own chunks, which it still uses for prompts with `prompt_logprob_token_ids`.
         prompt_logprob.CHUNK_SIZE = rows_per_chunk(budget_bytes, row_bytes_fused(_logits_shape(self), 0, None))
         if self.prompt_logprobs_worker is not None:
             self.prompt_logprobs_worker._scoremode_scorer = _make_scorer(self, budget_bytes, sinks)
@@ -167,7 +168,7 @@ def patch_v2(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
     call_sampler = SamplerV2.__call__
 
     def keep_logits_and_call(self: Any, logits: torch.Tensor, input_batch: Any) -> Any:
-        # What a step projects to sample from, its rows of lanes need too, if they can wait.
+        # Rows of lanes that can wait reuse the logits that their step samples from.
         is_whole = input_batch.num_reqs == input_batch.num_tokens
         if is_whole and logits.nbytes <= _waiting_bytes(budget_bytes, logits.device):
             input_batch._scoremode_logits = logits
@@ -190,7 +191,7 @@ def patch_v2(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
             scorer = self.prompt_logprobs_worker._scoremode_scorer
             has_sinks = any(request.sinks for request in scorer.requests.values())
             parts = batch_parts(scorer, input_batch, self.req_states.prompt_len.np) if has_sinks else []
-            # Until the step is executed, of which the model's forward pass comes next.
+            # The hooks stay until the step has ended. The model's forward pass comes next.
             self._scoremode_hooks.enter_context(scorer.around_forward(self.model, parts))
         return input_batch
 
@@ -233,7 +234,7 @@ def compute_prompt_logprobs(
     num_computed_tokens: torch.Tensor,
     prompt_lens: np.ndarray,
 ) -> dict[str, LogprobsTensors]:
-    """The rows of the prompts that are complete with this step."""
+    """The rows of the prompts that this step completes."""
     scorer = self._scoremode_scorer
     logits = input_batch.__dict__.pop("_scoremode_logits", None)
     parts = batch_parts(scorer, input_batch, prompt_lens)
@@ -242,7 +243,7 @@ def compute_prompt_logprobs(
     targets = prompt_logprob.get_prompt_logprobs_token_ids(
         input_batch.num_tokens, input_batch.query_start_loc, input_batch.idx_mapping, num_computed_tokens, all_token_ids
     )
-    # Of lanes alone: they are greedy, so that vLLM samples from the logits as they are.
+    # Only if all requests are in lanes: these are greedy, so vLLM samples from unchanged logits.
     if len(parts) < input_batch.num_reqs or not all(scorer.requests[part.request_id].can_wait for part in parts):
         logits = None
     return cast(dict[str, LogprobsTensors], scorer.score(parts, hidden_states, targets, logits_fn, logits))
@@ -258,12 +259,12 @@ def batch_parts(scorer: RowScorer, input_batch: Any, prompt_lens: np.ndarray) ->
         prompt_lens[input_batch.idx_mapping_np],
         input_batch.prefill_len_np,
     )
-    # As lists: to take an array's entries one by one is slow.
+    # Lists, because reading an array's entries one by one is slow.
     rows = zip(input_batch.req_ids, *(column.tolist() for column in columns), strict=False)
     for request_id, position, row, num_tokens, num_fed, num_prefilled in rows:
         if request_id not in scorer.requests:
             continue
-        # As in vLLM: the rows of a request that was preempted after its prompt have been returned.
+        # As in vLLM: if a request was preempted after its prompt, its rows were already returned.
         if position >= num_fed or num_fed < num_prefilled:
             del scorer.requests[request_id]
         else:
@@ -277,14 +278,15 @@ def _add_to_profile(
     sinks: Mapping[str, SinkMaker],
     reserve: Callable[[Any, torch.Tensor], None],
 ) -> None:
-    """Let `reserve(runner, hidden states of the sampled rows)` run after the sampler's dummy run, and all that vLLM
-    profiles next to logits that wait and what sinks keep.
+    """Run `reserve(runner, hidden states of the sampled rows)` after the sampler's dummy run, and hold the memory of
+    waiting logits and of sinks while vLLM profiles.
 
-    vLLM makes that run while it profiles, on the last pipeline rank and for models that generate, and holds the hidden
-    states of a full batch. The V1 runner repeats it after capturing CUDA graphs: its allocator already has the memory.
+    vLLM makes the dummy run while it profiles, on the last pipeline rank and for models that generate, and holds the
+    hidden states of a full batch. The V1 runner repeats it after capturing CUDA graphs, when its allocator already has
+    the memory.
     """
     if current_platform.is_cpu():
-        # There vLLM profiles nothing that is freed again, and rows as many as a step's would take minutes.
+        # On a CPU vLLM does not profile temporary memory, and as many rows as a step may have would take minutes.
         return
     dummy_sampler_run = runner_class._dummy_sampler_run
 
@@ -311,7 +313,7 @@ def _add_to_profile(
 
 
 def _make_scorer(runner: Any, budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> RowScorer:
-    # Prompt tokens are not sampled, so that processed and raw logprobs are the same.
+    # Prompt tokens are not sampled, so processed and raw logprobs are the same.
     if not (mode := runner.model_config.logprobs_mode).endswith("_logprobs"):
         raise ValueError(f"Scoremode needs --logprobs-mode raw_logprobs or processed_logprobs, got {mode}")
     scorer = RowScorer(budget_bytes, _logits_shape(runner), get_tp_group(), sinks)
@@ -320,7 +322,7 @@ def _make_scorer(runner: Any, budget_bytes: int, sinks: Mapping[str, SinkMaker])
 
 
 def _waiting_bytes(budget_bytes: int, device: torch.device) -> int:
-    """A CPU reads no more for a few rows than for many."""
+    """Limit on waiting logits: 0 on a CPU, where scoring many rows at once reads no less."""
     return budget_bytes // WAITING_SHARE if device.type == "cuda" else 0
 
 

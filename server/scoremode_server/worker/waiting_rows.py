@@ -1,4 +1,4 @@
-"""Rows of the decode and verify lanes that wait for those of later steps, on a GPU."""
+"""Rows of the decode and verify lanes that wait for later steps' rows, on a GPU."""
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +11,15 @@ from scoremode_server.worker.request_rows import RequestRows, RowPiece
 
 @dataclass(slots=True)
 class WaitingGroup:
-    """Logits of several steps, of requests with equal keys."""
+    """Logits of several steps, for requests with equal keys."""
 
     pieces: list[RowPiece] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
 
     def join(self, requests: Collection[RequestRows]) -> tuple[list[RowPiece], torch.Tensor, torch.Tensor]:
-        """Join the pieces of each of these requests to one. Returns them, and their targets [rows] and logits."""
+        """Join each request's pieces into one. Returns the pieces of these requests, with their targets [rows] and
+        logits."""
         by_request: dict[RequestRows, list[tuple[RowPiece, int]]] = {}
         start = 0
         for piece in self.pieces:
@@ -39,11 +40,11 @@ class WaitingGroup:
 
 @dataclass(slots=True)
 class WaitingRows:
-    """Rows whose logits are kept to be scored at once: a request gets rows once instead of in every step, and the LM
-    head of a reference, up to gigabytes, is read once."""
+    """Logits of rows that are held to be scored together. A request then gets rows once, not in every step, and a
+    reference's LM head, up to gigabytes, is read once."""
 
     max_bytes: int = 0
-    """Limit on the logits, which are in addition to the scorer's budget; 0 where no rows wait."""
+    """Limit on the logits, in addition to the scorer's budget; 0 if rows never wait."""
     num_bytes: int = 0
     _groups: dict[Hashable, WaitingGroup] = field(default_factory=dict)
 
@@ -53,7 +54,7 @@ class WaitingRows:
     def add(
         self, pieces: Sequence[RowPiece], targets: list[torch.Tensor], logits: torch.Tensor, num_bytes: int
     ) -> None:
-        """Keep the logits of a group's rows, which have equal keys."""
+        """Add the logits of a group's rows, which have equal keys."""
         group = self._groups.setdefault(pieces[0].request.key, WaitingGroup())
         group.pieces += pieces
         group.targets += targets
@@ -61,7 +62,8 @@ class WaitingRows:
         self.num_bytes += num_bytes
 
     def pop_all(self, requests: Collection[RequestRows]) -> Iterator[tuple[list[RowPiece], torch.Tensor, torch.Tensor]]:
-        """The rows of these requests by group, as `WaitingGroup.join` returns them; those of others are dropped."""
+        """Remove all rows. Yields these requests' rows by group, as `WaitingGroup.join` returns them, and drops the
+        others."""
         while self._groups:
             _, group = self._groups.popitem()
             pieces, targets, logits = group.join(requests)
