@@ -150,7 +150,7 @@ async def test_a_disk_that_does_not_answer_holds_up_its_reference_alone(root: Pa
         await scores(client)
         assert (await record(client, name="answers"))["complete"]
         assert not stuck.done()
-        check_error(await stuck, 507, "name", "is not there after 5 s")
+        check_error(await stuck, 507, "name", "is not on disk after 5 s")
         let_go.set()
 
 

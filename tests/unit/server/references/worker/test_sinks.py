@@ -300,7 +300,7 @@ def test_a_step_does_not_wait_for_the_disk(windows: WorkerWindows, monkeypatch: 
     assert told(windows, "0", "39", "40", "49") == [
         None,
         None,
-        *2 * [f"{40 * WINDOW_BYTES} bytes wait for the disk already"],
+        *2 * [f"{40 * WINDOW_BYTES} bytes already wait to be written to disk"],
     ]
     let_go.set()
     let_all_be_written(windows)
