@@ -68,7 +68,8 @@ def serve(arguments: list[str]) -> None:
             f"scoremode: no tokenizer can be loaded from {namespace.tokenizer or namespace.model}: copy the original's "
             f"tokenizer files into it, or name the original with --tokenizer ({' '.join(str(error).split())})"
         ) from None
-    # vLLM's command returns as it does after a shutdown. With status 0 a supervisor would not restart the server.
+    # vLLM's command returns as it does after a shutdown. A supervisor would not restart a server that exits with status
+    # 0.
     from scoremode_server.vllm_compat.engine_client import engine_died
 
     if engine_died.is_set():

@@ -59,8 +59,8 @@ def lane_logprobs(engine: Any, sequences: Sequence[Tokens], chunk: int, first: i
 
 
 def generated(engine: Any, prompts: Sequence[Tokens], num_tokens: int) -> tuple[list[list[int]], np.ndarray]:
-    """What the engine generates greedily after each prompt, prompts included, and its own logprobs of all but the first
-    generated token, which comes from a prefill step."""
+    """Generate greedily after each prompt. Returns prompts with generated tokens, and the engine's own logprobs of all
+    generated tokens but the first, which comes from a prefill step."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False)
     params.skip_reading_prefix_cache = True
     found = engine.generate([TokensPrompt(prompt_token_ids=list(each)) for each in prompts], params, use_tqdm=False)

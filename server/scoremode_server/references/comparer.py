@@ -214,7 +214,7 @@ class Comparer:
         """Have the engine compute a window. BusyError if the engine compares with other references for
         `SECONDS_TO_WAIT`. Once a window of the request has entered the engine, the others wait without that limit."""
         head, queue, options = reference.manifest.head, window.settings.queue, window.settings.options
-        # With boundaries, workers hold two tensors: the hidden states and the residual stream.
+        # Workers hold a second tensor if there are boundaries: the residual stream.
         num_tokens = len(window.token_ids) * (2 if window.mark.boundaries else 1)
         rank = options.get("data_parallel_rank")
         while True:

@@ -63,8 +63,8 @@ class Recorder:
         answers: Answers | None = None,
     ) -> StoredReference:
         """Create the reference to record into, or open an incomplete one of the same model and text. `labels` has one
-        label per text or conversation. With `layers` the residual stream at their boundaries is recorded. The texts
-        were made from `answers`. ConflictError if another reference has that name."""
+        label per text or conversation. If `layers` are given, the residual stream at their boundaries is recorded. The
+        texts were made from `answers`. ConflictError if another reference has that name."""
         text, plan = await asyncio.to_thread(_plan, texts, labels)
         if layers is not None:
             await self._check_space(name, text, layers)
@@ -181,7 +181,7 @@ class Recorder:
         window = MarkedWindow.begin("record", reference, index, settings, _boundaries(reference))
         rows = await self.core.scorer.engine.window_rows(window.engine_pass())
         await self._wait_until_written(reference, window.mark.ticket, f"window {window.mark.index}")
-        # Its hidden states are no longer in the workers' memory.
+        # The workers do not hold its hidden states any more.
         window.settings.queue.done(len(window.token_ids), 0)
         await self.core.scorer.pacer.wait()
         return -json_logprobs(rows.logprobs[:, 0]), rows.ranks

@@ -247,7 +247,7 @@ class ReferenceDirectory:
             path.rename(trash)
         except FileNotFoundError:
             raise self._unknown(name) from None
-        # Also remove what earlier deletions left behind because a process was killed or a file was written.
+        # Also remove the remains of earlier deletions, during which a process was killed or a file was written.
         for folder in self.root.glob(f"{_DELETED}*"):
             if folder.is_dir() and not folder.is_symlink():
                 shutil.rmtree(folder, ignore_errors=True)

@@ -61,7 +61,7 @@ def describe_head(source: LogitsSource, hidden_size: int, hidden_dtype: torch.dt
 
 def gather_weight(part: torch.Tensor, vocab_size: int, group: Any) -> torch.Tensor:
     """Gather a weight [vocabulary, hidden] or bias [vocabulary] from all ranks, which must all call this at the same
-    time. With one rank the result stays on its device, with several it is on the CPU."""
+    time. The result of a single rank stays on its device; that of several is on the CPU."""
     if group.world_size == 1:
         return part[:vocab_size].contiguous()
     whole = torch.empty((group.world_size, *part.shape), dtype=part.dtype)
@@ -121,7 +121,7 @@ class HeadLayer:
             self._layer.quant_method.process_weights_after_loading(self._layer)
 
     def ready(self, *, local: bool) -> ReferenceHead:
-        """Return the head after it was placed. With `local`, it gives the logits of this rank's part of the
+        """Return the head after it was placed. If `local`, it gives the logits of this rank's part of the
         vocabulary."""
         copies = 1 if self._head.soft_cap is None else 2
         logits_fn = partial(self._processor, self._layer, embedding_bias=self._bias, skip_gather=local)

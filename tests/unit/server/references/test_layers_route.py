@@ -19,7 +19,7 @@ BASE = f"{REFERENCES}/base"
 LAYERED = {**BODY, "layers": True}
 NUM_BOUNDARIES = 3
 WINDOW_TOKENS = 15
-"""That are fed of each window."""
+"""The number of tokens of each window that are fed."""
 
 
 async def test_a_recording_keeps_the_stream_and_its_floor(engine, client):
@@ -66,7 +66,7 @@ async def test_damaged_streams_are_recorded_again(engine, client):
     ],
 )
 async def test_a_model_that_the_stream_does_not_determine_is_refused(engine, client, fault, status, param, message):
-    """By the name of its layers' class; the reference stays incomplete."""
+    """The error names its layers' class, and the reference stays incomplete."""
     setattr(engine.model, fault, True)
     check_error(await client.post(REFERENCES, json=LAYERED), status, param, message)
     assert (await client.get(BASE)).json()["complete"] is False

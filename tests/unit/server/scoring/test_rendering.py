@@ -66,7 +66,8 @@ def counted(app: Any) -> tuple[float, float]:
 
 @pytest.mark.parametrize("family", ["smollm3", "chatml"])
 async def test_work_grows_with_the_length_of_a_conversation(served: Served, family: str):
-    """With marks one rendering is enough; else a turn has three at most, and its beginning is not encoded again."""
+    """One rendering is enough if there are marks. Otherwise a turn has three at most, and its beginning is not encoded
+    again."""
     model = served(TEMPLATES[family])
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100_000}))
@@ -123,7 +124,8 @@ async def test_rendering_ends_when_its_client_leaves_and_counts_until_then(serve
         while (answer := await client.post(TURNS, json=body)).status_code == 429:
             pass
     assert answer.status_code == 200
-    # Of the request whose client left one, of the other one for the whole, and two for each turn but the last.
+    # The request whose client left had one rendering. The other one had one for the whole, and two for each turn but
+    # the last.
     assert held.num_begun == 1 + 1 + 2 * 3 - 1
 
 
