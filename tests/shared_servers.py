@@ -52,7 +52,7 @@ STARTS_AT_ONCE = 2
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 """glibc's settings for an engine that gives no memory back: faster than `scoremode serve` (docs/benchmarks.md)."""
 A_WORKER_BY_ITSELF = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-"""As vLLM's CPU platform has it by default, and a server on several GPUs; see `CPU_ENVIRONMENT`."""
+"""The default of vLLM's CPU platform, and of a server on several GPUs; see `CPU_ENVIRONMENT`."""
 
 TO_END = Server(
     "faults",

@@ -53,7 +53,8 @@ def scored_rows(engine: Any, sequences: Sequence[Tokens], specs: Iterable[RowSpe
 
 
 def lane_logprobs(engine: Any, sequences: Sequence[Tokens], chunk: int, first: int = 1) -> np.ndarray:
-    """Logprobs [sequences, n - first] of tokens from `first` on, with `chunk` tokens a step, or as many as fit if 0."""
+    """Logprobs [sequences, n - first] of tokens from `first` on, with `chunk` tokens per step, or as many as fit if
+    0."""
     spec = RowSpec(first, chunk=chunk, context=max(1, first - 1))
     return np.stack([rows.logprobs[:, 0] for rows in scored_rows(engine, sequences, repeat(spec))])
 

@@ -344,7 +344,7 @@ async def test_each_marked_message_is_a_turn(
 
 
 async def test_a_trusted_template_of_a_request_is_the_one_that_renders(served: Served):
-    """In the place of the model's and of the server's, and its marks are found."""
+    """It replaces the model's and the server's, and its marks are found."""
     model = served(TEMPLATES["chatml"])
     app = app_with_completions(model)
     online = app.state.scoremode.conversations.online

@@ -207,7 +207,8 @@ class Counted(list[str]):
 
 @pytest.mark.parametrize("order", ["messages", "messages | reverse"])
 async def test_what_is_marked_is_looked_for_where_it_follows(served: Served, order: str, monkeypatch):
-    """One look per turn, not one per pair of turns; and in a template with another order, what is said is found."""
+    """Turns are looked up once each, not once per pair, and their texts are found in a template with another order
+    too."""
     template = MARKED_TEMPLATE.replace("in messages", f"in ({order})")
     app, texts_of = app_with_completions(served(template)), conversations._texts_of
     app.state.scoremode.conversations.limits = replace(app.state.scoremode.limits, max_model_len=10**7)
