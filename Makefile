@@ -44,7 +44,7 @@ lint: $(INSTALLED) ## Check style and types
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/write_sync_client.py --check
-	$(BIN)/python scripts/check_docstrings.py client server
+	$(BIN)/python scripts/check_docstrings.py client server tests bench scripts docs README.md CONTRIBUTING.md
 
 # What `check` has run is not run again. Tests that share servers run in one worker (tests/conftest.py).
 test: check ## Run make check, then engines, servers, clients and browsers

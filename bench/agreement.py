@@ -42,7 +42,7 @@ def cut_windows(text: str, tokenizer: Path, count: int, length: int) -> Windows:
 
 
 def served_logprobs(url: str, windows: Windows) -> list[np.ndarray]:
-    """What a server scores, without its cache."""
+    """Have a server score windows, without its cache."""
     with ScoreClient(url, timeout=600) as client:
         return [score.logprob_array[1:] for score in client.score(windows, use_cache=False)]
 
@@ -54,7 +54,7 @@ def compared(url: str, reference: str, lane: Lane = "prefill") -> KldPositions:
 
 
 def perplexity(logprobs: Logprobs) -> float:
-    """Of all scored tokens."""
+    """The perplexity of all scored tokens."""
     return math.exp(-np.concatenate(logprobs).mean(dtype=np.float64))
 
 

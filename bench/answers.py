@@ -140,7 +140,7 @@ async def compare(url: str, name: str, answers: Answers, options: argparse.Names
 
 
 def gap(window: KldWindowValues, at: int, own: list[int]) -> float:
-    """By how many nats a lane prefers its top token to the one that was generated, at a place of a window."""
+    """The nats by which a lane prefers its top token to the generated one, at a place in a window."""
     assert window.top_logprobs is not None
     places = np.flatnonzero(window.top_logprobs.token_ids[at] == own[at])
     logprobs = window.top_logprobs.logprobs[at]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The wheel of a revision, for bench/builds.py; what is not committed is left out.
 #
-#   bench/build_wheel.sh REVISION FOLDER     writes FOLDER/scoremode-*.whl and, beside it, the commit that it was made of
+#   bench/build_wheel.sh REVISION FOLDER     writes FOLDER/scoremode-*.whl and, next to it, the commit that it was made from
 set -euo pipefail
 commit=$(git -C "$(dirname "$0")" rev-parse --verify "$1^{commit}") folder=$2
 sources=$(mktemp -d)

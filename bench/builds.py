@@ -48,7 +48,7 @@ SETTLE_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What one server runs: folders before all others on its PYTHONPATH, flags, environment."""
+    """A server's build: the first folders on its PYTHONPATH, its flags, its environment."""
 
     folders: tuple[Path, ...]
     flags: tuple[str, ...]
@@ -57,7 +57,7 @@ class Build:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of its server and its clients."""
+        """The environment of the build's server and its clients."""
         path = [*map(str, self.folders), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {**self.variables, "PYTHONPATH": os.pathsep.join(path)}
 
@@ -247,12 +247,12 @@ def report(runs: Sequence[Run], first: str) -> str:
 
 
 def mean(runs: Sequence[Run], name: str, digits: int) -> str:
-    """Of a figure of all turns."""
+    """The mean of a figure over all turns."""
     return f"{fmean(getattr(run, name) for run in runs):,.{digits}f}"
 
 
 def ratio(mine: Sequence[Run], others: Sequence[Run] | None, name: str) -> str:
-    """Of a figure, paired by turn; `others` are of the same turns in the same order."""
+    """The ratio of a figure, paired by turn. `others` has the same turns in the same order."""
     if others is None:
         return "-"
     return str(paired_ratio([getattr(run, name) for run in mine], [getattr(run, name) for run in others]) or "-")

@@ -119,7 +119,7 @@ def _quantize(weight: torch.Tensor, scheme: QuantizationScheme, layout: str, fus
     parts = {"weight": weight}
     shared = None
     if arguments.strategy == "tensor_group":
-        # What local scales are divided by: the largest of them becomes the largest of float8_e4m3fn, 448.
+        # Local scales are divided by this: the largest one becomes 448, the largest float8_e4m3fn.
         shared = parts["weight_global_scale"] = generate_gparam(-fused_max, fused_max)
     groups = weight.unflatten(1, (-1, arguments.group_size or weight.shape[1]))
     low, high = groups.aminmax(dim=-1)

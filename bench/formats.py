@@ -46,7 +46,7 @@ class Case:
     """A format as it is served."""
 
     checkpoint: str | None = None
-    """Of `checkpoints.FORMATS`; MODEL itself without."""
+    """A name in `checkpoints.FORMATS`; None for MODEL itself."""
     dtype: str = "bfloat16"
     flags: tuple[str, ...] = ()
     attention: tuple[str, ...] = ("sdpa",)
@@ -80,15 +80,15 @@ class Setup:
     logs: Path
 
     def url(self, name: str) -> str:
-        """Of a server, as soon as it is up."""
+        """The URL of a server, as soon as it is up."""
         return self.futures[name].result().url
 
     def client(self, name: str) -> ScoreClient:
-        """Of a server, as soon as it is up."""
+        """A client of a server, as soon as it is up."""
         return ScoreClient(self.url(name), timeout=600)
 
     def kernels(self, name: str) -> str:
-        """That a server's log names."""
+        """The kernels that a server's log names."""
         return kernels(log_of(name, self.logs))
 
 
@@ -118,7 +118,7 @@ def score_row(setup: Setup, name: str) -> Row:
     first, *others = case.attention
     expected = oracle(first)
     decompressed = oracle("sdpa", quantized_activations=False)
-    # What rounding in the served dtype alone may do.
+    # This is how much rounding in the served dtype alone may change.
     rounding = Agreement.between(oracle(first, dtype), expected)
     served = served_logprobs(setup.url(name), setup.windows)
     found = Agreement.between(served, expected)

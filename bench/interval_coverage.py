@@ -1,4 +1,4 @@
-"""What the 95 % intervals of `ppl-client compare` cover, on made-up data whose truth is known.
+"""Measure how often the 95 % intervals of `ppl-client compare` cover the truth, on made-up data.
 
     python bench/interval_coverage.py --trials 1000
 

@@ -59,7 +59,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What a load came to."""
+    """The measured rate of a load."""
 
     tokens: int
     requests: int
@@ -70,7 +70,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What requests are made from: a tokenizer and a text."""
+    """A tokenizer and a text, from which requests are made."""
 
     tokenizer: Path
     text: str
@@ -99,7 +99,7 @@ class Load:
 
     draw: Callable[[Source, int, str], Drawn]
     count: int
-    """Of requests (windows, documents): 2 to 5 seconds of an H200 on the 8B shape."""
+    """How many requests (windows, documents): 2 to 5 seconds of an H200 on the 8B shape."""
     count_1b: int = 0
     """On the 1B shape, if it is another number."""
     floor: str = ""
@@ -218,7 +218,7 @@ def draw_record(source: Source, count: int, seed: str) -> Drawn:
 
 @cache
 def recorded(url: str, count: int) -> str:
-    """The name of a server's reference of so many windows."""
+    """The name of a server's reference with this many windows."""
     name = f"kld-{httpx.URL(url).port}-{count}"
     record(url, name, [random_tokens(random.Random(index), WINDOW) for index in range(count)])
     return name
@@ -254,7 +254,7 @@ def draw_text(source: Source, count: int, seed: str) -> Drawn:
 
 
 def run_text(text: str, count: int, target: Target) -> Rate:
-    """Have `ppl-client` measure a text of so many windows."""
+    """Have `ppl-client` measure a text of this many windows."""
     with tempfile.TemporaryDirectory() as folder:
         file, output = Path(folder) / "text.txt", Path(folder) / "output.json"
         file.write_text(text)
@@ -289,7 +289,7 @@ def draw_documents(source: Source, count: int, seed: str) -> Drawn:
 
 @cache
 def tokenizer_in(folder: Path) -> Tokenizer:
-    """Of a model folder."""
+    """The tokenizer of a model folder."""
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 

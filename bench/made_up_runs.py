@@ -46,7 +46,8 @@ def token_texts(vocab_size: int) -> dict[int, str]:
 
 
 def reference_arrays(num_tokens: int, vocab_size: int, seed: int) -> dict[str, NDArray[Any]]:
-    """What all runs share: tokens, and the reference's values for them. Passages are easy or hard, as in a text."""
+    """The arrays that all runs share: tokens, and the reference's values for them. Passages are easy or hard, as in a
+    text."""
     random = np.random.default_rng(seed)
     ids = np.minimum(random.zipf(1.3, num_tokens), vocab_size) - 1
     hardness = np.repeat(random.gamma(4, 0.25, num_tokens // 64 + 1), 64)[:num_tokens]
@@ -87,7 +88,8 @@ def run_arrays(model: MadeUpModel, reference: dict[str, NDArray[Any]], vocab_siz
 
 
 def top_tokens(arrays: Mapping[str, NDArray[Any]], vocab_size: int, seed: int) -> TopTokens:
-    """Of the most divergent positions: the run's top token and then the reference's other four, each half as likely."""
+    """The top tokens at the most divergent positions: the run's, then the reference's other four, each half as
+    likely."""
     random = np.random.default_rng(seed)
     at = np.sort(np.argsort(-arrays["kld"], kind="stable")[:MAX_TOP_POSITIONS])
     confidence = np.clip(arrays["reference_confidence"][at], 0.02, 0.98).astype(np.float64)

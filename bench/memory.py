@@ -71,14 +71,14 @@ class Case:
     server: str
 
     def row(self, *cells: str) -> Row:
-        """Of the table; printed at once as well."""
+        """Make a row of the table, and print it at once."""
         row = (f"{self.vocab_size:,}", self.runner, self.server, *cells)
         print("  ", *row, flush=True)
         return row
 
 
 def health(url: str) -> str:
-    """What `/health` says: a busy server may be late to answer, a dead one refuses or answers 503."""
+    """The answer of `/health`: a busy server may be late to answer, a dead one refuses or answers 503."""
     try:
         status = httpx.get(f"{url}/health", timeout=10).status_code
     except httpx.TimeoutException:

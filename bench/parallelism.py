@@ -74,7 +74,7 @@ def agreement_rows(futures: Futures, dtype: str, windows: Windows, oracle: Logpr
 
 
 def last_quarters(values: Logprobs) -> Logprobs:
-    """Of each window."""
+    """The last quarter of each window."""
     return [each[-len(each) // 4 :] for each in values]
 
 

@@ -14,13 +14,13 @@ from statistics import fmean
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 API_SERVER = "VLLM::APIServer"
-"""What vLLM names each API server process where there are several."""
+"""vLLM's name for each API server process if there are several."""
 SAMPLE_SECONDS = 2.0
 MIB = 1024**2
 
 
 def folders_of(server: int) -> Iterator[Path]:
-    """Of /proc, one for each of the server's processes; any may end while it is read."""
+    """Folders of /proc, one per process of the server; a process may end while its folder is read."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(ProcessLookupError):
             if os.getsid(int(folder.name)) == server:
@@ -29,7 +29,7 @@ def folders_of(server: int) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class CpuSeconds:
-    """Of the API server, or all of them, and of every other process: engine and workers."""
+    """CPU seconds of all API server processes, and of all other processes: engine and workers."""
 
     api: float = 0.0
     engine: float = 0.0
@@ -39,7 +39,7 @@ class CpuSeconds:
 
 
 def cpu_seconds(server: int) -> CpuSeconds:
-    """What a server has used so far."""
+    """The CPU seconds that a server has used so far."""
     api = engine = 0.0
     for folder in folders_of(server):
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -55,7 +55,7 @@ def cpu_seconds(server: int) -> CpuSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one process."""
+    """The usage of one process."""
 
     name: str
     num_bytes: int
@@ -77,7 +77,7 @@ def usage(server: int) -> dict[int, Usage]:
 
 
 def own_bytes(smaps_rollup: str) -> int:
-    """Of /proc/PID/smaps_rollup, the proportional set size of all but files."""
+    """The proportional set size of everything but files, from /proc/PID/smaps_rollup."""
     kilobytes = {name: int(value) for name, value in re.findall(r"^(\w+): +(\d+) kB$", smaps_rollup, re.MULTILINE)}
     return 1024 * sum(kilobytes[name] for name in ("Pss_Anon", "Pss_Shmem", "SwapPss"))
 

@@ -1,4 +1,4 @@
-"""What a compressed-tensors checkpoint should score: its quantized arithmetic, written out in torch.
+"""The scores that a compressed-tensors checkpoint should give: its quantized arithmetic, written out in torch.
 
 Nothing of compressed-tensors, vLLM or scoremode runs here; transformers runs the architecture around the quantized
 layers. Weights of weight-only formats are dequantized. W8A8 formats quantize each linear layer's input per token, and

@@ -96,7 +96,7 @@ def make_passages(model: Path, count: int, rng: random.Random) -> list[Passage]:
 
 
 def largest_difference(found: Sequence[Sequence[float | None]], expected: Sequence[np.ndarray]) -> float:
-    """Of any token, in nats.
+    """The largest difference of any token, in nats.
 
     Raises:
         WrongAnswerError: the numbers of sequences or tokens differ, or which tokens have a logprob.
@@ -166,7 +166,7 @@ REQUESTS = (score, score, echo, perplexity)
 
 @dataclass(slots=True)
 class Tally:
-    """What came of the requests of one kind."""
+    """Counts of the outcomes of one kind of requests."""
 
     right: int = 0
     dropped: int = 0

@@ -54,7 +54,8 @@ def wheel_sources(version: str) -> Sources:
 
 
 def imported_names(folder: Path, sources: Sources) -> set[str]:
-    """What the modules in a folder import from vLLM, as "module:name"; of a module of vLLM, the names used of it."""
+    """The names that the modules in a folder import from vLLM, as "module:name"; if they import a whole module, the
+    names they use of it."""
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in folder.rglob("*.py")]
     return {key for tree in trees for key in _imported_names(tree, sources)}
 
@@ -94,7 +95,7 @@ def _tree(text: str) -> str:
 
 
 def record(version: str, hashes: dict[str, str | None]) -> None:
-    """Write the hashes of a version into the manifest, in the place of what it had."""
+    """Replace the hashes of a version in the manifest."""
     recorded = recorded_hashes() | {version: hashes}
     ordered = {version: recorded[version] for version in sorted(recorded, key=Version)}
     HASHES_FILE.write_text(json.dumps(ordered, indent=2) + "\n", encoding="utf-8")

@@ -298,7 +298,7 @@ def planted(fault: Fault, folder: Path) -> Iterator[None]:
 
 
 def import_what_takes_long() -> None:
-    """What each run of the server's tests would import again: everything of vLLM that the server does."""
+    """Import all modules of vLLM that the server uses, so that runs of its tests need not import them again."""
     found: set[str] = set()
     for path in (ROOT / "server").rglob("*.py"):
         found.update(

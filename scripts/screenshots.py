@@ -21,7 +21,7 @@ from tests.browser import installed_chromium, running_browser, visit  # noqa: E4
 
 IMAGES = ROOT / "docs" / "images"
 COLORS = 128
-"""What text and flat colors need, in a third of the bytes."""
+"""Colors of a picture: enough for text and flat colors, in a third of the bytes."""
 REPORT_VIEW: dict[str, Any] = {"viewport": {"width": 1280, "height": 860}}
 PAGE_VIEW: dict[str, Any] = {"viewport": {"width": 1000, "height": 1340}, "device_scale_factor": 2}
 SAMPLE = "A factual paragraph"
@@ -32,7 +32,7 @@ document.getElementById("text").scrollIntoView();
 const shown = [...document.querySelectorAll(".tokens span")].filter((token) => token.getBoundingClientRect().top < 700);
 shown.sort((one, other) => other.className.localeCompare(one.className))[0].focus({ preventScroll: true });
 """
-"""Of the tokens in the picture, choose one with the last color of the scale."""
+"""Choose a token in the picture that has the last color of the scale."""
 
 
 def show_page(page: Page) -> None:

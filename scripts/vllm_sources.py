@@ -53,7 +53,8 @@ def _imports_of(tree: ast.Module, name: str) -> Iterator[tuple[ast.ImportFrom, s
 
 
 def _from_statements(scope: ast.AST) -> Iterator[ast.ImportFrom]:
-    """Those that bring names into a module: in the branches of `if` and `try` too, in functions and classes not."""
+    """The statements that bring names into a module, also in the branches of `if` and `try`, but not in functions and
+    classes."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, ast.ImportFrom):
             yield node

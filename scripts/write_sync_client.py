@@ -28,7 +28,7 @@ REPLACEMENTS = (
 
 
 def sync_source() -> str:
-    """What the generated file should contain, as ruff formats it."""
+    """The source that the generated file should have, as ruff formats it."""
     text = SOURCE.read_text()
     for pattern, replacement in REPLACEMENTS:
         text, count = re.subn(pattern, replacement, text, flags=re.DOTALL)

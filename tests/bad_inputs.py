@@ -171,7 +171,7 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
     ],
     (TOKENS,): [("no token ids", {}, "token_ids", "token_ids is required")],
 }
-"""By routes: (what is wrong, body, param, message, status, headers)."""
+"""Bad requests by routes: (fault, body, param, message, status, headers)."""
 
 VALID: dict[str, dict[str, Any]] = {
     SCORE: {"prompt": [5, 6, 7]},
@@ -180,7 +180,7 @@ VALID: dict[str, dict[str, Any]] = {
     KLD: {"reference": "x"},
     TOKENS: {"token_ids": [5]},
 }
-"""What a route takes, but for its engine or its folder."""
+"""A valid body per route; it may still need an engine or a folder."""
 
 WITH_ONE_FIELD: list[tuple[str, str, str, Any, str]] = [
     (SCORE, "an unknown field", "n", 1, "unknown field n"),

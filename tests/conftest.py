@@ -78,7 +78,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def models() -> ModuleType:
-    """What makes models."""
+    """The module that makes models."""
     from tests import models
 
     return models

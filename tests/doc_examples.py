@@ -27,7 +27,7 @@ def examples(part: str) -> dict[str, tuple[str, str]]:
 
 
 def run(language: str, code: str, folder: Path) -> str:
-    """What an example prints, in an empty folder."""
+    """Run an example in an empty folder, and return what it prints."""
     (folder / "scripts").symlink_to(ROOT / "scripts")
     script = folder / "example"
     script.write_text(MAX_TOKENS.sub(SOME_WINDOWS, code))

@@ -77,7 +77,7 @@ class Divergence(NamedTuple):
     acceptance: np.ndarray
     """The sum of min(p, q)."""
     logprobs: np.ndarray
-    """Of the tokens in q."""
+    """Logprobs of the tokens in q."""
     reference_logprobs: np.ndarray
     top_token_ids: np.ndarray
     reference_top_token_ids: np.ndarray

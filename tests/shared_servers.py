@@ -40,7 +40,7 @@ class Server:
     """The fixture that makes its model."""
     flags: tuple[str, ...]
     command: tuple[str, ...] = ()
-    """What stands before the model, `scoremode serve` if empty."""
+    """The command before the model; `scoremode serve` if empty."""
     environment: dict[str, str] = field(default_factory=dict)
     references: str = ""
     """The name of the folder of its references, which it shares with others that name it; none if empty."""
@@ -52,7 +52,7 @@ STARTS_AT_ONCE = 2
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 """glibc's settings for an engine that gives no memory back: faster than `scoremode serve` (docs/benchmarks.md)."""
 A_WORKER_BY_ITSELF = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-"""As vLLM's CPU platform has it by default, and a server on several GPUs; see `CPU_ENVIRONMENT`."""
+"""The default of vLLM's CPU platform, and of a server on several GPUs; see `CPU_ENVIRONMENT`."""
 
 TO_END = Server(
     "faults",
@@ -73,7 +73,7 @@ SERVERS = {
         (
             *("--served-model-name", "random", "--max-model-len", "128", *_COMMON),
             *("--api-key", API_KEY, OTHER_API_KEY, "--enable-tokenizer-info-endpoint", *_ANY_ORIGIN),
-            # Of its tokens a GiB holds a million.
+            # A GiB holds a million of its tokens.
             *("--num-gpu-blocks-override", "2048"),
         ),
         (*_WITH_STOCK_ROUTES, "vllm", "--model"),
@@ -132,7 +132,7 @@ SERVERS = {
     "third_server": TO_END,
     "fourth_server": replace(TO_END, environment=A_WORKER_BY_ITSELF | {"VLLM_SERVER_DEV_MODE": "1"}),
 }
-"""By the name of the fixture that is the server's URL."""
+"""Servers by the name of the fixture that has their URL."""
 
 
 class Servers:

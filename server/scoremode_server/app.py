@@ -1,4 +1,4 @@
-"""The parts of the server that routes share, made once at the start."""
+"""Makes the parts of the server that routes share, once at the start."""
 
 import asyncio
 import gc
@@ -42,13 +42,13 @@ from scoremode_server.vllm_compat.engine_client import (
 from scoremode_server.vllm_compat.served_models import ServedModels
 from scoremode_server.worker.row_spec import guard_rows
 
-# vLLM prints what loggers below its own write.
+# vLLM prints the messages of loggers below its own.
 logger = init_logger("vllm.scoremode.app")
 
 
 def routers(app: Any) -> list[Any]:
     """The routers to include while vLLM builds its app, in the order of the API's description. Their routes replace the
-    app's own of the same paths."""
+    app's own routes of the same paths."""
     return [
         *completions.routers(app),
         scoring.router,
@@ -65,7 +65,7 @@ def start_extensions(core: Core, state: State) -> None:
 
 async def start(client: EngineClient, state: State, settings: Namespace, *, has_api_keys: bool) -> None:
     """Assemble the parts around an engine, and put them into vLLM's app state. ValueError if a setting of the server
-    changes what logprobs are."""
+    changes logprobs."""
     check_engine(client.vllm_config)
     asyncio.get_running_loop().set_default_executor(drop_canceled(ThreadPoolExecutor()))
     drop_canceled_texts(client)
@@ -120,7 +120,7 @@ async def start(client: EngineClient, state: State, settings: Namespace, *, has_
 
 
 def published_bounds(limits: Limits, size: EngineSize) -> Bounds:
-    """Collect what a client can run into, for it to know beforehand."""
+    """Collect the limits that a client can run into, so that it knows them beforehand."""
     return Bounds(
         request_bytes=limits.max_request_bytes,
         recording_bytes=ReferenceRequest.body_factor * limits.max_request_bytes,
@@ -145,7 +145,7 @@ def published_bounds(limits: Limits, size: EngineSize) -> Bounds:
 
 
 def engine_size(config: VllmConfig, settings: Namespace) -> EngineSize:
-    """How much an engine of this configuration is given at once."""
+    """How much work an engine of this configuration gets at once."""
     scheduler, num_engines = config.scheduler_config, config.parallel_config.data_parallel_size
     step_tokens = scheduler.max_num_batched_tokens * num_engines
     return EngineSize(

@@ -21,7 +21,7 @@ MMAP_THRESHOLD = 128 * 1024
 def serve(arguments: list[str]) -> None:
     """Run `vllm serve` with `arguments`, until it is stopped. SystemExit if they are wrong, or Scoremode does not
     run on this vLLM."""
-    # Before vLLM is imported, which takes seconds.
+    # Check this before vLLM is imported, which takes seconds.
     check_folder(arguments[0])
     # vLLM reads its environment while it is imported.
     allow_plugin()
@@ -55,7 +55,7 @@ def serve(arguments: list[str]) -> None:
     except NoKernelError as error:
         raise SystemExit(f"scoremode: {error}") from None
     except ValidationError as error:
-        # vLLM checks its configuration with pydantic, whose traceback has nothing of the cause.
+        # vLLM checks its configuration with pydantic, whose traceback does not show the cause.
         raise SystemExit(f"scoremode: {'; '.join(fault['msg'] for fault in error.errors())}") from None
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
@@ -68,7 +68,8 @@ def serve(arguments: list[str]) -> None:
             f"scoremode: no tokenizer can be loaded from {namespace.tokenizer or namespace.model}: copy the original's "
             f"tokenizer files into it, or name the original with --tokenizer ({' '.join(str(error).split())})"
         ) from None
-    # vLLM's command returns as after a shutdown. With status 0 a supervisor would not restart the server.
+    # vLLM's command returns as it does after a shutdown. A supervisor would not restart a server that exits with status
+    # 0.
     from scoremode_server.vllm_compat.engine_client import engine_died
 
     if engine_died.is_set():
@@ -76,8 +77,8 @@ def serve(arguments: list[str]) -> None:
 
 
 def parse(command: Any, arguments: list[str]) -> argparse.Namespace:
-    """Parse the arguments of vLLM's command, a `ServeSubcommand`. SystemExit if they are wrong, or have no model, for
-    which vLLM has a default."""
+    """Parse the arguments of vLLM's command, a `ServeSubcommand`. SystemExit if they are wrong or name no model: vLLM
+    would serve a default."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser(prog=PLUGIN, description="Exact log-probabilities of given text, over HTTP.")
@@ -85,7 +86,7 @@ def parse(command: Any, arguments: list[str]) -> argparse.Namespace:
     # lm-eval's remote tokenizer needs `/tokenizer_info`.
     subparser.set_defaults(
         enable_tokenizer_info_endpoint=True,
-        # Seconds in which requests may finish after SIGTERM; vLLM's own default is none.
+        # Seconds that requests get to finish after SIGTERM. vLLM's own default is 0.
         shutdown_timeout=30,
         renderer_num_workers=tokenizer_threads(),
         model=None,
@@ -94,7 +95,7 @@ def parse(command: Any, arguments: list[str]) -> argparse.Namespace:
     subparser.usage = USAGE
     try:
         namespace: argparse.Namespace = parser.parse_args(["serve", *arguments])
-    except (OSError, ValueError) as error:  # Of the file of `--config`.
+    except (OSError, ValueError) as error:  # The file of `--config` may raise these.
         subparser.error(str(error))
     namespace.model = namespace.model_tag or namespace.model
     if namespace.model is None:
@@ -104,22 +105,22 @@ def parse(command: Any, arguments: list[str]) -> argparse.Namespace:
 
 
 def check_folder(model: str) -> None:
-    """SystemExit if a model is named by a path where nothing is."""
+    """SystemExit if a model is named by a path that does not exist."""
     if model.startswith(("/", "./", "../", "~")) and not os.path.exists(model):
         raise SystemExit(f"scoremode: there is no {model}: give a checkpoint's folder, or its name on the hub")
 
 
 def tokenizer_threads() -> int:
-    """One for every four cores, and at most four, because each has a copy of the tokenizer. A thread encodes some
-    250,000 tokens per second, as many as a GPU scores of a model with a billion parameters."""
+    """The number of tokenizer threads: one per four cores, at most four, because each has a copy of the tokenizer. A
+    thread encodes some 250,000 tokens per second, as many as a GPU scores with a model of a billion parameters."""
     return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
 
 def keep_tensors_off_the_heap() -> None:
-    """Fix glibc's threshold for the processes of a CPU engine, unless the environment has one.
+    """Fix glibc's mmap threshold for the processes of a CPU engine, unless the environment sets one.
 
-    glibc raises it to the largest allocation that was freed, up to 32 MiB. Tensors of a step are then on the heap, and
-    leave holes between objects that stay, so that the heap grows by hundreds of MiB.
+    glibc raises it to the largest allocation that was freed, up to 32 MiB. A step's tensors are then on the heap, and
+    leave holes between objects that stay, so the heap grows by hundreds of MiB.
     """
     from vllm.platforms import current_platform
 

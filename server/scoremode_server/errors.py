@@ -1,10 +1,10 @@
 """The errors of the server. `http/requests.py` has the HTTP status of each error."""
 
 RETRY_AFTER_SECONDS = 1
-"""Seconds after which a client should send a request again that found the server busy."""
+"""Seconds after which a client should repeat a request that a busy server refused."""
 
 MAX_NAME = 100
-"""Characters of a name from a request that an error message repeats."""
+"""Limit on characters of a request's name that an error message repeats."""
 
 
 class RequestError(Exception):
@@ -52,11 +52,11 @@ class StorageError(RequestError):
 
 
 engine_errors: list[str] = []
-"""The errors with which engines of this process died; none of an engine that was killed."""
+"""The errors with which engines of this process died. An engine that was killed has none."""
 
 
 def engine_dead_error() -> UnavailableError:
-    """The error of requests that meet an engine that is dead or dies."""
+    """The error of requests whose engine is dead or dies."""
     return UnavailableError(
         ": ".join(["the engine has died: the server's log has its error", *engine_errors[:1]]), None
     )

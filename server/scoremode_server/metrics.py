@@ -1,6 +1,6 @@
 """Prometheus metrics of scoring requests, in the registry of vLLM's `/metrics`.
 
-They are written when something happens, since with several API servers vLLM adds up files of all processes.
+They are updated at each event, because with several API servers vLLM adds up files of all processes.
 """
 
 import time
@@ -18,24 +18,24 @@ class Metrics:
     def __init__(self, logprob_bytes: int, registry: CollectorRegistry = REGISTRY) -> None:
         counter = partial(Counter, registry=registry)
         seconds = partial(Histogram, registry=registry, buckets=SECONDS)
-        of_all = partial(Gauge, registry=registry, multiprocess_mode="livesum")
+        total_gauge = partial(Gauge, registry=registry, multiprocess_mode="livesum")
         self._tokens = counter(
             "scoremode_scored_tokens", "Tokens with a logprob, computed or cached: all but the first of every sequence."
         )
         self._waiting = seconds(
             "scoremode_request_waiting_seconds",
-            "From when a sequence may enter the engine until the engine schedules it. Empty with --disable-log-stats. "
-            "If the engine runs on another host, only the time in the engine's queue.",
+            "Time from when a sequence may enter the engine until the engine schedules it. Empty with "
+            "--disable-log-stats. If the engine runs on another host, only the time in the engine's queue.",
         )
         self._running = seconds(
             "scoremode_request_running_seconds",
-            "From when the engine schedules a scoring request until it is done. With --disable-log-stats, from arrival "
-            "to answer in the API server.",
+            "Time from when the engine schedules a scoring request until it is done. With --disable-log-stats, time "
+            "from arrival to answer in the API server.",
         )
-        self._waiting_now = of_all(
+        self._waiting_now = total_gauge(
             "scoremode_waiting_sequences", "Sequences of scoring requests that wait for the engine."
         )
-        self._running_now = of_all("scoremode_running_sequences", "Sequences of scoring requests in the engine.")
+        self._running_now = total_gauge("scoremode_running_sequences", "Sequences of scoring requests in the engine.")
         # All processes report the same value.
         Gauge(
             "scoremode_logprob_working_bytes",
@@ -55,7 +55,7 @@ class Metrics:
             "scoremode_renderings", "Renderings of conversations, several per turn of a template without marks."
         )
         self.encoded_characters = counter("scoremode_encoded_characters", "Characters of conversations encoded.")
-        self.cache_bytes = of_all("scoremode_score_cache_bytes", "Memory of the cached logprobs.")
+        self.cache_bytes = total_gauge("scoremode_score_cache_bytes", "Memory of the cached logprobs.")
 
     def show_load(self, num_sequences: int, num_running: int) -> None:
         self._waiting_now.set(num_sequences - num_running)
@@ -68,7 +68,7 @@ class Metrics:
         if stats is None or not stats.scheduled_ts:
             self._running.observe(now - arrival)
             return
-        # Monotonic clocks agree between the processes of one host only.
+        # Monotonic clocks agree only between processes of one host.
         one_clock = arrival <= stats.scheduled_ts <= now
         self._waiting.observe(stats.scheduled_ts - (arrival if one_clock else stats.queued_ts))
         self._running.observe(stats.last_token_ts - stats.scheduled_ts)

@@ -1,5 +1,5 @@
-"""The entry points by which vLLM finds Scoremode. Imports happen when they are called: vLLM does so before it is
-imported completely, and in engine processes, which need no HTTP."""
+"""The entry points through which vLLM finds Scoremode. They import modules only when they are called: vLLM calls them
+before it is fully imported, and in engine processes, which need no HTTP."""
 
 import os
 from argparse import Namespace
@@ -16,7 +16,7 @@ class ScoremodeEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """Add our routes before vLLM's, in place of those of the same paths. Add our middleware, and change the HTTP
+        """Add our routes before vLLM's, and remove vLLM's of the same paths. Add our middleware, and change the HTTP
         server."""
         from scoremode_server.app import routers
         from scoremode_server.http.middleware import wrap
@@ -25,11 +25,11 @@ class ScoremodeEndpoints:
         # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
         ours = routers(app)
         paths = {getattr(route, "path", None) for router in ours for route in router.routes}
-        of_vllm = [route for route in app.routes if getattr(route, "path", None) not in paths]
+        vllm_routes = [route for route in app.routes if getattr(route, "path", None) not in paths]
         app.router.routes.clear()
         for router in ours:
             app.include_router(router)
-        app.router.routes.extend(of_vllm)
+        app.router.routes.extend(vllm_routes)
         wrap(app)
         change_http_server(app)
 
@@ -56,7 +56,7 @@ def general_plugin() -> None:
 
 
 def _sink_makers() -> dict[str, Any]:
-    """Make a `SinkMaker` for each name of sinks. Called in an engine worker."""
+    """Make the `SinkMaker` of each name of sinks, in an engine worker."""
     from scoremode_server.references.worker.sinks import reference_sinks
     from scoremode_server.worker.sinks import SinkMaker, sink_classes
 

@@ -17,13 +17,15 @@ LOGPROB_VARIABLE = "SCOREMODE_LOGPROB_BYTES"
 MAX_SEQUENCES = 65_536
 
 MAX_SCORING_TOKENS = 2**24
-"""Each takes up to 75 bytes of the API server while it waits."""
+"""A waiting token takes up to 75 bytes of the API server's memory."""
 
 BYTES_AHEAD = 256 * 1024**2
-"""Of windows of an export or a comparison between the engine and its client, unless one window alone is larger."""
+"""Limit on an export's or a comparison's windows between the engine and the client; one larger window is allowed if it
+is alone."""
 
 EXPORTED_BYTES = 2 * BYTES_AHEAD
-"""Of windows of all exports of this process between the engine and their clients, unless one export alone has more."""
+"""Limit on all exports' windows between the engine and the clients, in this process; one larger export is allowed if it
+is alone."""
 
 REFERENCE_VARIABLE = "SCOREMODE_REFERENCE_DIR"
 WORKER_EXTENSION = "scoremode_server.references.worker.extension.ReferenceWorker"
@@ -57,7 +59,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=MAX_SCORING_TOKENS,
         metavar="TOKENS",
         help="Tokens that may wait or be scored at once, in all requests to an API server process; further requests "
-        "get 429. A token that waits takes up to 75 bytes of memory. Default: %(default)s.",
+        "get 429. A waiting token takes up to 75 bytes of memory. Default: %(default)s.",
     )
     group.add_argument(
         "--max-request-sequences",
@@ -115,8 +117,8 @@ def logprob_bytes() -> int:
 
 
 def configure_references(arguments: Namespace) -> None:
-    """Give the engine's workers the folder of references, through the environment, and our methods. SystemExit if
-    the folder cannot be created, or `--worker-extension-cls` names another class."""
+    """Give the engine's workers the folder of references, through the environment, and `WORKER_EXTENSION`'s methods.
+    SystemExit if the folder cannot be created, or `--worker-extension-cls` names another class."""
     directory = arguments.reference_dir or reference_directory()
     if directory is None:
         return
@@ -144,8 +146,8 @@ def _from_environment(variable: str, default: int) -> int:
 
 
 def allow_plugin() -> None:
-    """Add Scoremode to VLLM_PLUGINS of this process and its children. If it is unset, all plugins that vLLM loads by
-    default are named."""
+    """Add Scoremode to VLLM_PLUGINS of this process and its children. If it is unset, also name all plugins that vLLM
+    loads by default."""
     if (current := os.environ.get(PLUGINS_VARIABLE)) is not None:
         names = current.split(",")
     else:

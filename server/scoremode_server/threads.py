@@ -1,5 +1,5 @@
-"""Threads for calls that may never end, such as reading a file of a mount that does not answer, or rendering a chat
-template. They hold up later calls of the same subject only, and not the end of the process."""
+"""Runs calls that may never end, such as reading a file of a mount that does not answer, or rendering a chat template.
+A call that hangs delays only later calls of the same subject, and not the end of the process."""
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 THREADS = 4
-"""Per subject. Each reads, checks and writes about a gigabyte of files per second."""
+"""Limit on threads per subject. Each reads, checks and writes about a gigabyte of files per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class CallThreads:
 
 
 def drop_canceled(executor: Any) -> Any:
-    """Have an executor drop calls, and what they were called with, once they are canceled. By itself it keeps them
-    until a thread is free. Returns the executor."""
+    """Have an executor drop canceled calls and their arguments at once; it would keep them until a thread is free.
+    Returns the executor."""
     submit = executor.submit
 
     def submit_droppable(function: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:

@@ -1,4 +1,4 @@
-"""What a server shows at `/metrics`."""
+"""Reads the metrics that a server shows at `/metrics`."""
 
 import re
 

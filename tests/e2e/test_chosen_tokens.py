@@ -1,6 +1,6 @@
-"""What is asked of `/v1/score` beyond prompts, compared with transformers in float64: top tokens, candidates, a
-temperature, positions. Continuations that differ in their last token alone are scored in one pass, by vLLM's count of
-the tokens that it computed."""
+"""Options of `/v1/score`, compared with transformers in float64: top tokens, candidates, a temperature, positions.
+Continuations that differ in their last token alone are scored in one pass, by vLLM's count of the tokens that it
+computed."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def test_top_tokens_candidates_and_ranks_at_a_temperature(client, tokens, random
     assert np.isnan(score.top_logprobs.logprobs[0]).all()
     ids, logprobs = score.top_logprobs.token_ids[1:], score.top_logprobs.logprobs[1:]
     assert all(len(set(row)) == num_top for row in ids.tolist())
-    # By value at each place, since tokens that are equally likely but for rounding may change places.
+    # Values are compared at each place, because tokens that are equally likely but for rounding may swap places.
     oracle.assert_close(logprobs, np.sort(expected)[:, ::-1][:, :num_top], scale=scale)
     oracle.assert_close(logprobs, np.take_along_axis(expected, ids, 1), scale=scale)
     oracle.assert_close(score.logprobs[1:], expected[range(LENGTH - 1), tokens[1:]], scale=scale)

@@ -88,7 +88,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def random_ids(rng: random.Random, length: int) -> list[int]:
-    """Of any kind, bytes and special tokens among them."""
+    """Draw tokens of any kind, bytes and special tokens among them."""
     return [rng.randrange(VOCABULARY) for _ in range(length)]
 
 

@@ -120,7 +120,7 @@ def test_turns_are_cut_at_the_context(http, sequences, expected):
         {"prompt_logprobs": None, "echo": True, "logprobs": True, "top_logprobs": 3},
         {"logprobs": True, "top_logprobs": 2},
         {"max_tokens": None, "max_completion_tokens": 1},
-        # Of a part of a character.
+        # This token is a part of a character.
         {"logprobs": True, "top_logprobs": 2, "logit_bias": {"115": 100}},
         {"return_token_ids": True},
         {"return_tokens_as_token_ids": True, "logprobs": True},

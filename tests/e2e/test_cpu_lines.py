@@ -43,7 +43,7 @@ def test_readmes_lines_measure_each_format(smollm2, tmp_path, name):
     assert re.search(rf"^{name}: .* % PPL.*, KLD 0\.", done.stdout, re.MULTILINE)
     [run] = (tmp_path / "scoremode-quick").glob(f"{name}.json")
     assert json.loads(run.read_text())["server"]["dtype"] == dtype_of(name)
-    # The time is told before the first server starts.
+    # It prints the time before the first server starts.
     assert re.search(r"model 1 of 2.*; all may take \d+ min, a rough estimate", done.stderr)
 
 

@@ -14,7 +14,7 @@ TUTORIAL = ("measure.md", "decode.md", "sharing.md")
 STEPS = [code for page in TUTORIAL for name, (_, code) in examples("").items() if name.startswith(page)]
 FOR_A_SERVER = {name: block for name, block in examples("localhost:8000").items() if not name.startswith(TUTORIAL)}
 WITH_TOKEN_IDS = {name: FOR_A_SERVER.pop(name) for name in list(FOR_A_SERVER) if name.startswith("training.md")}
-"""Of a real model's vocabulary."""
+"""Examples with token ids of a real model's vocabulary."""
 STEP = "the next step of an example"
 
 

@@ -1,4 +1,4 @@
-"""What clients get when an engine dies or a server is stopped under load, and how the server then ends."""
+"""Clients get the right errors when an engine dies or a server is stopped under load, and the server then ends."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from tests.shared_servers import Servers
 from tests.texts import WIKITEXT
 
 EXIT_SECONDS = 30
-"""In which a server must have ended by itself."""
+"""Time in which a server must end by itself."""
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +30,19 @@ def first_server(servers: Servers) -> ServerProcess:
 
 @pytest.fixture(scope="module")
 def second_server(servers: Servers) -> ServerProcess:
-    """Of the same model. Its engine is killed."""
+    """A server of the same model, whose engine is killed."""
     return servers.process("second_server")
 
 
 @pytest.fixture(scope="module")
 def third_server(servers: Servers) -> ServerProcess:
-    """Of the same model, and killed."""
+    """A server of the same model, which is killed."""
     return servers.process("third_server")
 
 
 @pytest.fixture(scope="module")
 def fourth_server(servers: Servers) -> ServerProcess:
-    """Of the same model, in development mode. Its worker fails."""
+    """A server of the same model in development mode, whose worker fails."""
     return servers.process("fourth_server")
 
 

@@ -17,7 +17,7 @@ from tests import oracle
 
 @pytest.fixture(scope="module")
 def quantized_model(int8_random_model: Path) -> PreTrainedModel:
-    """What the kernels compute, in float64."""
+    """The model that the kernels compute, in float64."""
     return oracle_model(int8_random_model, dtype=torch.float64)
 
 

@@ -136,11 +136,12 @@ def test_what_llama_cpp_could_not_read_is_not_exported(server, reference):
 
 
 def test_no_way_is_shown_to_be_better_than_another(smollm2_server, smollm2_client, wikitext, tmp_path):
-    """With sums in float32, `/v1/score` was worse than `/v1/kld` by 8e-6 nats a token, and shown to be."""
+    """When sums were in float32, `/v1/score` was worse than `/v1/kld` by 8e-6 nats per token, and the comparison showed
+    it."""
     server = ("--url", smollm2_server, "--quiet")
     cut = ("--method", "disjoint", "--context-length", "96")
     for number in range(3):
-        # Of some two hundred tokens.
+        # Each text has some two hundred tokens.
         text = tmp_path / f"{number}.txt"
         text.write_text(wikitext[40_000 + 800 * number :][:800])
         given = ("--text-file", str(text), *cut)

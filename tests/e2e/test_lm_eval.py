@@ -67,7 +67,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory, wikitext: str) -> Path:
 
 
 def evaluate(tasks: Path, model: Any, arguments: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """What lm-eval makes of both tasks."""
+    """Run both tasks with lm-eval, and return its results."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -111,7 +111,7 @@ def ours(request: pytest.FixtureRequest, tasks: Path, llama_2_server: str, llama
 
 
 def answers(results: dict[str, Any], task: str) -> list[Any]:
-    """What the backend returned for each request, in the order of the documents."""
+    """The backend's answer to each request, in the order of the documents."""
     samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
     return [answer for sample in samples for (answer,) in sample["resps"]]
 
@@ -182,7 +182,7 @@ def test_every_shape_of_request_is_answered_as_by_the_hf_backend(smollm2_server,
         *(("See http:", ending) for ending in (" A", "//www")),
         *(("", ending) for ending in (" A", "The river", "<|endoftext|> A")),
         *((wikitext[30_000:33_000], ending) for ending in (" A", *endings)),
-        # Of these some are the most likely tokens.
+        # Some of these are the top tokens.
         *(("1, 2, 3, 4, 5, 6, 7,", ending) for ending in (" 8", " 9", " 8, 9", " 8, 7")),
     ]
     ours, hf = check_loglikelihoods(smollm2_server, smollm2, pairs, 256)
@@ -241,7 +241,7 @@ def test_a_killed_run_resumes_from_its_cache(llama_2_server, tasks, reference, t
         return 0
 
     cache = str(tmp_path / "cache")
-    # Of two requests, each for half of the questions, one is answered.
+    # One of two requests, each for half of the questions, is answered.
     with gated(llama_2_server) as url:
         command = [
             *(sys.executable, "-m", "scoremode.lm_eval", "run", "--model", "scoremode", "--use_cache", cache),

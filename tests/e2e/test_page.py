@@ -38,11 +38,11 @@ FULL_SURPRISE = 10
 ALPHA_TOLERANCE = 0.005
 """The page writes three digits, and the browser keeps eight bits."""
 SURPRISE = (255, 138, 61)
-"""Of the light colors."""
+"""The color of a surprise, among the light colors."""
 SECOND = "http://second.test"
 DOWN = "http://down.test"
 LOWEST_LOGPROB = -9999.0
-"""What stands for minus infinity in a server's JSON."""
+"""A server's JSON has this instead of minus infinity."""
 CONTEXT, STRIDE = 128, 32
 """On `plugin_server`."""
 
@@ -106,7 +106,7 @@ def tokens(page: Page) -> Locator:
 
 
 def asked(server: str, text: str) -> dict[str, Any]:
-    """What the server itself returns for a text."""
+    """Ask the server itself for a text's scores."""
     body = {"prompt": text, "return_tokens": True, "return_ranks": True, "top_logprobs": 5}
     return httpx.post(f"{server}/v1/score", json=body, timeout=120).raise_for_status().json()["data"][0]
 
@@ -230,7 +230,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(plugin_server, browser):
         page.reload()
         expect(page.locator("#key")).to_have_value(API_KEY)
         assert page.evaluate("[localStorage.length, document.cookie, location.search]") == [0, "", ""]
-        # Another tab has it not.
+        # Another tab does not have it.
         other = page.context.new_page()
         other.goto(f"{plugin_server}/scoremode")
         expect(other.locator("#key")).to_have_value("")
@@ -250,7 +250,7 @@ def test_servers_with_other_tokens_are_not_compared(server, plugin_server, brows
     with opened(browser, server, plugin_server) as page:
         score(page, "The capital of France", plugin_server, API_KEY)
         expect(page.locator("#score-error")).to_contain_text("cuts the text into other tokens")
-        # What the first server says is there.
+        # The first server's figures are shown.
         assert backgrounds(page)[1][:3] == SURPRISE
         assert len(figures(page)["Perplexity"]) == 1
 
@@ -348,7 +348,7 @@ def test_both_servers_say_which_continuation_they_prefer(page, server):
 
 
 def pasted(page: Page, button: str) -> str:
-    """What a button copies."""
+    """Press a button, and return the text that it copies."""
     page.get_by_role("button", name=button).click()
     expect(page.locator("#copied")).to_contain_text("Copied")
     page.locator("#continuations").fill("")

@@ -25,7 +25,7 @@ TITLE = re.compile(r"^ = [^=\n]+ = $", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def lines(wikitext: str) -> list[str]:
-    """Of WikiText-2's file: the end of an article, one that is whole, and the beginning of the next."""
+    """Lines of WikiText-2's file: the end of an article, a whole one, and the beginning of the next."""
     lines = [row.removeprefix("\n") or " " for row in wikitext.split("\n\n")]
     titles = [number for number, line in enumerate(lines) if TITLE.match(line)]
     return lines[titles[1] - 8 : titles[2] + 8]

@@ -25,7 +25,7 @@ from write_openapi import OPENAPI, text
 
 REFERENCE = "schemathesis"
 STREAMED = {"/v1/perplexity": PerplexityResponse, "/v1/references": Reference, "/v1/kld": KldResponse}
-"""What a stream ends with."""
+"""The last object of each route's stream."""
 TEXT = {"prompt": "one two three four", "context_length": 3}
 ARRAYS = {"encoding_format": "base64", "top_logprobs": 2}
 ANSWERED: dict[str, list[dict[str, Any]]] = {
@@ -49,7 +49,7 @@ def test_the_file_is_the_running_apps(server):
 
 @pytest.fixture(scope="module")
 def reference(server: str) -> Iterator[str]:
-    """Of three short windows."""
+    """A reference with three short windows."""
     body = {"name": REFERENCE, "prompt": list(range(5, 18)), "method": "disjoint", "context_length": 4}
     httpx.post(f"{server}/v1/references", json=body, timeout=120).raise_for_status()
     yield REFERENCE

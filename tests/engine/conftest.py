@@ -62,7 +62,7 @@ def llm(random_model: Path, references: Path, environment: None) -> Iterator[LLM
             max_logprobs=MAX_LOGPROBS,
             enable_prefix_caching=True,
             worker_extension_cls=WORKER_EXTENSION,
-            # Each of 128 tokens, and one of none. A sequence may begin where there is no room for its end.
+            # Each of 128 tokens, and one of none. A sequence may begin without space for its end.
             num_gpu_blocks_override=5,
             scheduler_reserve_full_isl=False,
         )

@@ -1,4 +1,4 @@
-"""`score` on a real engine: the numbers of transformers, in chunks of as many rows as a budget allows, and refusals."""
+"""`score` on a real engine: the numbers of transformers, in chunks of rows that fit a budget, and refusals."""
 
 from types import MethodType
 from typing import Any
@@ -65,7 +65,7 @@ def test_what_a_gpu_reserves_is_a_chunk_of_scores_and_a_step_of_comparisons(llm)
     assert sum(compared) == 2 * STEP_TOKENS
 
 
-# What follows runs in the engine's worker.
+# The functions below run in the engine's worker.
 
 
 def record_rows(worker: Any) -> None:

@@ -12,7 +12,7 @@ from tests import oracle
 from tests.engine.conftest import small_engine
 
 BLOCK = 32
-"""What CPU attention has at least."""
+"""The smallest block of attention on a CPU."""
 NUM_DRAFTS = 3
 PLAIN = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
 
@@ -37,7 +37,7 @@ def test_scores_next_to_n_grams_equal_transformers(random_model: Path):
         },
     )
     common = np.random.default_rng(3).integers(3, 1000, 4 * BLOCK + 2).tolist()
-    # Of those that have whole blocks and one token more, all but one are in the prefix cache from the second time on.
+    # From the second time on, the prefix cache has all but one token of sequences with whole blocks and one token more.
     lengths = (2, 3, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK + 1, 2 * BLOCK + 2, 4 * BLOCK + 2)
     sequences = [common[:length] for length in lengths]
     expected = oracle.logprobs(random_model, sequences)

@@ -25,7 +25,7 @@ def note_steps(worker) -> None:
 
 
 def test_every_lane_is_as_transformers(llm: LLM, random_model: Path):
-    """Of two pairs of texts that begin alike, longer than several blocks of keys and values."""
+    """Two pairs of texts begin alike, and are longer than several blocks of keys and values."""
     first, second, *ends = np.random.default_rng(23).integers(3, 900, (4, TOKENS)).tolist()
     texts = [first, first[:40] + ends[0][40:], second, second[:64] + ends[1][64:]]
     exact = oracle.logprobs(random_model, texts)
@@ -35,7 +35,7 @@ def test_every_lane_is_as_transformers(llm: LLM, random_model: Path):
 
 
 def test_a_full_cache_of_keys_begins_sequences_again_in_their_lane(llm: LLM, random_model: Path):
-    """With blocks for two of the three sequences vLLM must preempt the third."""
+    """The cache has blocks for two of three sequences, so vLLM must preempt the third."""
     llm.collective_rpc(note_steps)
     texts = np.random.default_rng(29).integers(3, 900, (3, LENGTH)).tolist()
     found = lane_logprobs(llm, texts, 1)

@@ -83,7 +83,7 @@ def plant(worker, name: str, file: str) -> None:
 
 
 def test_scores_and_answers_of_a_resumed_text_are_those_from_before(layered: LayeredEngine, reference):
-    """With the prefix cache on: keys and values of a replaced stream are neither left nor read."""
+    """The prefix cache is on, but keys and values of a replaced stream are neither stored nor read."""
 
     def scored() -> tuple[np.ndarray, list[int]]:
         (answer,) = layered.engine.generate(TokensPrompt(prompt_token_ids=TEXTS[1]), greedy, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""What needs a GPU: `make test-gpu`. Everything starts at once: servers, and a process for each family of models.
+"""Tests that need a GPU: `make test-gpu`. Everything starts at once: servers, and a process for each family of models.
 
 A pytest of its own is started here from an installed Scoremode; `make test` does not collect this folder.
 """
@@ -63,7 +63,7 @@ def runner_settings(runner: str) -> dict[str, str]:
 
 def run_module(*command: str, runner: str) -> dict[str, Any]:
     """The line of JSON that a module of this folder prints; where vLLM refused, `refused` has its words."""
-    # What pytest's `pythonpath` adds to its own.
+    # pytest's `pythonpath` adds these folders to its own process.
     paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", *command, "--dtype", DTYPE],
@@ -80,7 +80,7 @@ def run_module(*command: str, runner: str) -> dict[str, Any]:
 
 
 def run_family(combination: Combination) -> dict[str, Any]:
-    """What `tests.gpu.family` says of it."""
+    """The result of `tests.gpu.family` for a combination."""
     eager = () if combination.graphs else ("--eager",)
     return run_module("tests.gpu.family", combination.family, *eager, runner=combination.runner)
 

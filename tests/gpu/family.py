@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 2048,
-    # With the usual 0.02 all tokens are about as likely.
+    # The usual 0.02 makes all tokens about equally likely.
     "initializer_range": 0.1,
     "tie_word_embeddings": False,
     "bos_token_id": 0,

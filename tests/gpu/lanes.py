@@ -53,14 +53,15 @@ def scored_rows(engine: Any, sequences: Sequence[Tokens], specs: Iterable[RowSpe
 
 
 def lane_logprobs(engine: Any, sequences: Sequence[Tokens], chunk: int, first: int = 1) -> np.ndarray:
-    """Logprobs [sequences, n - first] of tokens from `first` on, with `chunk` tokens a step, or as many as fit if 0."""
+    """Logprobs [sequences, n - first] of tokens from `first` on, with `chunk` tokens per step, or as many as fit if
+    0."""
     spec = RowSpec(first, chunk=chunk, context=max(1, first - 1))
     return np.stack([rows.logprobs[:, 0] for rows in scored_rows(engine, sequences, repeat(spec))])
 
 
 def generated(engine: Any, prompts: Sequence[Tokens], num_tokens: int) -> tuple[list[list[int]], np.ndarray]:
-    """What the engine generates greedily after each prompt, prompts included, and its own logprobs of all but the first
-    generated token, which comes from a prefill step."""
+    """Generate greedily after each prompt. Returns prompts with generated tokens, and the engine's own logprobs of all
+    generated tokens but the first, which comes from a prefill step."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False)
     params.skip_reading_prefix_cache = True
     found = engine.generate([TokensPrompt(prompt_token_ids=list(each)) for each in prompts], params, use_tqdm=False)

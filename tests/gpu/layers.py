@@ -68,7 +68,7 @@ class LayeredEngine:
     """The time of the last `LeaseCall`."""
 
     def call(self, method: Any, *args: Any) -> Any:
-        """What the only worker answers."""
+        """Call a method of the only worker."""
         return self.engine.collective_rpc(method, args=args)[0]
 
     def layers(self) -> ReferenceLayers:
@@ -158,7 +158,8 @@ def _spec(mark: WindowMark | None) -> RowSpec:
 
 
 def result_of(family: str, path: Path, root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """What the engine says of the layers, and its distance from itself resumed from each boundary, fed other tokens."""
+    """The engine's description of the layers, and its distance from itself when it is resumed from each boundary and
+    fed other tokens."""
     os.environ[REFERENCE_VARIABLE] = str(root)
     settings = {"dtype": options.dtype, "enforce_eager": True, "worker_extension_cls": WORKER_EXTENSION}
     layered = LayeredEngine(family_engine(family, path, **settings), root)

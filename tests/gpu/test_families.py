@@ -23,7 +23,7 @@ def test_a_family_is_as_near_float32_as_transformers(
     result = families[combination].result()
     if "refused" in result:
         print(f"| {combination.family} | {combination.mode} | refused: {result['refused']} |")
-        # What users run must not be among it.
+        # Combinations that users run must not be refused.
         assert (combination.runner, combination.graphs) != ("v2", True), result["log"]
         return
     own, together, alone = result["own"], result["together"], result["alone"]

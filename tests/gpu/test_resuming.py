@@ -13,7 +13,8 @@ from tests.gpu.layers import ODD_FAMILIES
 
 EACH = [(family, runner) for family in FAMILIES | ODD_FAMILIES for runner in (RUNNERS if ON_GPU else ("v1",))]
 LARGEST_SHARE = 0.05
-"""Of the divergence without a stream. Rounding in another place changes routes through the experts of random models."""
+"""Limit as a share of the divergence without a stream. Rounding in another place changes routes through the experts of
+random models."""
 
 
 @pytest.fixture(scope="module")

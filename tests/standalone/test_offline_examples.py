@@ -1,4 +1,4 @@
-"""The examples of README.md and docs/ that make an engine of their own, with a small model in the place of MODEL."""
+"""The examples of README.md and docs/ that make an engine of their own, with a small model as MODEL."""
 
 from pathlib import Path
 

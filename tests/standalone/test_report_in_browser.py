@@ -19,7 +19,7 @@ NUM_TOKENS, NUM_WINDOWS, WINDOW = 3000, 24, 125
 HOSTILE = "<script>alert(1)</script>"
 ARABIC = " السلام"
 SIGNS = str.maketrans({" ": "␣", "\n": "↵"})
-# What the legend says, in nats.
+# The steps of the legend, in nats.
 KLD_STEPS = [0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1]
 DIFFERENCE_STEPS = [-1, -0.3, -0.1, -0.03, 0.03, 0.1, 0.3, 1]
 
@@ -76,7 +76,7 @@ def style(page, selector, name):
 
 
 def assert_colors(page, values, steps):
-    """That the text has the legend's colors for its values, except for those as near to a step as rounding."""
+    """Check that the text has the legend's colors for its values, except for values as near to a step as rounding."""
     found, colors = (style(page, elements, "backgroundColor") for elements in (".tokens span", "#legend li"))
     found, values = found[:WINDOW], values[:WINDOW]
     clear = np.abs(values[:, None] - np.array(steps)).min(axis=1) > 1e-3 * np.minimum(np.abs(values), 1)
@@ -105,7 +105,7 @@ def test_tokens_and_plots_have_the_colors_of_the_scheme(shown, runs, scheme, pap
 
 
 def test_the_table_sorts_by_a_column(shown, runs):
-    """What is infinite is the largest, and what is not known is last in both orders."""
+    """Infinite values are the largest, and unknown ones are last in both orders."""
     infinite = replace(runs[1], nlls=np.where(np.arange(NUM_TOKENS) == 10, np.inf, runs[1].nlls))
     with shown([runs[0], infinite, runs[2]]) as page:
         rows, headers = page.locator(".sortable tbody th"), page.locator(".sortable thead th")
@@ -126,7 +126,7 @@ def figures(page):
 
 
 def assert_figures(page, runs, position):
-    """That the panel shows what each run has at a position."""
+    """Check that the panel shows each run's figures at a position."""
     found, text = figures(page), runs[0].token_texts
     assert list(found) == [run.label for run in runs], "the reference is the run of its model"
     for run in runs:
@@ -249,7 +249,7 @@ def test_the_figures_of_a_token_and_the_list_follow_the_colors(page, runs):
     assert words in page.locator("#token").inner_text()
     amounts = [float(text) for text in page.locator("#top .amount").all_inner_texts()[:5]]
     assert amounts == pytest.approx(difference[np.argsort(-np.abs(difference))[:5]].tolist(), abs=2e-3)
-    # What each would have said instead: of a difference first the reference, then both runs.
+    # The tokens that each would have said instead: for a difference first the reference's, then both runs'.
     header, *rows = page.locator("#token .tops tr").all()
     assert header.locator("th").all_inner_texts()[1:4] == [base.label, worst.label, runs[1].label]
     names = [row.locator("bdi").inner_text() for row in rows]
@@ -275,7 +275,7 @@ def test_plots_show_values_and_are_saved_and_the_published_table_is_copied(page,
     assert "var(" not in files[0].read_text()
     assert ElementTree.parse(files[0]).getroot().tag.endswith("svg")
     assert len(Image.open(files[1]).convert("RGB").getcolors(maxcolors=1 << 20)) > 10
-    # What was measured is on the page once, and below every picture.
+    # A description of the measurement is on the page once, and below every picture.
     words = " ".join(ElementTree.parse(files[0]).getroot().itertext())
     assert "3,000 tokens scored in 24 windows" in " ".join(words.split())
 

@@ -40,7 +40,7 @@ def test_an_ordinary_user_owns_the_volume_and_every_cache_is_on_it(name):
     made = next(index for index, (word, rest) in enumerate(image) if word == "RUN" and "useradd" in rest)
     assert re.search(rf"--uid [1-9]\d* {user}\b", image[made][1])
     assert f"chown -R {user} {volume}" in image[made][1]
-    # What is written to a volume after it was declared is lost, and so is its owner.
+    # Files that are written to a volume after it was declared are lost, and so is its owner.
     assert made < image.index(("VOLUME", volume))
 
 

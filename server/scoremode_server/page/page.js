@@ -311,7 +311,7 @@ function offerSamples() {
   });
 }
 
-/** Whoever adds a second server wants to see the difference; without one there is none. */
+/** Show the difference once a second server is named; without one there is none. */
 function offerDifference() {
   const isTyped = Boolean(at("second-url").value.trim());
   // Ranks that were chosen stay.

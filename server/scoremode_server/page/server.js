@@ -1,9 +1,9 @@
 // Requests to a server of Scoremode, and what can go wrong with them.
 
 export const LOWEST_LOGPROB = -9999;
-/* What stands for minus infinity in JSON. */
+/* JSON has this instead of minus infinity. */
 
-/** Why there is no answer, in words for whoever uses the page; `status` is that of a server's refusal. */
+/** Says to the page's user why there is no answer; `status` is that of a server's refusal. */
 export class ShownError extends Error {
   constructor(message, status = null) {
     super(message);
@@ -56,7 +56,7 @@ export class Server {
       const answer = JSON.parse(text);
       if (isRight(answer)) return answer;
     } catch {
-      // It is no JSON, or lacks what is looked for.
+      // It is not JSON, or does not have the expected fields.
     }
     throw new ShownError(`${this.name} did not answer like Scoremode.`);
   }
@@ -139,7 +139,7 @@ function reason(response, text) {
 export function serverUrl(typed) {
   const url = URL.canParse(typed) ? new URL(typed) : null;
   if (!["http:", "https:"].includes(url?.protocol)) {
-    throw new ShownError(`The second server: ${typed} is no URL that begins with http:// or https://.`);
+    throw new ShownError(`The second server: ${typed} is not a URL that begins with http:// or https://.`);
   }
   return `${url.origin}${url.pathname.replace(/\/*$/, "/")}`;
 }

@@ -1,3 +1,3 @@
-"""References: recordings of a model's distributions over a text, and KL divergence from them. `files` is on disk,
-`worker` in the engine's workers, the rest in API servers.
+"""References record a model's distributions over a text, and KL divergence is measured from them. `files` reads and
+writes them on disk, `worker` runs in the engine's workers, the rest in API servers.
 """

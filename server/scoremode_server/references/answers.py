@@ -1,4 +1,4 @@
-"""References of a model's own answers to prompts: their windows, and how far a model gives the same answers."""
+"""References of a model's own answers to prompts: their windows, and how long another model gives the same tokens."""
 
 from scoremode.kld import KldPositions, agreement_lengths, of_answers
 from scoremode.windows import Window
@@ -12,8 +12,8 @@ _OTHER_TEXTS = ("prompt", "texts", "messages", "method", "context_length", "stri
 
 
 def answer_windows(request: ReferenceRequest, answers: Answers, limits: Limits) -> TextWindows:
-    """One window for each answer that has tokens: its prompt and all of it. RequestError if the request has another
-    text too, or none of the answers has a token."""
+    """Cut one window per answer that has tokens: its prompt and the whole answer. RequestError if the request has
+    another text too, or no answer has a token."""
     if others := [name for name in _OTHER_TEXTS if name in request.model_fields_set]:
         raise RequestError(f"{others[0]} cannot be given with answers", others[0])
     limits.check_num_sequences(len(answers.data), "answers")
@@ -30,8 +30,8 @@ def answer_windows(request: ReferenceRequest, answers: Answers, limits: Limits) 
 
 
 def agreement(reference: StoredReference, positions: KldPositions) -> list[int] | None:
-    """The tokens of each answer before the first that is not the served model's top token, given all positions of a
-    reference; None for a reference that is not of greedy answers."""
+    """Count each answer's tokens before the first that is not the served model's top token. `positions` are those of
+    the whole reference. None if its answers are not greedy."""
     answers, text = reference.manifest.answers, reference.text
     if answers is None or not answers.are_greedy:
         return None

@@ -1,5 +1,5 @@
-"""Windows of a reference as passes through the engine, and their comparison with the served model. Threads and workers
-read files, the event loop none."""
+"""Sends windows of a reference through the engine, to compare them with the served model or to export them. Threads and
+workers read files; the event loop reads none."""
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, aclosing, nullcontext
@@ -30,18 +30,18 @@ from scoremode_server.settings import BYTES_AHEAD, EXPORTED_BYTES
 T = TypeVar("T")
 
 SECONDS_TO_WAIT = 45.0
-"""How long a request waits while the engine compares with other references. Proxies end an answer without a byte after
-60 seconds. The client's next try finds its place among those that wait."""
+"""How long a request waits while the engine compares with other references. Proxies cut off an answer that has sent no
+byte for 60 seconds. A client that tries again keeps its place in the queue."""
 
 
 def llama_cpp_header(reference: StoredReference) -> bytes:
-    """Write the beginning of llama.cpp's base file: context length, vocabulary, number of windows, and their tokens,
-    which are the text's. llama-perplexity itself replaces a window's first by BOS."""
+    """Write the header of llama.cpp's base file: context length, vocabulary size, number of windows, and their tokens.
+    The tokens are the text's: llama-perplexity itself replaces each window's first token with BOS."""
     file, plan, text = base_file_of(reference), reference.manifest.text, reference.text
     if plan.method != "llama.cpp":
         raise RequestError(
-            f"reference {reference.name!r} was recorded with method {plan.method!r}, and llama-perplexity reads "
-            "windows of method 'llama.cpp' alone",
+            f"reference {reference.name!r} was recorded with method {plan.method!r}, but llama-perplexity reads "
+            "only windows of method 'llama.cpp'",
             "name",
         )
     ends = (text.windows[:, 0] + text.windows[:, 2])[:, None]
@@ -65,7 +65,7 @@ class MarkedWindow:
     """Position of the first target."""
     mark: WindowMark
     settings: ScoreSettings
-    """Top tokens are wanted of both sides."""
+    """`top_logprobs` holds for the served model and for the reference."""
     sink_columns: Columns
 
     @classmethod
@@ -77,8 +77,8 @@ class MarkedWindow:
         settings: ScoreSettings,
         boundaries: Iterable[int] = (),
     ) -> "MarkedWindow":
-        """A window of a reference whose text was read. Its tokens count in the queue until it is done. At `boundaries`
-        its residual stream is recorded or replaced: see `WindowMark`."""
+        """Make a window of a reference whose text has been read. The queue counts its tokens until it is done. Its
+        residual stream is recorded or replaced at `boundaries`: see `WindowMark`."""
         token_ids, first = reference.text.window(index)
         settings.queue.add(1, len(token_ids))
         mark = WindowMark(
@@ -102,7 +102,8 @@ class MarkedWindow:
     def engine_pass(
         self, rank: int | None = None, inside: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> EnginePass:
-        """A pass inside a context, in the data-parallel rank that has read the window's files; in any if None."""
+        """Make a pass that enters a context of `inside` while it is in the engine. `rank` is the data-parallel rank
+        that has read the window's files; None means any."""
         settings = self.settings
         if rank is not None:
             settings = replace(settings, options={**settings.options, "data_parallel_rank": rank})
@@ -113,7 +114,7 @@ class MarkedWindow:
             sink_columns=self.sink_columns,
             may_be_cached=False,
         )
-        # A request may have a window once for each boundary.
+        # A request may send the same window once per boundary.
         request_id = f"{settings.request_id}-{self.mark.index}-{self.mark.ticket}"
         return EnginePass(sequence, inside=inside).begin(settings, request_id)
 
@@ -126,10 +127,10 @@ class Comparer:
     core: Core
     files: WorkerFiles
     _exported_bytes: int = 0
-    """Of windows that exports may have between the engine and their clients."""
+    """Bytes that windows of running exports may take between the engine and their clients."""
 
     async def open(self, name: str) -> StoredReference:
-        """A reference that the served model can be compared with, with its text."""
+        """Open a reference and read its text. RequestError if the served model cannot be compared with it."""
         reference = await self.references.open(name)
         head, model, limits = reference.manifest.head, reference.manifest.model, self.core.limits
         if reference.manifest.result is None:
@@ -151,9 +152,9 @@ class Comparer:
         settings: ScoreSettings,
         most: int | None = None,
     ) -> AsyncGenerator[tuple[int, Rows], None]:
-        """Score windows of an opened reference, which begin when they are taken, with the served model, `most` at once
-        if given. Yields the index of each and its rows, in their order: scores, and what `kl_divergence.compare`
-        returns. A divergence may be infinite."""
+        """Score windows of an opened reference with the served model, at most `most` at once. A window begins when it
+        is read from `windows`. Yields each window's index and rows in order: its scores, and the columns of
+        `kl_divergence.compare`. A divergence may be infinite."""
 
         async def compared(window: MarkedWindow) -> tuple[int, Rows]:
             rows = await self._rows(reference, window)
@@ -162,16 +163,16 @@ class Comparer:
 
         window_bytes = 16 * (1 + settings.top_logprobs) * int(reference.text.num_tokens.max())
         num_ahead = min(self.core.admission.size.sequences + 1, max(1, BYTES_AHEAD // window_bytes))
-        # Read further ahead than the engine computes: workers report a file only between two steps.
+        # Read further ahead than the engine computes, because workers report files only between steps.
         num_ahead = num_ahead if most is None else min(most, num_ahead)
         return self._in_order(reference, windows, settings, compared, loads=STEPS_READ_AHEAD, most=num_ahead)
 
     async def export(
         self, reference: StoredReference, indices: range, settings: ScoreSettings
     ) -> AsyncGenerator[np.ndarray, None]:
-        """The distributions of an opened reference at the targets of some windows, as llama.cpp keeps them: int32
-        [scored, words] of each. The served model computes the windows too, and what it finds is not used. BusyError if
-        other exports use all of `EXPORTED_BYTES`."""
+        """Yield an opened reference's distributions at each window's targets in llama.cpp's format: int32 [scored,
+        words]. The served model scores the windows too, but its scores are not used. BusyError if other exports use all
+        of `EXPORTED_BYTES`."""
 
         async def exported(window: MarkedWindow) -> np.ndarray:
             rows = await self._rows(reference, window)
@@ -182,8 +183,7 @@ class Comparer:
         num_bytes = num_ahead * window_bytes
         if self._exported_bytes and self._exported_bytes + num_bytes > EXPORTED_BYTES:
             raise BusyError(
-                f"exports to other clients may have {self._exported_bytes} of {EXPORTED_BYTES} bytes in memory: "
-                "try again later",
+                f"exports to other clients use {self._exported_bytes} of {EXPORTED_BYTES} bytes: try again later",
                 None,
             )
         self._exported_bytes += num_bytes
@@ -200,21 +200,21 @@ class Comparer:
         reference: StoredReference,
         windows: Iterable[MarkedWindow],
         settings: ScoreSettings,
-        answer: Callable[[MarkedWindow], Coroutine[Any, Any, T]],
+        compute: Callable[[MarkedWindow], Coroutine[Any, Any, T]],
         **how_many: Any,
     ) -> AsyncGenerator[T, None]:
-        """The answers of some windows, in their order."""
-        async with aclosing(settings.queue.in_order(map(answer, windows), **how_many)) as in_order:
-            async for each in in_order:
-                yield each
+        """Yield the result of `compute` for each window, in order."""
+        async with aclosing(settings.queue.in_order(map(compute, windows), **how_many)) as in_order:
+            async for result in in_order:
+                yield result
         # Fail if the reference was deleted meanwhile.
         await self.references.current(reference)
 
     async def _rows(self, reference: StoredReference, window: MarkedWindow) -> Rows:
-        """Have the engine compute a window. BusyError if the engine compares with other references for too long, unless
-        a window of the same request was computed already: then this waits until it does not."""
+        """Have the engine compute a window. BusyError if the engine compares with other references for
+        `SECONDS_TO_WAIT`. Once a window of the request has entered the engine, the others wait without that limit."""
         head, queue, options = reference.manifest.head, window.settings.queue, window.settings.options
-        # With a residual stream, workers keep two tensors of the window.
+        # Workers hold a second tensor if there are boundaries: the residual stream.
         num_tokens = len(window.token_ids) * (2 if window.mark.boundaries else 1)
         rank = options.get("data_parallel_rank")
         while True:

@@ -1,4 +1,4 @@
-"""A comparison of windows of a reference with the served model: from a request to figures, and to a noise floor."""
+"""Compares windows of a reference with the served model: from a request to its figures, or to a noise floor."""
 
 import asyncio
 import time
@@ -29,30 +29,31 @@ class Comparison:
     reference: StoredReference
     windows: range
     positions: dict[int, KldPositions] = field(default_factory=dict)
-    """By window, once it is computed."""
+    """The figures of each computed window's positions, by its index."""
 
     @classmethod
     async def begin(
         cls, comparer: Comparer, layers: LayerParts, request: KldRequest, *, is_adapted: bool
     ) -> "Comparison":
-        """Open the reference, and check that the served model, which an adapter may change, can be compared as
-        requested. RequestError if it cannot."""
+        """Open the reference. RequestError if the served model, which is `is_adapted` if an adapter changes it, cannot
+        be compared as requested."""
         reference = await comparer.open(request.reference)
         windows = _windows(request, reference.manifest.text.num_windows)
         is_own = comparer.references.model.may_continue(reference.manifest.model) and not is_adapted
         if request.as_noise_floor and not is_own:
             raise RequestError(
-                "a noise floor is of the reference's own model, and this server serves another", "as_noise_floor"
+                "as_noise_floor: a noise floor needs the reference's own model, and this server serves another",
+                "as_noise_floor",
             )
         if request.from_boundary is not None:
             await layers.check_resumable(reference, request.from_boundary, request)
             if request.as_noise_floor:
-                raise RequestError("from_boundary: a noise floor is of the whole model", "from_boundary")
+                raise RequestError("from_boundary: a noise floor needs the whole model", "from_boundary")
         return cls(comparer, request, reference, windows)
 
     @property
     def num_values(self) -> list[int]:
-        """Logprobs in the answer, of each window."""
+        """The number of logprobs in the answer, per window."""
         text = self.reference.text
         num_scored = (text.num_tokens - text.num_context)[self.windows.start : self.windows.stop]
         return list((2 * (1 + self.request.top_logprobs) * num_scored).tolist())
@@ -62,11 +63,11 @@ class Comparison:
         return int(self.reference.text.num_tokens[self.windows.start : self.windows.stop].sum())
 
     async def rows(self, settings: ScoreSettings) -> AsyncGenerator[tuple[int, Rows], None]:
-        """Compute the windows, and keep their positions. Yields the index of each and its rows."""
+        """Compute the windows, and store the figures of their positions. Yields each window's index and rows."""
         indices, most = list(self.windows), None
         if self.request.as_noise_floor:
-            # Windows are computed in other batches than when they were recorded: in reverse order, and in the lane of
-            # the recording with fewer in flight. One more than the engine computes keeps it busy.
+            # A noise floor needs other batches than those of the recording: windows in reverse order, and in the
+            # recording's lane fewer in flight. Two keep the engine busy.
             indices.reverse()
             most = min(2, len(indices) - 1) or 1 if self.request.lane == "prefill" else None
         boundaries = () if self.request.from_boundary is None else (self.request.from_boundary,)
@@ -77,7 +78,7 @@ class Comparison:
                 yield index, rows
 
     async def figures(self) -> KldStatistics:
-        """Sum up the windows once all are computed. A noise floor is stored in the reference."""
+        """Summarize the windows, which must all be computed, and store a noise floor in the reference."""
         parts = [self.positions[index] for index in self.windows]
         joined = KldPositions.concatenate(parts)
         figures = await asyncio.to_thread(statistics, joined, list(map(len, parts)), self.windows.start)
@@ -100,7 +101,7 @@ def _noise_floor(
     if mean > served.most_noise_floor:
         differing = served.computes_otherwise(recorded)
         raise RequestError(
-            f"as_noise_floor: the model diverges from its own recording by {mean:.3g} nats in the mean, and rounding "
+            f"as_noise_floor: the model diverges from its own recording by {mean:.3g} nats on average, but rounding "
             f"in {served.dtype} gives at most {served.most_noise_floor:g}, so this is not a noise floor and is not "
             f"stored. Serve the model as it was recorded{differing and f' ({differing})'}, or record it again",
             "as_noise_floor",
@@ -116,19 +117,19 @@ def _noise_floor(
 
 
 def _windows(request: KldRequest, num_windows: int) -> range:
-    """The indices of the requested windows, of a reference that has `num_windows`."""
+    """The indices of the requested windows of a reference that has `num_windows`."""
     first, last = request.windows or (0, num_windows)
     if not 0 <= first < last <= num_windows:
         raise RequestError(
-            f"windows must be [first, last) within the {num_windows} of the reference, not {[first, last]}", "windows"
+            f"windows: {[first, last]} is not [first, last) within the reference's {num_windows} windows", "windows"
         )
     if request.as_noise_floor and (first, last) != (0, num_windows):
-        raise RequestError("a noise floor is of all windows", "windows")
+        raise RequestError("windows: a noise floor needs all windows", "windows")
     return range(first, last)
 
 
 def _positions(rows: Rows) -> KldPositions:
-    """The figures of a window's targets, copied: views would keep the table, which has the top tokens too."""
+    """Copy the figures of a window's targets. Views would keep the whole table in memory, with its top tokens."""
     reference_ids, reference_logprobs = rows.column("reference_token_ids"), rows.column("reference_logprobs")
     views = KldPositions(
         token_ids=rows.token_ids[:, 0],

@@ -1,8 +1,8 @@
-"""Files that engine workers read and write for windows of references, and the lease of each engine. An API server
-orders files before it sends a window to the engine and waits for them here, so no step of the engine waits for a file.
+"""Orders files from engine workers for windows of references, and follows each engine's lease. An API server orders a
+window's files, waits for them here, and only then sends the window, so no step of the engine waits for a file.
 
 An engine compares with one reference at a time: see `worker/lease.py`. Windows of other references wait here. Only
-windows in the engine use the lease; those that wait for a file or for the engine when it ends wait for the next one.
+windows in the engine use the lease. Windows that are still waiting when it ends wait for the next one.
 """
 
 import asyncio
@@ -42,22 +42,23 @@ from scoremode_server.references.worker.orders import (
 from scoremode_server.vllm_compat.engine_client import call_engines
 
 STEPS_READ_AHEAD = 3
-"""Tokens of a reference's windows that workers may read or keep at once, as a multiple of `EngineSize.tokens`: some are
-in the engine, and some wait for it."""
+"""Limit on tokens of a reference's windows that workers read or hold at once, as a multiple of `EngineSize.tokens`:
+some windows are in the engine, and some wait for it."""
 
 HEADS_READ_AHEAD = 4
-"""LM heads that workers may read or keep on the host at once for an API server: a gigabyte each for 8B parameters."""
+"""Limit on LM heads that workers read or hold on the host at once per API server. Each takes a gigabyte for 8B
+parameters."""
 
 ALIVE_SECONDS = 1.0
-"""How often a pending call checks whether the engine has died: vLLM then drops its calls without an answer."""
+"""How often a pending call checks whether the engine has died, because vLLM then never answers it."""
 
 POLL_SECONDS = 0.005
-"""Pause before workers are asked for progress again; doubles up to `MAX_POLL_SECONDS` while nothing changes."""
+"""Pause before workers are called again. It doubles up to `MAX_POLL_SECONDS` while nothing changes."""
 
 MAX_POLL_SECONDS = 0.1
 
 RETRY_SECONDS = 1.0
-"""Pause after a call that failed."""
+"""Pause after a failed call."""
 
 
 class UnreadableFileError(Exception):
@@ -65,54 +66,54 @@ class UnreadableFileError(Exception):
 
 
 class LeaseEndedError(Exception):
-    """A window may not enter the engine, because the lease of its reference has ended."""
+    """A window may not enter the engine, because its reference's lease has ended."""
 
 
 @dataclass(slots=True, eq=False)
 class _Comparison:
-    """The windows of one reference that this API server compares, or will, in one engine."""
+    """The windows of one reference that this API server compares in one engine, now or soon."""
 
     mark: WindowMark
-    """Of any of these windows."""
+    """The mark of one of these windows, for what they have in common."""
     head: HeadFormat
     num_windows: int = 0
     num_inside: int = 0
     """How many of these windows are in the engine."""
     num_tokens: int = 0
-    """Tokens of windows that workers read or keep."""
+    """Tokens of these windows that workers read or hold."""
     ticket: str = ""
-    """The ticket of the LM head on the host; empty if it need not be read."""
+    """The ticket under which workers read the LM head to the host; empty if they need not."""
     is_read: bool = False
-    """Whether all ranks have read it."""
+    """Whether all ranks have read the LM head."""
     failure: Exception | None = None
     """Why no window can enter the engine."""
     may_enter: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while windows may enter the engine, or none ever can."""
+    """Set while windows may enter the engine, and for good once there is a `failure`."""
     next_to_read: asyncio.Lock = field(default_factory=asyncio.Lock)
     has_left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when workers keep a window no longer."""
+    """Set when workers drop a window."""
 
     async def wait(self, seconds: float | None) -> None:
-        """Wait for the lease. BusyError after so many seconds; the error of `fail` if it comes first."""
+        """Wait for the lease. BusyError after `seconds`; the error given to `fail` if that comes first."""
         try:
             async with asyncio.timeout(seconds):
                 await self.may_enter.wait()
         except TimeoutError:
             raise BusyError(
-                f"reference: the engine compares with other references for {seconds:g} s already; try again later",
+                f"reference: the engine has compared with other references for {seconds:g} s: try again later",
                 "reference",
             ) from None
         if self.failure is not None:
             raise self.failure
 
     def fail(self, failure: Exception) -> None:
-        """Let all windows that wait fail."""
+        """Raise an error in all waiting windows."""
         self.failure = failure
         self.may_enter.set()
 
     @asynccontextmanager
     async def reserved(self, num_tokens: int, most: int) -> AsyncGenerator[None, None]:
-        """Space for the workers to keep `num_tokens` tokens of a window, of at most `most` in all."""
+        """Wait until workers have space for `num_tokens` more tokens within the limit `most`, and reserve it."""
         async with self.next_to_read:
             while self.num_tokens and self.num_tokens + num_tokens > most:
                 self.has_left.clear()
@@ -131,7 +132,7 @@ class _Comparison:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Use the lease for a window that enters the engine. LeaseEndedError if it has ended."""
+        """Count a window as in the engine. LeaseEndedError if the lease has ended."""
         if not self.is_open:
             raise LeaseEndedError
         self.num_inside += 1
@@ -147,11 +148,11 @@ class _Engine:
 
     rank: int
     orders: list[Order] = field(default_factory=list)
-    """For the next call: see `WorkerWindows.exchange`."""
+    """Orders to send with the next call: see `WorkerWindows.exchange`."""
     comparisons: dict[str, _Comparison] = field(default_factory=dict)
-    """By the key of the reference's LM head."""
+    """Comparisons by the key of their reference's LM head."""
     may_be_noted: bool = False
-    """Whether the workers may still count on windows of this API server."""
+    """Whether the workers may have noted that this API server wants or uses a lease."""
     lease: LeaseState = field(default_factory=lambda: LeaseState(key="", is_granted=False, is_used=False, waiting=[]))
 
     @property
@@ -194,10 +195,11 @@ class _Engine:
             self.orders.append(ReadHead(comparison.mark, comparison.ticket, comparison.head.model_dump()))
 
     def note(self, answers: list[dict[str, Any]]) -> None:
-        """Let windows enter the engine as the workers allow it, or fail if their LM head cannot be read."""
+        """Let windows enter the engine if the workers' answers allow it, or fail them if their LM head cannot be
+        read."""
         self.lease = answers[0]["lease"]
         for key, comparison in self.comparisons.items():
-            # A head may be on the device that is no longer the lease's.
+            # The device may still have the LM head of an earlier lease.
             has_lease = self.lease["key"] == key
             if failure := _failure(answers, comparison.ticket) or (has_lease and _failure(answers, key)):
                 comparison.fail(_file_error(failure, comparison.mark, "the LM head"))
@@ -211,20 +213,20 @@ class _Engine:
                 comparison.may_enter.clear()
 
     def forget_head(self, comparison: _Comparison) -> None:
-        """Let the workers keep the LM head on the host no longer."""
+        """Have the workers drop the LM head from the host."""
         if comparison.ticket:
             self.orders.append(Forget(comparison.ticket))
         comparison.ticket, comparison.is_read = "", False
 
 
 class WorkerFiles:
-    """Orders files of the workers of all engines."""
+    """Orders files from the workers of all engines."""
 
     def __init__(self, client: EngineClient, admission: Admission) -> None:
         self._client, self._admission = client, admission
         self._server = secrets.token_hex(8)
         self._outcomes: dict[asyncio.Future[None], tuple[str, int | None]] = {}
-        """What tasks wait for: a ticket, and the rank of the engine, None for any."""
+        """The ticket that each waiting task needs done, and the rank of the engine; None for any engine."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         parallel = client.vllm_config.parallel_config
@@ -236,16 +238,16 @@ class WorkerFiles:
     async def loaded(
         self, mark: WindowMark, head: HeadFormat, num_tokens: int, rank: int | None = None, wait: float | None = None
     ) -> AsyncGenerator[tuple[int | None, Callable[[], AbstractContextManager[None]]], None]:
-        """Have one engine's workers read and keep a window of `num_tokens` tokens, once its reference has the lease.
-        The engine is `rank`, or if the request names none, the one with the fewest windows among those that compare
-        with no other reference.
+        """Have one engine's workers read and hold a window of `num_tokens` tokens, and wait until its reference has the
+        lease. Without `rank` the engine is the one with the fewest windows among those that compare with no other
+        reference.
 
         Yields:
-            The engine's rank, None if there is only one engine; and a context that the window must be in while it is in
-            the engine. It raises LeaseEndedError if the lease has ended.
+            The engine's rank, None if there is only one engine; and a function that makes a context. Enter it while the
+            window is in the engine. It raises LeaseEndedError if the lease has ended.
 
         Raises:
-            BusyError: the engine compares with other references for `wait` seconds.
+            BusyError: the engine has compared with other references for `wait` seconds.
             UnreadableFileError: a file is missing, or not what was written.
             UnavailableError: a file was not read in time, or the engine has died.
         """
@@ -260,7 +262,7 @@ class WorkerFiles:
                 engine.orders.append(ReadWindow(mark))
                 try:
                     await self._wait_until_read(mark, engine)
-                    # Files may be read for longer than a lease: what was read waits for the next.
+                    # Reading may take longer than a lease. The window then waits for the next one.
                     await comparison.wait(wait)
                     yield engine.rank if len(self._engines) > 1 else None, comparison.inside
                 finally:
@@ -284,8 +286,8 @@ class WorkerFiles:
             raise _file_error(str(error), mark, f"window {mark.index}") from None
 
     async def wait_until_done(self, ticket: str, rank: int | None = None) -> None:
-        """Wait until all workers of engine `rank` have done what was ordered; if None, one worker of any engine.
-        UnreadableFileError if one of them cannot."""
+        """Wait until all workers of engine `rank` have done what was ordered; if it is None, until one worker of any
+        engine has. UnreadableFileError if a worker could not."""
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outcomes[outcome] = ticket, rank
         self._call_soon()
@@ -300,8 +302,8 @@ class WorkerFiles:
             self._task = asyncio.create_task(self._call_workers())
 
     async def _call_workers(self) -> None:
-        """Tell the workers what was ordered, and ask how far they are, while there is anything to do."""
-        pause, known = POLL_SECONDS, None
+        """Send orders to the workers and collect outcomes, until there is nothing left to do."""
+        pause, last_answers = POLL_SECONDS, None
         while self._outcomes or any(engine.is_busy for engine in self._engines):
             self._wake.clear()
             try:
@@ -311,25 +313,25 @@ class WorkerFiles:
                 return
             except Exception as error:
                 self._fail(EngineOutputError(f"the engine's workers failed to read or write a reference: {error}"))
-                # Others wait until the workers know that this API server's windows have gone.
+                # Other API servers wait until the workers learn that this one's windows have left.
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            pause = POLL_SECONDS if answers != known else min(2 * pause, MAX_POLL_SECONDS)
-            known = answers
+            pause = POLL_SECONDS if answers != last_answers else min(2 * pause, MAX_POLL_SECONDS)
+            last_answers = answers
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
         for engine in self._engines:
-            # Unknown from now on.
+            # Without calls, nobody reports whether the lease is used.
             engine.lease["is_used"] = False
 
     async def _exchange(self) -> list[list[dict[str, Any]]]:
         """Send each engine a message, and note the answers of its workers."""
         if self._admission.is_stopped:
             raise stopping_error()
-        asked, sent, messages = self._outcomes.copy(), [], {}
+        pending, sent, messages = self._outcomes.copy(), [], {}
         for engine in self._engines:
-            tickets = {ticket for ticket, rank in asked.values() if rank in (None, engine.rank)}
+            tickets = {ticket for ticket, rank in pending.values() if rank in (None, engine.rank)}
             messages[self._first + engine.rank] = engine.message(self._server, tickets)
             sent.append(engine.orders)
             engine.orders = []
@@ -339,18 +341,18 @@ class WorkerFiles:
             for engine, orders in zip(self._engines, sent, strict=True):
                 # The workers may have noted what this call said.
                 engine.may_be_noted = True
-                # Whoever waits for a read fails, but what was read must not stay.
+                # Tasks that wait for a read fail, but the workers must still drop what they have read.
                 engine.orders[:0] = [order for order in orders if isinstance(order, Forget)]
             raise
-        for engine, of_ranks in zip(self._engines, answers, strict=True):
-            engine.note(of_ranks)
-        for outcome, (ticket, rank) in asked.items():
-            of_ranks = list(chain(*answers)) if rank is None else answers[rank]
+        for engine, rank_answers in zip(self._engines, answers, strict=True):
+            engine.note(rank_answers)
+        for outcome, (ticket, rank) in pending.items():
+            rank_answers = list(chain(*answers)) if rank is None else answers[rank]
             if outcome.done():
                 continue
-            if failure := _failure(of_ranks, ticket):
+            if failure := _failure(rank_answers, ticket):
                 outcome.set_exception(UnreadableFileError(failure))
-            elif _is_done(of_ranks, ticket, any if rank is None else all):
+            elif _is_done(rank_answers, ticket, any if rank is None else all):
                 outcome.set_result(None)
         return answers
 
@@ -362,12 +364,12 @@ class WorkerFiles:
                 if self._client.errored:
                     call.cancel()
                     raise EngineDeadError
-            return [[answer for answer in of_engine if answer is not None] for of_engine in call.result()]
+            return [[answer for answer in results if answer is not None] for results in call.result()]
         except EngineDeadError:
             raise engine_dead_error() from None
 
     def _fail(self, failure: Exception) -> None:
-        """Let everything that waits fail."""
+        """Raise an error in all waiting tasks and windows."""
         for outcome in self._outcomes:
             if not outcome.done():
                 outcome.set_exception(failure)
@@ -377,13 +379,13 @@ class WorkerFiles:
 
 
 def _failure(answers: list[dict[str, Any]], ticket: str) -> str | None:
-    """Why some worker could not do what a ticket names; None if none failed."""
+    """Why a worker could not do what was ordered with a ticket; None if no worker failed."""
     return next(filter(None, (answer["outcomes"].get(ticket) for answer in answers)), None)
 
 
-def _is_done(answers: list[dict[str, Any]], ticket: str, of_workers: Callable[[Iterable[bool]], bool] = all) -> bool:
-    """Whether all or any of the workers have done it."""
-    return of_workers(answer["outcomes"].get(ticket) == "" for answer in answers)
+def _is_done(answers: list[dict[str, Any]], ticket: str, quantifier: Callable[[Iterable[bool]], bool] = all) -> bool:
+    """Whether all or any of the workers have done what was ordered with a ticket."""
+    return quantifier(answer["outcomes"].get(ticket) == "" for answer in answers)
 
 
 def _file_error(failure: str, mark: WindowMark, what: str) -> Exception:

@@ -1,5 +1,5 @@
-"""Decoder layers of the served model: whether the residual stream can be cut at their boundaries, and replaced by a
-reference's."""
+"""Checks whether the served model's residual stream can be cut at the boundaries of its decoder layers, and replaced
+with a reference's."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class LayerParts:
         return self._described
 
     async def check_resumable(self, reference: StoredReference, boundary: int, lane: LaneFields) -> None:
-        """Make sure that the served model can be resumed from a boundary of a reference. RequestError if it cannot."""
+        """RequestError if the served model cannot be resumed from a boundary of a reference."""
         if lane.lane != "prefill":
             raise RequestError(f"from_boundary: the lane must be prefill, not {lane.lane}", "from_boundary")
         if (recorded := reference.manifest.layers) is None:
@@ -51,7 +51,7 @@ class LayerParts:
 
 
 def refusal(config: VllmConfig) -> str:
-    """Why an engine of this configuration calls no hooks on whole layers; empty if it does."""
+    """Why layers cannot be recorded or resumed on an engine of this configuration; empty if they can."""
     parallel = config.parallel_config
     reasons = {
         "start the server with --enforce-eager: a compiled model cannot be resumed": (

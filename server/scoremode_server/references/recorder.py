@@ -1,4 +1,4 @@
-"""Records the served model as a reference. The engine's workers write the files, and report when they have."""
+"""Records the served model as a reference. The engine's workers write the files, and report when they are done."""
 
 import asyncio
 import time
@@ -28,19 +28,19 @@ from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.text_windows import TextWindows
 from scoremode_server.vllm_compat.engine_client import call_workers
 
-# vLLM prints what loggers below its own write.
+# vLLM prints the messages of loggers below its own.
 logger = init_logger("vllm.scoremode.references")
 
 SECONDS_TO_WRITE = 120
-"""The time in which a computed window must be on disk, and after all windows the LM head."""
+"""Time limit for a computed window to be on disk, and for the LM head after all windows."""
 
 LARGEST_FLOOR = 1e-3
-"""Nats by which a model in float32 may diverge from itself when it is resumed: what rounding in another place gives. A
-stream that is not cut right gives tenths."""
+"""Nats by which a resumed float32 model may diverge from itself, because it rounds in another place. A wrongly cut
+stream gives tenths."""
 LARGEST_FLOOR_16_BITS = 1e-2
 LARGEST_SHARE = 0.01
-"""Of the divergence that the other tokens cause without a stream: where logits hardly differ, a stream that is not cut
-right gives little too."""
+"""Limit as a share of the divergence that other tokens cause without a stream: where logits hardly differ, even a
+wrongly cut stream gives little."""
 
 WindowOnDisk = tuple[np.ndarray, np.ndarray | None]
 """NLLs [scored] float64 in nats, and ranks [scored]; ranks are None if the window was on disk before this request."""
@@ -62,9 +62,9 @@ class Recorder:
         layers: ReferenceLayers | None = None,
         answers: Answers | None = None,
     ) -> StoredReference:
-        """The reference to record into: a new one, or an incomplete one of the same model and text. `labels` has one
-        for each text or conversation; with `layers` the residual stream at their boundaries is recorded; `answers` are
-        what the texts were made of. ConflictError if there is another reference of that name."""
+        """Create the reference to record into, or open an incomplete one of the same model and text. `labels` has one
+        label per text or conversation. If `layers` are given, the residual stream at their boundaries is recorded. The
+        texts were made from `answers`. ConflictError if another reference has that name."""
         text, plan = await asyncio.to_thread(_plan, texts, labels)
         if layers is not None:
             await self._check_space(name, text, layers)
@@ -88,32 +88,31 @@ class Recorder:
             reference = await self.references.open(name)
         except OSError as error:
             raise self.references.unwritable(name, error) from None
-        of_disk = reference.manifest
-        if not model.may_continue(of_disk.model):
+        stored = reference.manifest
+        if not model.may_continue(stored.model):
             raise ConflictError(f"there is a reference {name!r} already, of another model", "name")
-        if of_disk.text.fingerprint != plan.fingerprint:
+        if stored.text.fingerprint != plan.fingerprint:
             hint = " (a chat template that writes the date renders another text each day)"
             raise ConflictError(
                 f"there is a reference {name!r} already, of another text or other windows"
                 f"{hint if plan.method == 'conversation' else ''}",
                 "name",
             )
-        kept = await self.references.text(reference)
-        if of_disk.text.labels != plan.labels or not np.array_equal(kept.origins, text.origins):
+        stored_text = await self.references.text(reference)
+        if stored.text.labels != plan.labels or not np.array_equal(stored_text.origins, text.origins):
             raise ConflictError(f"there is a reference {name!r} already, of this text with other labels", "labels")
-        if _blocks(of_disk.layers) != _blocks(layers):
-            recorded = "without layers" if of_disk.layers is None else "with layers"
+        if _blocks(stored.layers) != _blocks(layers):
+            recorded = "without layers" if stored.layers is None else "with layers"
             raise ConflictError(
-                f"there is a reference {name!r} already, recorded {recorded}: delete it, or take another name",
+                f"there is a reference {name!r} already, recorded {recorded}: delete it, or choose another name",
                 "layers",
             )
-        if differing := model.computes_otherwise(of_disk.model):
+        if differing := model.computes_otherwise(stored.model):
             logger.warning("Reference %s was begun on other GPUs or kernels: here %s", name, differing)
         return await self.references.save(reference, lambda manifest: {"corpus": manifest.corpus or corpus})
 
     async def _check_space(self, name: str, text: StoredText, layers: ReferenceLayers) -> None:
-        """Make sure that the layers of a text's windows that are not recorded yet fit on the disk. StorageError if they
-        do not."""
+        """StorageError if the disk has no space for the layers of windows that are not recorded yet."""
         directory = self.references.directory
         try:
             recorded = await self.references.use(name, lambda: directory.open(name).recorded_windows())
@@ -130,20 +129,20 @@ class Recorder:
 
     async def _served_head(self) -> HeadFormat:
         answers = await call_workers(self.core.client, "scoremode_describe_head")
-        described = next((each for each in answers if isinstance(each, dict)), None)
+        described = next((answer for answer in answers if isinstance(answer, dict)), None)
         if described is None:
             raise RequestError(f"this model cannot be a reference: {answers[-1]}", "model")
         return HeadFormat.model_validate(described)
 
     async def record(self, reference: StoredReference, settings: ScoreSettings) -> AsyncGenerator[WindowOnDisk, None]:
-        """Every window in order, once it is on disk. Windows that were recorded before are read."""
+        """Yield every window in order, once it is on disk. Windows that were recorded before are read."""
         text = await self.references.text(reference)
         recorded = await self.references.in_thread(reference.name, reference.recorded_windows)
         head_ticket = None
         try:
             await self.references.in_thread(reference.name, reference.read_head)
         except BrokenFileError:
-            # Workers write it while windows are recorded.
+            # Workers write the LM head while windows are recorded.
             head_ticket, identity = uuid.uuid4().hex, reference.manifest.identity
             await call_workers(self.core.client, "scoremode_write_head", reference.name, identity, head_ticket)
         windows = (
@@ -154,7 +153,7 @@ class Recorder:
         )
         most = None
         if (layers := reference.manifest.layers) is not None:
-            # With the final hidden states, as the worker counts them.
+            # The worker counts the final hidden states too.
             window_bytes = int(text.num_tokens.max()) * layers.token_bytes(reference.manifest.model.dtype, num_more=1)
             most = max(1, MAX_UNWRITTEN_BYTES // window_bytes)
         # One load is in the engine while another is written.
@@ -165,7 +164,7 @@ class Recorder:
             await self._wait_until_written(reference, head_ticket, "the LM head")
 
     async def _read_window(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
-        """A window that has a file. If that or one of its layers' is damaged, the window is recorded again."""
+        """Read a window that has a file. If that file or one of its layers' is damaged, record the window again."""
 
         def read() -> torch.Tensor:
             for boundary in _boundaries(reference):
@@ -182,7 +181,7 @@ class Recorder:
         window = MarkedWindow.begin("record", reference, index, settings, _boundaries(reference))
         rows = await self.core.scorer.engine.window_rows(window.engine_pass())
         await self._wait_until_written(reference, window.mark.ticket, f"window {window.mark.index}")
-        # Until now its hidden states were in memory.
+        # The workers do not hold its hidden states any more.
         window.settings.queue.done(len(window.token_ids), 0)
         await self.core.scorer.pacer.wait()
         return -json_logprobs(rows.logprobs[:, 0]), rows.ranks
@@ -194,10 +193,10 @@ class Recorder:
                 await self.files.wait_until_done(ticket)
         except TimeoutError:
             raise self.references.unwritable(
-                reference.name, f"{what} is not there after {SECONDS_TO_WRITE} s"
+                reference.name, f"{what} is not on disk after {SECONDS_TO_WRITE} s"
             ) from None
         except UnreadableFileError as error:
-            # Unless the reference was deleted.
+            # This raises another error if the reference was deleted.
             await self.references.current(reference)
             raise self.references.unwritable(reference.name, str(error)) from None
 
@@ -209,11 +208,10 @@ class Recorder:
         await self.references.save(reference, lambda _: {"result": result})
 
     async def _measure_floor(self, reference: StoredReference, settings: ScoreSettings) -> None:
-        """Resume the recorded model from each of its boundaries on the first window, and store how far it then is from
-        itself.
+        """Resume the recorded model from each boundary on the first window, and store its divergence from itself.
 
-        The engine is fed other tokens than the window's. So the result shows that nothing but the stream matters to the
-        layers after a boundary, and that it was replaced. RequestError if the divergence is not near 0.
+        The engine is fed other tokens than the window's. If the divergence is near 0 all the same, the stream was
+        replaced, and the layers after the boundary depend on it alone. RequestError if it is not near 0.
         """
         layers, vocab_size = reference.manifest.layers, self.core.limits.vocab_size
         if layers is None or layers.floor is not None:
@@ -229,7 +227,7 @@ class Recorder:
         not_resumed, *floor = means
         largest = LARGEST_FLOOR if reference.manifest.model.dtype == "float32" else LARGEST_FLOOR_16_BITS
         limit = min(largest, LARGEST_SHARE * not_resumed)
-        # Not so where one is NaN or infinite.
+        # Refuse NaN too.
         if not max(floor) <= limit:
             raise RequestError(
                 f"layers: {layers.layer_class} cannot be measured: resumed from its own boundary "

@@ -1,5 +1,5 @@
-"""`/v1/references`: records the served model's distributions over a text, to compare other models with. `/v1/kld`: the
-KL divergence of the served model from such a reference, position by position."""
+"""The route `/v1/references` records the served model's distributions over a text, to compare other models with.
+`/v1/kld` measures the served model's KL divergence from such a reference, position by position."""
 
 import asyncio
 import time
@@ -63,7 +63,7 @@ class ReferenceParts:
 
 
 def start(core: Core, state: State) -> None:
-    """Put the parts of the routes into the state; None without a folder for references."""
+    """Put the routes' parts into the app's state; None if the server has no folder for references."""
     state.scoremode_references = None
     # References need our methods in the workers.
     is_extended = core.client.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
@@ -89,13 +89,13 @@ async def list_references(raw_request: Request) -> ReferenceList:
     return ReferenceList(data=await references_of(raw_request).stored.all())
 
 
-@router.get(f"{ROUTE}/{{name}}", summary="What is known of a reference")
+@router.get(f"{ROUTE}/{{name}}", summary="Describe a reference")
 async def get_reference(name: str, raw_request: Request) -> Reference:
     """One reference, complete or not."""
     return await references_of(raw_request).stored.describe(name)
 
 
-@router.get(f"{ROUTE}/{{name}}/windows", summary="Where a reference's windows are from")
+@router.get(f"{ROUTE}/{{name}}/windows", summary="Where a reference's windows come from")
 async def get_windows(name: str, raw_request: Request) -> ReferenceWindows:
     """The document, the label and the role of each window, and how many tokens it has before its targets."""
     stored = references_of(raw_request).stored
@@ -150,14 +150,14 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
             request.name, texts, request.labels, request.corpus, layers, request.answers
         )
     num_windows = len(texts.windows)
-    # All is on disk now: in memory, the tokens of a text would take 40 bytes each until the last window is recorded.
+    # All of the text is on disk now. In memory each token would take 40 bytes until the last window is recorded.
     del texts
     request.prompt = request.texts = request.messages = request.answers = None
     request_id = f"ppl-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
-        """Each window that was not there before, in order; then the reference with its perplexity. The files of a
-        complete one are read too, so that the same request again repairs what is damaged."""
+        """Yield each newly recorded window in order, then the reference with its perplexity. The files of a complete
+        reference are read too, so that sending the request again repairs damaged ones."""
         running = RunningPerplexity(num_windows)
         settings = ScoreSettings(request_id=engine_id(request_id), queue=queue, options=options)
         async with aclosing(references.recorder.record(reference, settings)) as windows:
@@ -178,9 +178,9 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
     response_class=Response,
     responses={200: {"content": {"application/octet-stream": {}}}},
     summary="A reference as the base file of llama-perplexity",
-    description="What `llama-perplexity --kl-divergence-base FILE --kl-divergence` reads, of a reference that was "
-    "recorded with\nmethod `llama.cpp`. `first` leaves out the header and the windows before it. If the server cannot "
-    "continue, the\nconnection ends.",
+    description="The file that `llama-perplexity --kl-divergence-base FILE --kl-divergence` reads. The reference must "
+    "have been\nrecorded with method `llama.cpp`. `first` leaves out the header and the windows before it. If the "
+    "server cannot\ncontinue, it closes the connection.",
 )
 @until_disconnect
 async def export_reference(name: str, raw_request: Request, first: int = 0) -> Response:
@@ -190,7 +190,7 @@ async def export_reference(name: str, raw_request: Request, first: int = 0) -> R
         reference = await references.comparer.open(name)
         num_windows, header = reference.manifest.text.num_windows, llama_cpp_header(reference)
         if not 0 <= first < num_windows:
-            raise RequestError(f"first must be one of the {num_windows} windows of the reference", "first")
+            raise RequestError(f"first: {first} is not one of the reference's {num_windows} windows", "first")
     request_id = f"export-{raw_request.state.request_id}"
 
     async def parts(queue: RequestQueue) -> AsyncGenerator[memoryview, None]:
@@ -202,7 +202,7 @@ async def export_reference(name: str, raw_request: Request, first: int = 0) -> R
     layout = base_file_of(reference)
     headers = {"Content-Length": str(layout.size - layout.end_of(first))}
     written = in_own_task(accept(core.admission, f"{ROUTE}/llama.cpp", request_id), parts)
-    # What is wrong with the first window has a status.
+    # Errors in the first window still get an HTTP status.
     beginning: bytes | memoryview = await anext(written)
     if not first:
         beginning = b"".join((header, beginning))
@@ -238,18 +238,18 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         at_once = [max(num_values)] if request.stream else num_values
         core.limits.check_num_values(at_once, request.encoding_format, "windows")
         lane = lane_settings(core.lanes, request)
-        # A stream holds the windows that are computed before the client has taken those before them.
+        # A stream holds computed windows that the client has not read yet.
         ahead = max(*at_once, BYTES_AHEAD // VALUE_BYTES["base64"])
         held = (min(sum(num_values), ahead), "base64") if request.stream else (sum(num_values), request.encoding_format)
         await core.answers.reserve(raw_request, *held)
     request_id = f"kld-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
-        """Each window; then all but `data`."""
+        """Yield each window, then the answer without `data`."""
         settings = ScoreSettings(
             request_id=engine_id(request_id),
             queue=queue,
-            # The top token of each side is always compared.
+            # The top tokens of both models are always compared.
             top_logprobs=max(1, request.top_logprobs),
             options=options,
             is_answer=comparison.reference.manifest.answers is not None,
@@ -286,7 +286,7 @@ def _window(request: KldRequest, index: int, rows: Rows, positions: KldPositions
         elif name.endswith("logprobs"):
             content[name] = json_logprobs(values)
         else:
-            # As float64, because the shortest digits of a float32 read back as another float64.
+            # Write the digits of float64: the shortest digits of a float32 read back as another number.
             content[name] = values.astype(np.float64 if dtype == "<f4" else np.int32)
     if request.top_logprobs:
         write: Callable[..., Any] = encode_top_logprobs if encoded else top_entries

@@ -1,4 +1,4 @@
-"""The references of a server. Threads read and write their files."""
+"""Opens, lists and changes the references of a server. Threads read and write their files."""
 
 import asyncio
 import shutil
@@ -24,21 +24,22 @@ from scoremode_server.threads import CallThreads
 T = TypeVar("T")
 
 SECONDS_TO_ANSWER = 120
-"""The time that a call may take that reads or writes files of a reference."""
+"""Time limit for a call that reads or writes files of a reference."""
 
 SECONDS_TO_LIST = 10
-"""The time in which a reference's files must answer for it to be listed."""
+"""Time limit for reading a reference's files to list it."""
 
 LISTED_AT_ONCE = 16
-"""References whose files are read at once to list them, each in a thread."""
+"""How many references are read at once to list them, each in a thread."""
 
 KEPT_OPEN = 8
-"""References whose tokens stay in memory: a client requests a reference's windows one by one."""
+"""How many references' tokens stay in memory, because clients request a reference's windows one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """The references in a folder, on a server of a model, for requests whose field `param` names one of them."""
+    """The references in the folder of a server of `model`. Errors name `param`, the request's field that names a
+    reference."""
 
     directory: ReferenceDirectory
     model: ModelIdentity
@@ -46,7 +47,7 @@ class References:
     _threads: CallThreads = field(default_factory=CallThreads)
     _listing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LISTED_AT_ONCE))
     _opened: LRUCache[str, StoredReference] = field(default_factory=lambda: LRUCache(KEPT_OPEN))
-    """By name."""
+    """References that were opened last, by name, with the tokens that were read for them."""
 
     async def all(self) -> list[Reference]:
         """All references whose files can be read."""
@@ -62,8 +63,8 @@ class References:
             return None
 
     async def in_thread(self, name: str, call: Callable[[], T]) -> T:
-        """The result of a call that reads or writes files of a reference. A call that hangs affects no other reference,
-        and is an UnavailableError."""
+        """Run a call that reads or writes files of a reference in a thread. UnavailableError if it hangs, which affects
+        no other reference."""
         try:
             async with asyncio.timeout(SECONDS_TO_ANSWER):
                 return await asyncio.wrap_future(self._threads.submit(name, call))
@@ -74,7 +75,7 @@ class References:
             ) from None
 
     async def use(self, name: str, call: Callable[[], T]) -> T:
-        """`in_thread` for a call that needs a reference: NotServedError if there is none of that name, ConflictError if
+        """Run a call that needs a reference in a thread. NotServedError if no reference has that name, ConflictError if
         it is damaged, StorageError if a file cannot be written."""
         try:
             return await self.in_thread(name, call)
@@ -88,9 +89,9 @@ class References:
 
     async def open(self, name: str) -> StoredReference:
         reference = await self.use(name, lambda: self.directory.open(name))
-        # With the tokens that were read for it, if the manifest is the same.
-        known = self._opened.get(name)
-        self._opened[name] = reference = known if known == reference else reference
+        # Reuse the tokens that were read for it, if the manifest is the same.
+        opened = self._opened.get(name)
+        self._opened[name] = reference = opened if opened == reference else reference
         return reference
 
     async def describe(self, name: str) -> Reference:
@@ -101,11 +102,11 @@ class References:
         await self.use(name, lambda: self.directory.delete(name))
 
     async def save(self, reference: StoredReference, changes: Callable[[Manifest], dict[str, Any]]) -> StoredReference:
-        """As `ReferenceDirectory.update`."""
+        """Save changes to the manifest: see `ReferenceDirectory.update`."""
         return await self.use(reference.name, lambda: self.directory.update(reference, changes))
 
     async def current(self, reference: StoredReference) -> StoredReference:
-        """A reference with its manifest on disk now."""
+        """Read a reference's manifest again. NotServedError if the reference was deleted."""
         name, identity = reference.name, reference.manifest.identity
         return await self.use(name, lambda: self.directory.open_same(name, identity))
 
@@ -127,7 +128,7 @@ class References:
         return StorageError(f"reference {name!r} could not be written: {reason}", "name")
 
     def _without_folder(self, name: str, reason: object) -> str:
-        """A reason without the server's folder, whose path clients do not learn."""
+        """Remove the server's folder from a reason, because clients must not learn its path."""
         root = self.directory.root
         return str(reason).replace(f"{root / name}/", "").replace(f"{root}/", "")
 

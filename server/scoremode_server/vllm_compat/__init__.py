@@ -1,3 +1,3 @@
-"""Private parts of vLLM, of which `private.toml` is the record. `versions` decides whether Scoremode runs on the
-installed vLLM, and `install` puts the patches in place, those of the model runners in `worker` too.
+"""Uses of vLLM's private parts, all listed in `private.toml`. `versions` decides whether Scoremode runs on the
+installed vLLM, and `install` applies the patches, including those of the model runners in `worker`.
 """

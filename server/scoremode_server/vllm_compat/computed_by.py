@@ -1,5 +1,5 @@
-"""The runner, kernels and devices that compute a server's numbers: the first worker tells them, and vLLM's
-configuration. Readers of a run see them, and nothing depends on them."""
+"""Describes the runner, kernels and devices that compute a server's numbers, as the first worker and vLLM's
+configuration have them. Readers of a measurement see the description; no result depends on it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,29 +16,29 @@ from scoremode.wire.protocol import SATURATES, ComputedBy
 from scoremode_server.vllm_compat.engine_client import call_workers
 from scoremode_server.worker.lm_head import examine, wrong_logits
 
-# vLLM shows only the messages of loggers below its own.
+# vLLM prints the messages of loggers below its own.
 logger = init_logger("vllm.scoremode.computed_by")
 
 _RUNNERS = {"vllm.v1.worker.gpu_model_runner": "v1", "vllm.v1.worker.gpu.model_runner": "v2"}
-"""By the modules of the classes that they, or those of other platforms, are of."""
+"""Names of the model runners, by the module of a runner's class or of one of its base classes."""
 _KERNELS = "vllm.model_executor.kernels."
 _TRANSFORMERS_BACKEND = "vllm.model_executor.models.transformers"
-"""Where vLLM's classes are that run a model of the transformers library (`--model-impl transformers`)."""
+"""The module of vLLM's classes that run models of the transformers library (`--model-impl transformers`)."""
 _INT8_ON_CPU = "CPUInt8ScaledMMLinearKernel"
 
 
 async def what_computes(client: EngineClient) -> ComputedBy:
-    """Describe what computes at an engine, in all replicas."""
+    """Describe what computes an engine's numbers, in all replicas."""
     config = client.vllm_config
     parallel, drafts = config.parallel_config, config.speculative_config
     described: dict[str, Any] = {}
     try:
-        # The first rank describes all but the logits, which are the last ranks' in a pipeline.
+        # The first rank describes everything but the logits, which a pipeline's last ranks compute.
         for answer in filter(None, await call_workers(client, "scoremode_computed_by")):
             described = answer | described
-    # Such as of workers without our patches: a server without this knowledge is as good.
+    # Workers may lack our patches, for example. The server works without the description.
     except Exception as error:
-        logger.warning("What computes is not known: %s", error)
+        logger.warning("The kernels of this server are not known: %s", error)
     computed_by = ComputedBy(
         num_devices=parallel.world_size * parallel.data_parallel_size,
         tensor_parallel_size=parallel.tensor_parallel_size,
@@ -54,14 +54,14 @@ async def what_computes(client: EngineClient) -> ComputedBy:
 
 
 def describe_worker(wrapper: Any) -> dict[str, Any] | None:
-    """A method of vLLM's worker wrappers, which all ranks call together: fields of `ComputedBy` on the first rank, and
-    on others only what is wrong with their logits, or None."""
+    """Describe a worker, as a method of vLLM's worker wrappers that all ranks call together. The first rank returns
+    fields of `ComputedBy`; others return only what is wrong with their logits, or None."""
     worker = wrapper.worker
     runner = worker.model_runner
     logits = _logits(runner)
     if worker.rank != 0:
         return logits or None
-    modules = [each.__module__ for each in type(runner).__mro__]
+    modules = [cls.__module__ for cls in type(runner).__mro__]
     dtype = runner.cache_config.cache_dtype
     return {
         "implementation": _implementation(runner.model),
@@ -79,14 +79,14 @@ def _implementation(model: torch.nn.Module) -> str:
     """`transformers` where vLLM runs the transformers library's model, or a part of it; `vllm` for vLLM's own classes;
     else the package of the model's class."""
     modules = [type(part).__module__ for part in model.modules()]
-    if any(f"{each}.".startswith(f"{_TRANSFORMERS_BACKEND}.") for each in modules):
+    if any(f"{module}.".startswith(f"{_TRANSFORMERS_BACKEND}.") for module in modules):
         return "transformers"
     return modules[0].partition(".")[0]
 
 
 @torch.inference_mode()
 def _logits(runner: Any) -> dict[str, str]:
-    """The field `wrong_logits`, if the logits are made on this rank and lack something."""
+    """The field `wrong_logits`, if this rank computes logits and they are wrong."""
     has_processor = any(type(part) is LogitsProcessor for part in runner.model.modules())
     if not has_processor or not get_pp_group().is_last_rank:
         return {}
@@ -108,13 +108,13 @@ def _kernels(model: torch.nn.Module) -> Iterator[str]:
         method, scheme = getattr(layer, "quant_method", None), getattr(layer, "scheme", None)
         if method is not None:
             parts = [scheme, *_parts_of(method), *_parts_of(scheme)]
-            names = dict.fromkeys(_name(each) for each in parts if each is not None)
+            names = dict.fromkeys(_name(part) for part in parts if part is not None)
             yield ": ".join(filter(None, [type(method).__name__, ", ".join(names)]))
 
 
 def _parts_of(owner: Any) -> Iterator[Any]:
-    """Find what a quantization method or scheme computes by: objects of vLLM's kernels, a function, the parts of
-    MoE."""
+    """Find the parts with which a quantization method or scheme computes: vLLM's kernel objects, a function, the parts
+    of an MoE kernel."""
     for name, value in getattr(owner, "__dict__", {}).items():
         if name in ("linear_method", "old_quant_method"):
             yield value

@@ -1,5 +1,5 @@
-"""Models that vLLM loads on a CPU and cannot compute there are refused while it makes its configuration, before it
-loads them."""
+"""Refuses models that vLLM loads on a CPU but cannot compute there. The check runs while vLLM makes its configuration,
+before it loads them."""
 
 from typing import Any
 
@@ -25,12 +25,12 @@ def patch() -> None:
 
 
 def require_kernels(config: VllmConfig) -> None:
-    """NoKernelError for float32 with weights of 4 bits, and on a CPU with AMX with symmetric INT8 weights and
-    activations: for all others vLLM has a kernel that takes float32."""
+    """NoKernelError for float32 with 4-bit weights, and on a CPU with AMX also for float32 with symmetric INT8 weights
+    and activations. vLLM has kernels that take float32 for all other schemes."""
     schemes = getattr(config.quant_config, "target_scheme_map", {}).values()
     if not schemes or config.model_config.dtype != torch.float32:
         return
-    if any(map(_is_weights_of_4_bits, schemes)):
+    if any(map(_has_4_bit_weights, schemes)):
         refused = "weights of 4 bits on a CPU"
     elif any(map(_is_symmetric_int8, schemes)) and torch.cpu._is_amx_tile_supported():
         refused = "INT8 weights and activations on this CPU, which has AMX"
@@ -42,8 +42,8 @@ def require_kernels(config: VllmConfig) -> None:
     )
 
 
-def _is_weights_of_4_bits(scheme: Any) -> bool:
-    """Whether a scheme of compressed-tensors, a dict, has weights of 4 bits alone."""
+def _has_4_bit_weights(scheme: Any) -> bool:
+    """Whether a scheme of compressed-tensors, a dict, has 4-bit weights and no quantized activations."""
     weights, inputs = scheme.get("weights"), scheme.get("input_activations")
     return weights is not None and inputs is None and (weights.num_bits, weights.type) == (4, "int")
 
@@ -53,4 +53,4 @@ def _is_symmetric_int8(scheme: Any) -> bool:
     weights, inputs = scheme.get("weights"), scheme.get("input_activations")
     if weights is None or inputs is None:
         return False
-    return inputs.symmetric and all((each.num_bits, each.type) == (8, "int") for each in (weights, inputs))
+    return inputs.symmetric and all((part.num_bits, part.type) == (8, "int") for part in (weights, inputs))

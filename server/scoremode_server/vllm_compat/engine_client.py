@@ -1,6 +1,6 @@
-"""Changes to vLLM's engine client for scoring requests: changes of weights drop cached rows, bounds of queued requests
-do not count them, and the end waits for them. vLLM has no event for a change, so the methods that change weights are
-wrapped."""
+"""Changes vLLM's engine client for scoring requests: changed weights drop cached rows, limits on queued requests do not
+count scoring requests, and shutdown waits for them. vLLM has no event for a change, so the methods that change weights
+are wrapped."""
 
 import asyncio
 import inspect
@@ -23,10 +23,10 @@ CHANGES = (
     *("reset_prefix_cache", "sleep", "wake_up", "release_kv_cache_memory", "add_lora", "remove_lora"),
     *("start_weight_update", "update_weights", "finish_weight_update", "update_weight_version", "collective_rpc"),
 )
-"""The engine client's methods after which rows may be wrong, or are not wanted any more.
+"""The engine client's methods after which cached rows may be wrong, or are not needed any more.
 
 `sleep` may discard weights, and `wake_up` comes before they are loaded again. `add_lora` may load other weights under
-the name and path of an adapter. `collective_rpc` calls anything in the workers, reloading weights for one.
+the name and path of an adapter. `collective_rpc` calls anything in the workers, such as a method that reloads weights.
 `reset_prefix_cache` and `release_kv_cache_memory` drop the keys and values that rows belong to.
 """
 
@@ -34,8 +34,8 @@ the name and path of an adapter. `collective_rpc` calls anything in the workers,
 def within_changes(
     engine: EngineClient, change: Callable[[], AbstractContextManager[None]], after: Callable[[], None]
 ) -> None:
-    """Run every one of `CHANGES` on this client inside a context of `change`, and call `after` when it is over.
-    RuntimeError if the engine has no such method, so that changes may go unnoticed."""
+    """Wrap this client's methods in `CHANGES`: each runs inside a context of `change`, and then calls `after`.
+    RuntimeError if the engine lacks one of them, because changes might then go unnoticed."""
 
     def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -56,8 +56,8 @@ def within_changes(
 
 
 def may_go_unnoticed(config: VllmConfig) -> bool:
-    """Whether a change may reach another API server process than this one. The routes for it are of vLLM's development
-    mode, except for loading adapters, which vLLM refuses where there are several processes."""
+    """Whether another API server process may change weights. The routes that change them belong to vLLM's development
+    mode, except for loading adapters, which vLLM refuses if there are several processes."""
     return bool(envs.VLLM_SERVER_DEV_MODE and config.parallel_config._api_process_count > 1)
 
 
@@ -66,7 +66,7 @@ _exempt = ContextVar("scoremode_exempt", default=False)
 
 @contextmanager
 def exempt_from_queue_bounds() -> Iterator[None]:
-    """Exempt from the bounds what this task sends to the engine inside."""
+    """Exempt requests that this task sends to the engine inside this context from vLLM's limits."""
     token = _exempt.set(True)
     try:
         yield
@@ -75,8 +75,8 @@ def exempt_from_queue_bounds() -> Iterator[None]:
 
 
 def bound_generation_alone(engine: Any) -> None:
-    """Let an engine client's bounds count neither scoring requests nor their tokens. API servers add up what each of
-    them counts, so scoring requests are left out there."""
+    """Let an engine client's limits count neither scoring requests nor their tokens. API servers add up their counts,
+    so the counts themselves must leave out scoring requests."""
     check_admission, processor = engine.check_admission, engine.output_processor
 
     def check_generation(n: int = 1, request_id: str | None = None) -> None:
@@ -92,7 +92,8 @@ def bound_generation_alone(engine: Any) -> None:
 
 
 def drop_canceled_texts(engine: Any) -> None:
-    """Let an engine client's renderer keep no text of a request that has ended until a thread would tokenize it."""
+    """Have an engine client's renderer drop the texts of an ended request at once, not when a thread is free to
+    tokenize them."""
     drop_canceled(engine.renderer._executor)
 
 
@@ -115,7 +116,7 @@ def drain_before_shutdown(engine: Any, drain: Callable[[float], Coroutine[Any, A
         begun = time.monotonic()
         if engine.errored:
             engine_died.set()
-        # After the engine's death vLLM calls it on the event loop itself, where nothing could wait for the loop.
+        # After the engine's death vLLM calls this on the event loop itself, which cannot wait for itself.
         elif threading.get_ident() != thread and loop.is_running():
             asyncio.run_coroutine_threadsafe(drain(timeout or 0), loop).result()
         shutdown(timeout=None if timeout is None else max(0, timeout - (time.monotonic() - begun)))
@@ -125,8 +126,8 @@ def drain_before_shutdown(engine: Any, drain: Callable[[float], Coroutine[Any, A
 
 async def call_engines(client: Any, method: str, *args: Any) -> list[list[Any]]:
     """Call a method of all workers. Returns their results, engine by engine."""
-    # Not by the client's own `collective_rpc`: with several engines it returns what the first one's workers do, and it
-    # is wrapped to drop the cached rows, since weights may change by it. They do not change by these methods.
+    # The client's own `collective_rpc` is not used: with several engines it returns only the first one's results, and
+    # it is wrapped to drop cached rows, since it may change weights. The methods called here do not.
     results = await client.engine_core.call_utility_all_async("collective_rpc", method, None, args, {})
     return cast(list[list[Any]], results)
 

@@ -1,4 +1,4 @@
-"""Tells API servers why an engine died: vLLM's engine sends them only that it did, and its error is in the log."""
+"""Tells API servers why an engine died. vLLM's engine sends them only that it died, and logs the error."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ MARK = EngineCoreProc.ENGINE_CORE_DEAD
 
 
 def describe(error: BaseException | None) -> str:
-    """An error's type and message in one line; those of the worker where vLLM says that one failed."""
+    """An error's type and message in one line; those of the worker's error if vLLM says that a worker failed."""
     line = textwrap.shorten(f"{type(error).__name__}: {error}", 1000, placeholder=" ...")
     return re.sub("RuntimeError: Worker failed with error '(.*)', please check.*", r"\1", line)
 
@@ -29,7 +29,7 @@ def patch() -> None:
     )
 
     def send_with_error(self: Any) -> None:
-        # vLLM sends this, and recognizes it by its name.
+        # vLLM sends this constant, and looks it up by its name to recognize it.
         EngineCoreProc.ENGINE_CORE_DEAD = MARK + describe(sys.exception()).encode()
         send(self)
 
@@ -40,7 +40,7 @@ def patch() -> None:
         validate(self, frames)
 
     def handle_with_type(self: Any, output: Any) -> None:
-        # vLLM passes on an error's message alone.
+        # vLLM passes on only an error's message.
         handle(self, RuntimeError(describe(output)) if isinstance(output, Exception) else output)
 
     EngineCoreProc._send_engine_dead = send_with_error

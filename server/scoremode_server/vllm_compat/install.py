@@ -1,4 +1,4 @@
-"""Puts every patch in place, in each process that loads plugins."""
+"""Applies every patch, in each process that loads plugins."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,9 +14,9 @@ from scoremode_server.worker.sinks import SinkMaker
 
 
 def install(on_worker_start: Callable[[], Mapping[str, SinkMaker]]) -> None:
-    """Patch the vLLM of this process; once is enough, and more does no harm. The model runners are patched when a
-    worker of this process has its device: some are not importable before. `on_worker_start` is called then, and returns
-    what makes the row sinks of extensions, by name. ValueError if the setting of memory is not a number of bytes."""
+    """Patch vLLM in this process. Further calls do nothing. The model runners are patched when a worker of this process
+    has its device, because some cannot be imported before. `on_worker_start` is called then, and returns the
+    `SinkMaker` of each extension's sinks, by name. ValueError if the memory setting is not a number of bytes."""
     budget = logprob_bytes()
     if getattr(WorkerWrapperBase, "_scoremode_patched", False):
         return
@@ -29,17 +29,17 @@ def install(on_worker_start: Callable[[], Mapping[str, SinkMaker]]) -> None:
 
     def init_device_then_patch(self: Any) -> None:
         init_device(self)
-        # Ranks of a tensor-parallel group project together, so all of them take the budget of the first.
+        # Ranks of a tensor-parallel group project together, so all of them use the first rank's budget.
         patch_runners(get_tp_group().broadcast_object(budget), on_worker_start())
 
     WorkerWrapperBase.init_device = init_device_then_patch
-    # Not in the worker extension: without a folder for references the server has another one, or none.
+    # Patched here because the worker extension is only loaded with --reference-dir.
     WorkerWrapperBase.scoremode_computed_by = describe_worker
     WorkerWrapperBase._scoremode_patched = True
 
 
 def patch_runners(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
-    """Patch both model runners, once a process, with working memory for prompt logprobs."""
+    """Patch both model runners, once per process. Prompt logprobs get `budget_bytes` of working memory."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from scoremode_server.worker import runners
@@ -53,8 +53,8 @@ def patch_runners(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
 
 
 def refuse_adapters_of_heads() -> None:
-    """Refuse LoRA adapters with weights for the LM head when they are loaded. vLLM takes a row's adapter by its number
-    among the sampled rows, and rows of prompt logprobs have other numbers: they would get those of other requests."""
+    """Refuse LoRA adapters with weights for the LM head when they are loaded. vLLM finds a row's adapter by the row's
+    index among sampled rows. Rows of prompt logprobs have other indices, so they would get other requests' adapters."""
     from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 
     set_lora = LogitsProcessorWithLoRA.set_lora
@@ -63,8 +63,8 @@ def refuse_adapters_of_heads() -> None:
         # vLLM warms up with adapters of zeros for every layer.
         if lora_b.any():
             raise ValueError(
-                "this adapter has weights for the LM head, with which vLLM would make prompt logprobs of other "
-                "adapters' logits; merge it into the model, or serve it without Scoremode"
+                "this adapter has weights for the LM head, and vLLM would compute prompt logprobs with the weights of "
+                "other adapters; merge it into the model, or serve it without Scoremode"
             )
         set_lora(self, index, lora_a, lora_b)
 

@@ -1,7 +1,8 @@
-"""Prompt logprobs kept as the arrays in which they arrive from the engine, for requests made with `ScoringParams`.
+"""Keeps prompt logprobs as the arrays that arrive from the engine, for requests made with `ScoringParams`.
 
-vLLM turns them into Python objects token by token, on the API server's one event loop; at 100,000 tokens a second that
-is most of its work. And it decodes the whole prompt to find the text that a generated token adds; here only its end.
+vLLM turns them into Python objects token by token, on the API server's only event loop. At 100,000 tokens per second
+that is most of its work. vLLM also decodes the whole prompt to find the text that a generated token adds. Here it
+decodes only the prompt's end.
 """
 
 from collections.abc import Sequence
@@ -18,11 +19,11 @@ from scoremode_server.rows import PromptLogprobs
 from scoremode_server.worker.row_spec import ScoringParams
 
 DECODED_TOKENS = 16
-"""Tokens at a prompt's end that the text of the next token may depend on. A character has at most four bytes, so that
-four tokens can be part of it; vLLM's detokenizer for slow tokenizers looks at six."""
+"""How many tokens at a prompt's end are decoded. The next token's text depends on at most four, because a character has
+at most four bytes; vLLM's detokenizer for slow tokenizers looks at six."""
 
 INCOMPLETE = "�"
-"""What the bytes of a part of a character decode to."""
+"""The text to which the bytes of an incomplete character decode."""
 
 
 def is_scoring(state: Any) -> bool:
@@ -32,7 +33,7 @@ def is_scoring(state: Any) -> bool:
 
 
 def decode_within_character(tokenizer: TokenizerLike, token_id: int, context: Sequence[int]) -> str:
-    """Text that a token completes with the tokens before it where it ends within a character, by vLLM's own rule."""
+    """Decode a token that ends within a character, together with the tokens before it, by vLLM's own rule."""
     processor = LogprobsProcessor(tokenizer, None, None, None, None, None)
     return cast(str, processor._correct_decoded_token(token_id, list(context)))
 
@@ -47,7 +48,7 @@ def patch() -> None:
     ) -> LogprobsProcessor:
         if not isinstance(request.sampling_params, ScoringParams):
             return make(cls, tokenizer, request)
-        # Chat completions have the texts of sampled tokens from vLLM; what asks for flat lists writes them itself.
+        # Chat completions get the texts of sampled tokens from vLLM. Requests for flat lists need no texts from it.
         processor = make(cls, None if request.sampling_params.flat_logprobs else tokenizer, request)
         processor.prompt_logprobs = PromptLogprobs()
         return processor
@@ -71,12 +72,12 @@ def patch() -> None:
 
 
 def _with_end_of_prompt(tokenizer: TokenizerLike, request: EngineCoreRequest) -> EngineCoreRequest:
-    """The request with the end of its prompt only, if what follows has the same text after it as after all. Where a
-    prompt ends within a character, vLLM's detokenizer gives the whole prompt as the next token's text."""
+    """Copy a request with only the end of its prompt, if the next token has the same text after it. It has not if the
+    prompt ends within a character: then vLLM's detokenizer gives the whole prompt as the next token's text."""
     if request.prompt_token_ids is None or len(request.prompt_token_ids) <= DECODED_TOKENS:
         return request
     end = request.prompt_token_ids[-DECODED_TOKENS:]
-    # Where vLLM's detokenizer bypasses transformers, so does this: transformers would add nothing.
+    # Bypass transformers where vLLM's detokenizer does, because it would add nothing.
     decode = tokenizer._tokenizer.decode if uses_fast_detokenizer(tokenizer) else tokenizer.decode
     text = decode(end, skip_special_tokens=request.sampling_params.skip_special_tokens)
     if not text or text.endswith(INCOMPLETE):

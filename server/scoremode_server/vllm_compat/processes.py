@@ -1,5 +1,5 @@
-"""Ends vLLM's processes with the one that started them, however that ends: an engine whose server was killed would keep
-its GPU memory."""
+"""Ends vLLM's processes when the process that started them ends, for whatever reason. Otherwise an engine whose server
+was killed would keep its GPU memory."""
 
 import ctypes
 import os
@@ -15,8 +15,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def patch() -> None:
-    """Tie each process that vLLM starts from this process from now on: API servers, engines, workers, coordinators.
-    Ray's workers have another starter, and end with their driver."""
+    """Tie to this process each one that vLLM starts from it from now on: API servers, engines, workers, coordinators.
+    Ray starts its workers itself, and ends them with their driver."""
     start = BaseProcess.start
 
     def start_tied(self: Any) -> None:
@@ -31,9 +31,9 @@ def patch() -> None:
 
 
 def run_tied(starter: int, target: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run a process's target, until the process that started it has ended: then the kernel kills this one."""
+    """Run a process's target. When the process that started it ends, the kernel kills this one."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != starter:
-        # It ended before the kernel watched it.
+        # The starter ended before the kernel watched it.
         os.kill(os.getpid(), signal.SIGKILL)
     return target(*args, **options)

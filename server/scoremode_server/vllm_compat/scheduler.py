@@ -1,6 +1,6 @@
-"""Lanes: vLLM's scheduler gives a request as many tokens a step as its `RowSpec` says.
+"""Patches vLLM's scheduler for lanes: a request gets at most as many tokens per step as its `RowSpec` says.
 
-vLLM chooses kernels by the number of sequences and of tokens in a step, so a given text that is fed one token a step is
+vLLM chooses kernels by the numbers of sequences and tokens in a step, so a text that is fed one token per step is
 computed by the kernels that generate. docs/architecture.md lists what else vLLM's runners and backends look at.
 """
 
@@ -13,7 +13,7 @@ from scoremode_server.worker.row_spec import ROWS
 
 
 def patch() -> None:
-    """Patch the method that vLLM calls last to adjust the number of a request's tokens in a step."""
+    """Patch the method that vLLM calls last to adjust how many tokens of a request a step has."""
     reserve = Scheduler._reserve_prefill_lookahead
 
     def reserve_within_lane(self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -23,7 +23,7 @@ def patch() -> None:
 
 
 def within_lane(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-    """How many of `num_new_tokens` a step may have of a request: the rest of its context, and then a chunk a step."""
+    """Limit a request's `num_new_tokens` in a step: first to the rest of its context, and then to one chunk."""
     params = request.sampling_params
     spec = ((params and params.extra_args) or {}).get(ROWS)
     # Tokens after the prompt are drafts, all of which vLLM needs.
@@ -34,13 +34,13 @@ def within_lane(request: Any, num_computed_tokens: int, num_new_tokens: int) -> 
 
 
 def has_lanes(config: VllmConfig) -> bool:
-    """Whether an engine's scheduler is one that is patched, and gives all ranks the same tokens; and whether its model
-    begins a text in a step of one token as it does in a longer one."""
+    """Whether an engine can serve lanes. Its scheduler must be patched and give all ranks the same tokens, and its
+    model must begin a text in a step of one token as in a longer one."""
     model = config.model_config
-    # Its linear attention takes that step for a decode, and continues from the state that its slot had before.
+    # Its linear attention takes a step of one token for a decode, and resumes from the slot's old state.
     if model.architecture == "BailingMoeV2_5ForCausalLM":
         return False
-    # V1 replays a full graph for that step, with the slots of states that an earlier step had.
+    # V1 replays a full graph for a step of one token, with the state slots of an earlier step.
     has_full_graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
     if model.has_inner_state and has_full_graphs and not config.use_v2_model_runner:
         return False

@@ -1,4 +1,4 @@
-"""The model or the LoRA adapter that a request names."""
+"""Looks up the model or the LoRA adapter that a request names."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,14 +15,14 @@ from scoremode_server.errors import MAX_NAME, NotServedError, RequestError
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model that requests can name, with the adapter to run where it is one."""
+    """A model that requests can name, and its adapter if it is one."""
 
     name: str
     lora: LoRARequest | None
 
 
 def shorten_name(failure: ErrorResponse, name: str | None) -> None:
-    """Have vLLM's error repeat no more of a model's name than tells which it is."""
+    """Shorten a long model name in vLLM's error."""
     if name is not None and len(name) > MAX_NAME:
         failure.error.message = failure.error.message.replace(name, f"{name[:MAX_NAME]}…")
 
@@ -31,7 +31,8 @@ class ServedModels(BaseServing):
     """vLLM's own look-up of model names, so that aliases and adapters (also those loaded later) work as in vLLM."""
 
     async def resolve(self, name: str | None) -> ResolvedModel:
-        """The model or adapter of that name, or the served model."""
+        """Find the model or adapter of a name; without one, the served model. NotServedError if there is none of that
+        name."""
         request = SimpleNamespace(model=name)
         if (failure := await self._check_model(request)) is not None:
             shorten_name(failure, name)

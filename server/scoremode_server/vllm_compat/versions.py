@@ -1,8 +1,8 @@
-"""The versions of vLLM that Scoremode runs on: those whose private parts have the source text that was looked at.
+"""Decides which versions of vLLM Scoremode runs on: those whose private parts have the source text that was reviewed.
 
-`private.toml` lists all that vLLM does not promise to keep, and `manifest.json` has a hash of each one's source text
-for every supported version, and of every name that Scoremode imports from vLLM. `scripts/check_vllm.py VERSION --write`
-writes it. Source text is found without importing vLLM: it may be a version that Scoremode does not know, or a wheel.
+`private.toml` lists the private parts that Scoremode uses. For every supported version, `manifest.json` has a hash of
+the source text of each, and of every name that Scoremode imports from vLLM. `scripts/check_vllm.py VERSION --write`
+writes it. Source text is found without importing vLLM, because it may be an unknown version, or a wheel.
 """
 
 import ast
@@ -34,14 +34,14 @@ PRIVATE: dict[str, str] = {
     for module, names in tomllib.loads(PRIVATE_FILE.read_text(encoding="utf-8")).items()
     for name, why in names.items()
 }
-"""What is listed: "module:name" -> what is done with it. Names are dotted inside the module, such as `Class.method`;
-`Class.*` is the set of a class's names."""
+"""The entries of `private.toml`: "module:name" -> what is done with it. Names are dotted inside the module, such as
+`Class.method`; `Class.*` is the set of a class's names."""
 
 
 def require_supported() -> None:
-    """Make sure that the installed vLLM is one that Scoremode runs on: a release that the manifest knows, or another
-    one in the supported range, if all that is private has the same source text as in one that the manifest knows.
-    RuntimeError if it is not, or if the API server is the one in Rust."""
+    """RuntimeError if Scoremode does not run on the installed vLLM, or if its API server is the one in Rust. Scoremode
+    runs on each release in the manifest, and on others in the supported range if all private parts have the same source
+    text as in one of these."""
     import vllm
 
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
@@ -51,13 +51,13 @@ def require_supported() -> None:
     version = str(vllm.__version__).partition("+")[0]
     if version in hashes:
         return
-    refusal = f"Scoremode runs on vLLM {' and '.join(hashes)} (range: {SUPPORTED}), and found vLLM {vllm.__version__}"
+    refusal = f"Scoremode runs on vLLM {' and '.join(hashes)} (range: {SUPPORTED}), but found vLLM {vllm.__version__}"
     if not version.startswith(SUPPORTED_SERIES):
         raise RuntimeError(f"{refusal}. Install one of these: pip install 'vllm{SUPPORTED}'")
     sources = Sources(Path(vllm.__file__).parents[1])
-    found = {key: digest(sources.segment(key)) for key in PRIVATE}
-    differences = ([key for key in found if found[key] != recorded.get(key)] for recorded in hashes.values())
-    # From the most similar version.
+    installed = {key: digest(sources.segment(key)) for key in PRIVATE}
+    differences = ([key for key in installed if installed[key] != recorded.get(key)] for recorded in hashes.values())
+    # Compare with the most similar version.
     if changes := min(differences, key=len):
         raise RuntimeError(f"{refusal}, which differs from these in what Scoremode patches: {', '.join(changes)}")
 
@@ -69,16 +69,17 @@ class Sources:
         self.module = cache(lambda path: _parse(root, path))
 
     def segment(self, key: str) -> str | None:
-        """The source text that defines "module:name", such as "vllm.outputs:RequestOutput.add"; None where none does.
+        """The source text that defines "module:name", such as "vllm.outputs:RequestOutput.add"; None if no statement
+        does.
 
-        A name that is defined several times, as overloads and properties are, has all of them. Imports do not count.
-        For "module:Class.*": the class's bases and the names of its public attributes, one per line.
+        If a name is defined several times, as overloads and properties are, the text has all definitions. Imports do
+        not count. For "module:Class.*": the class's bases and the names of its public attributes, one per line.
         """
         module, _, name = key.partition(":")
-        found = self.module(module)
-        if found is None:
+        parsed = self.module(module)
+        if parsed is None:
             return None
-        text, tree = found
+        text, tree = parsed
         if name.endswith(".*"):
             owners = _definitions(tree, *name.split(".")[:-1])
             return "\n".join(_interface(owner) for owner in owners if isinstance(owner, ast.ClassDef)) or None
@@ -86,16 +87,16 @@ class Sources:
 
 
 def digest(segment: str | None) -> str | None:
-    """A short hash of a source text, as it stands in the manifest; None of a name that is gone."""
+    """A short hash of a source text, as the manifest has it; None for a name that is gone."""
     return None if segment is None else hashlib.sha256(segment.encode()).hexdigest()[:16]
 
 
 def as_written(text: str, node: ast.stmt) -> str:
-    """A statement of a text, decorators included, without the indentation of where it stands."""
+    """A statement's source text, decorators included, without its indentation."""
     first = [*getattr(node, "decorator_list", []), node][0]
-    # Lines as the parser counts them: `splitlines` knows more line ends.
+    # Count lines as the parser does: `splitlines` knows more line ends.
     lines = text.split("\n")[first.lineno - 1 : node.end_lineno]
-    # Not `textwrap.dedent`: lines of a string may be indented less than the statement.
+    # `textwrap.dedent` would fail, because lines of a string may be indented less than the statement.
     return "\n".join(line.removeprefix(" " * node.col_offset) for line in lines)
 
 
@@ -107,11 +108,11 @@ def _parse(root: Traversable, path: str) -> tuple[str, ast.Module] | None:
 
 
 def _definitions(scope: ast.AST, name: str, *inner: str) -> list[ast.stmt]:
-    """The statements that define a name in a scope, or one in the class of that name."""
-    found = [statement for defined, statement in _defined_names(scope) if defined == name]
+    """The statements that define a name in a scope, or an inner name in the class of that name."""
+    statements = [statement for defined, statement in _defined_names(scope) if defined == name]
     if not inner:
-        return found
-    return [node for owner in found if isinstance(owner, ast.ClassDef) for node in _definitions(owner, *inner)]
+        return statements
+    return [node for owner in statements if isinstance(owner, ast.ClassDef) for node in _definitions(owner, *inner)]
 
 
 def _interface(owner: ast.ClassDef) -> str:

@@ -1,4 +1,4 @@
-"""What the clients send, what they make of the answers, and how they read events, however the network cuts them."""
+"""Clients send the right requests, and read answers and events, however the network cuts them."""
 
 import json
 

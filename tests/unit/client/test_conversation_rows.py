@@ -46,7 +46,7 @@ def test_conversations_of_each_shape_are_the_same(tmp_path, messages):
     assert corpus.fingerprint != load_corpus(path, messages="chat").fingerprint
 
 
-# What the tags of LLaMA-Factory's sets, axolotl's `roles`, FastChat's, Unsloth's and ms-swift's sets mean.
+# Meanings of the tags in LLaMA-Factory's, FastChat's, Unsloth's and ms-swift's sets, and of axolotl's `roles`.
 NAMES = {
     "system": ["system", "System"],
     "user": ["human", "user", "input", "prompter"],

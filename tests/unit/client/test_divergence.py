@@ -156,7 +156,7 @@ async def test_a_resumed_run_compares_missing_windows_and_has_all_top_tokens(ser
     assert [(step.windows_done, step.num_resumed) for step in steps] == [(3, 3 * 7), (4, 3 * 7), (5, 3 * 7)]
     assert 0 < steps[0].seconds < steps[1].seconds < steps[2].seconds
     top, at = measurement.top_tokens, np.sort(np.argsort(-measurement.positions.kld)[:9])
-    # What the server makes up depends on the place in a window of seven.
+    # The server's made-up values depend on the place in a window of seven.
     ids = (at % 7)[:, None, None] + np.tile(np.arange(5), (2, 1))
     assert (top.positions.tolist(), top.token_ids.tolist()) == (at.tolist(), ids.tolist())
     assert top.logprobs.tolist() == (-ids / [[8], [4]]).tolist()

@@ -15,7 +15,7 @@ from tests.unit.client.fake_server import CutShort, FakeServer, StoredReference,
 
 CONTEXT, NUM_WINDOWS = 16, 3
 HEADER = b"_logits_".ljust(20 + 4 * CONTEXT * NUM_WINDOWS, b".")
-# Of 257 tokens, in 4 + 2 * 129 numbers of 16 bits, for the targets after the first half.
+# A vocabulary of 257 tokens takes 4 + 2 * 129 numbers of 16 bits for each target, and the second half has targets.
 WINDOWS = [bytes([index]) * (2 * 262 * 7) for index in range(NUM_WINDOWS)]
 WHOLE = HEADER + b"".join(WINDOWS)
 

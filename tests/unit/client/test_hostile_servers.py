@@ -1,4 +1,4 @@
-"""What a hostile or broken server answers: of any length, of any depth, and with values that no model gives."""
+"""A hostile or broken server answers at any length and depth, and with values that no model gives."""
 
 import base64
 import math
@@ -40,9 +40,9 @@ REQUESTS = {
     "reference_windows": (("base",), {}),
     "kld": (("base", (0, 1)), {"num_positions": 511}),
 }
-"""Of every method that reads an answer, one request of a few bytes."""
+"""One request of a few bytes for every method that reads an answer."""
 MOST_MIB = {"references": 64, "reference": 4, "reference_windows": 4}
-"""What a server has decides the length of these. Before the windows, a client reads the reference."""
+"""The length of these answers depends on what a server has. A client reads the reference before its windows."""
 
 
 def endless(status: int = 200, chunk: bytes = b" " * 65_536, **headers: str) -> Chunks:
@@ -97,7 +97,7 @@ def test_no_part_of_an_answer_is_endless(call, start, again):
     server = RawServer(start, again)
     with pytest.raises((ResponseError, TransportError)):
         call(server.url, "info", client={"max_retries": 0})
-    # What the client reads, and what the kernel holds.
+    # The client has read this much, with what the kernel holds.
     assert server.num_sent < 2**25
 
 

@@ -24,7 +24,7 @@ WINDOWS = [
 
 
 def plan_of(**server) -> Plan:
-    """With these fields of the server's info in place of the usual ones."""
+    """A plan with these fields of the server's info instead of the usual ones."""
     return Plan(
         corpus=Corpus("text", "some text", "made up", 1),
         server=ServerInfo(**INFO | {"fingerprint": "v2-1"} | server),
@@ -213,7 +213,7 @@ def run(output, *more, server=None) -> int:
 
 
 def figures(output):
-    """What must not depend on how the run went."""
+    """The figures that must not depend on how the run went."""
     record = json.loads(output.read_text())
     for name in ("finished", "urls", "seconds", "tokens_per_second"):
         del record[name]

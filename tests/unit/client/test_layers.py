@@ -122,7 +122,7 @@ def test_no_share_exceeds_the_whole():
 
 
 def checkpoint(folder: Path, sizes: dict[str, int]) -> Path:
-    """A folder with tensors of so many bytes, one per module."""
+    """A folder with tensors of these numbers of bytes, one per module."""
     folder.mkdir()
     save_file({f"{name}.weight": np.zeros(size, np.int8) for name, size in sizes.items()}, folder / "model.safetensors")
     return folder
@@ -140,7 +140,7 @@ def checkpoints(tmp_path: Path) -> tuple[Path, Path]:
 async def test_a_recipe_keeps_the_most_nats_per_byte(server, checkpoints):
     found = await measure(server)
     one = make_recipe(found, *checkpoints, num_blocks=1)
-    # Of those above the floor: the first, second and fourth.
+    # The blocks above the floor are the first, second and fourth.
     per_byte = {0: found.blocks[0].cost / 75, 1: found.blocks[1].cost / 7500, 3: found.blocks[3].cost / 75}
     best = max(per_byte, key=lambda index: per_byte[index])
     assert best != 1

@@ -149,7 +149,7 @@ async def test_one_that_is_alone_and_late_three_times_ends_the_run(waits, clock)
 
 
 async def test_a_single_request_goes_to_the_server_with_the_fewest():
-    """Of those in flight, and then of all."""
+    """Requests in flight count first, and then all requests."""
     asked, is_over = [], Event()
 
     async def ask(client, job):

@@ -1,4 +1,4 @@
-"""What is sent again, how often and after how long."""
+"""Clients send the right failed requests again, as often and after as long as they should."""
 
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime

@@ -20,11 +20,11 @@ contexts = st.integers(min_value=2, max_value=20)
 
 
 Asked = tuple[list[int], int]
-"""What is asked of a model: the tokens before a target in its window, and the target."""
+"""A question to a model: the tokens before a target in its window, and the target."""
 
 
 def asked(window: list[int]) -> list[Asked]:
-    """Of all tokens of a window but its first."""
+    """The questions for all tokens of a window but its first."""
     return [(window[:i], window[i]) for i in range(1, len(window))]
 
 
@@ -64,7 +64,7 @@ def test_overlapping_scores_all_targets_of_full_windows():
 
 
 def test_llama_cpp_scores_the_second_half_of_whole_chunks():
-    # Of 8 positions, 5, 6 and 7 count; two tokens are left over.
+    # Positions 5, 6 and 7 of 8 count; two tokens are left over.
     assert cut_windows(18, "llama.cpp", 8) == [Window(0, 8, 5), Window(8, 16, 13)]
     # BOS replaces the first token of each.
     windows = cut_windows(16, "llama.cpp", 8, bos_token_id=BOS)

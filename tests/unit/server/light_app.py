@@ -103,7 +103,7 @@ def app_with_completions(model: Path, size: EngineSize = LARGE, engine: HeldEngi
     config, engine = VllmConfig(model_config=model_config), engine or HeldEngine(BLOCK_SIZE)
     config.parallel_config.worker_extension_cls = WORKER_EXTENSION
     engine.let_go.set()
-    # What vLLM's handlers use of an engine client.
+    # vLLM's handlers use these attributes of an engine client.
     engine.vllm_config, engine.model_config, engine.input_processor = config, model_config, None
     engine.errored, engine.is_running, engine.is_tracing_enabled = False, True, AsyncMock(return_value=False)
     engine.check_admission, engine.renderer = Mock(), renderer_from_config(config)
@@ -175,7 +175,8 @@ async def leaving(
     read: Any = None,
     method: str = "POST",
 ) -> list[dict[str, Any]]:
-    """What is sent to a client that disconnects after its request, and that calls `read` for each part of the body."""
+    """Return the messages sent to a client that disconnects after its request, and that calls `read` for each part of
+    the body."""
     requests, sent = [{"type": "http.request", "body": json.dumps(body).encode()}], []
 
     async def receive() -> dict[str, Any]:

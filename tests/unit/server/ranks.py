@@ -14,7 +14,7 @@ from scoremode_server.worker import runners
 
 
 def run_ranks(num_ranks: int, check: Callable[..., None], *arguments: Any) -> None:
-    """Call `check(rank, config, *arguments)` in each of so many ranks; what one of them raises is raised here."""
+    """Call `check(rank, config, *arguments)` in each of `num_ranks` ranks. An error in one of them is raised here."""
     # Forked from one process that has imported vLLM, which takes each process ten seconds.
     torch.multiprocessing.set_forkserver_preload(["vllm.distributed", runners.__name__, extension.__name__])
     with reserved_port() as port:

@@ -1,4 +1,4 @@
-"""What an extension takes with it when it is taken out."""
+"""The core works without an extension."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ LINES = {
         " | reference_sinks()\n": "\n",
     },
 }
-"""What names references outside of their package, and what takes its place."""
+"""Code outside of the package that names references, and its replacement."""
 
 ROUTES = """
 from tests.unit.server.light_app import light_app

@@ -205,7 +205,7 @@ def test_a_client_reads_all_windows_of_a_text():
     counts = dict.fromkeys(("index", "num_windows", "num_scored", "total_scored"), largest.SEQUENCES)
     num_bytes = largest.SEQUENCES * len(f"data: {PerplexityWindow(**figures, **counts).model_dump_json()}\n\n")
     assert num_bytes < allowed(lambda client: client.perplexity([1] * largest.SEQUENCES, stride=1))
-    # With logprobs and ranks of each target.
+    # Add logprobs and ranks of each target.
     num_bytes += largest.POSITIONS * len(f"{-12.3456789012345678},{largest.TOKEN_ID},")
     text = [1] * (largest.POSITIONS // 64)
     assert num_bytes < allowed(lambda client: client.record_reference("a", text, return_ranks=True, stride=32))

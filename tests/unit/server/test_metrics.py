@@ -1,4 +1,4 @@
-"""What scoring requests add to `/metrics`."""
+"""Scoring requests add their metrics to `/metrics`."""
 
 import re
 import time

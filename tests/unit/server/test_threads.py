@@ -16,14 +16,14 @@ def test_calls_that_hang_leave_other_references_alone():
     hang = [threads.submit("hangs", let_go.wait) for _ in range(2 * THREADS)]
     assert threads.submit("answers", lambda: 5).result(30) == 5
     assert sum(future.running() for future in hang) <= THREADS
-    # What has not begun can be canceled.
+    # A call that has not begun can be canceled.
     assert hang[-1].cancel()
     let_go.set()
     assert threads.submit("hangs", lambda: 6).result(30) == 6
 
 
 class Body:
-    """What a request holds."""
+    """The body that a request holds."""
 
 
 @pytest.mark.parametrize("submit", [partial(CallThreads(2).submit, "all"), drop_canceled(ThreadPoolExecutor(2)).submit])

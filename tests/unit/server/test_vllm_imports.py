@@ -1,6 +1,6 @@
-"""What the server may import from vLLM, and where.
+"""The server imports only allowed names from vLLM, in allowed places.
 
-Private parts of vLLM are for what runs in its processes, for `completions`, which extends its handlers, and for
+Private parts of vLLM are for modules that run in its processes, for `completions`, which extends its handlers, and for
 conversations, which its renderers render. All other modules keep to the list below. Ruff checks that no other module
 uses a private attribute (SLF001).
 """
@@ -17,13 +17,13 @@ SERVER = Path(__file__).parents[3] / "server" / "scoremode_server"
 EXEMPT = ("completions", "references/worker", "scoring/conversations.py", "vllm_compat", "worker")
 
 ENTRYPOINTS = {
-    # What a route of an endpoint plugin needs to behave as vLLM's own do.
+    # A route of an endpoint plugin needs these to behave as vLLM's own do.
     *("serve", "serve.engine.protocol", "serve.middleware.authenticate", "serve.utils.api_utils"),
-    # What `scoremode serve` runs.
+    # `scoremode serve` runs these.
     *("cli.serve", "common.startup"),
 }
 PARTS = {
-    # What vLLM documents for users of the engine, and the types of its parts.
+    # vLLM documents these for users of the engine; the types of its parts are included.
     *("config", "engine.protocol", "envs", "inputs", "logger", "logprobs", "outputs", "platforms", "renderers"),
     *("renderers.base", "sampling_params", "tokenizers", "tokenizers.detokenizer_utils", "utils"),
     *("utils.argparse_utils", "v1.engine.exceptions"),

@@ -1,1 +1,2 @@
-"""The files of references: hidden states over the tokens of a text, and the LM head. Nothing here imports vLLM."""
+"""The files of references: hidden states over the tokens of a text, and the LM head. This package does not import
+vLLM."""

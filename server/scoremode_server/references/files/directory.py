@@ -1,4 +1,4 @@
-"""The folder of all references, `--reference-dir`. The folder of one has these files:
+"""The folder of all references, `--reference-dir`. Each reference has a folder with these files:
 
     manifest.json           its description (`manifest.py`)
     answers.jsonl           prompt_token_ids, token_ids and text of each answer, for a reference of answers to prompts
@@ -8,12 +8,12 @@
     windows/000000.safetensors, ...
                             hidden_states [scored, hidden] after the final norm; logprobs [scored] float32, nats
     layers/000000/000.safetensors, ...
-                            stream [fed, hidden] of a window at each boundary of decoder layers, where they are recorded
+                            stream [fed, hidden] of a window at each boundary of decoder layers, if these are recorded
 
 A row of `windows` has the position of the document's first token in `token_ids`, and the window's start, end, first
-target and leading token (-1 for none) within the document. The targets are predicted from these hidden states. A row of
-`origins` has the index of the text or conversation, of its label and of the role of the turn, -1 for none; references
-of earlier versions have none.
+target and leading token (-1 for none) within the document. The window's hidden states predict its targets. A row of
+`origins` has the index of the text or conversation, of its label and of the turn's role, -1 for none. References of
+earlier versions have no `origins`.
 """
 
 import fcntl
@@ -41,7 +41,7 @@ _HEAD = "lm_head.safetensors"
 _SHARD = re.compile(r"(\d{6,})\.safetensors")
 _DELETED = ".deleted-"
 _MOST_NAMED = 20
-"""The most references that a message about an unknown one lists."""
+"""Limit on references that a message about an unknown one lists."""
 
 
 class NoReferenceError(Exception):
@@ -50,8 +50,8 @@ class NoReferenceError(Exception):
 
 @dataclass(frozen=True)
 class StoredReference:
-    """One reference. Its files are read on demand; what reads one raises BrokenFileError if it is missing, cut short or
-    changed."""
+    """One reference. Its files are read on demand. Methods that read a file raise BrokenFileError if it is missing, cut
+    short or changed."""
 
     name: str
     path: Path
@@ -113,7 +113,7 @@ class StoredReference:
         num_bytes = 0
         for folder, _, names in os.walk(self.path):
             for name in names:
-                # Written or deleted meanwhile.
+                # The file was moved or deleted meanwhile.
                 with suppress(FileNotFoundError):
                     num_bytes += 0 if name.startswith(".") else os.path.getsize(os.path.join(folder, name))
         return num_bytes
@@ -141,12 +141,12 @@ class StoredText:
             rows += [
                 (
                     offset,
-                    each.start,
-                    each.end,
-                    each.first_target,
-                    -1 if each.leading_token is None else each.leading_token,
+                    window.start,
+                    window.end,
+                    window.first_target,
+                    -1 if window.leading_token is None else window.leading_token,
                 )
-                for each in windows
+                for window in windows
             ]
             offset += len(token_ids)
         joined = [np.asarray(token_ids, np.int32) for token_ids, _ in documents]
@@ -174,13 +174,13 @@ class StoredText:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceDirectory:
-    """The folder of references. What needs a reference raises NoReferenceError if there is none of that
-    name, or the name is not valid, and BrokenFileError if its manifest cannot be read."""
+    """The folder of references. Methods that need a reference raise NoReferenceError if no reference has that name or
+    the name is not valid, and BrokenFileError if the manifest cannot be read."""
 
     root: Path
 
     def names(self) -> list[str]:
-        """Everything in the folder that may be a reference. Nothing within is read, which could hang."""
+        """The names of all folders that may be references. Their files are not read, because that could hang."""
         try:
             return sorted(name for name in os.listdir(self.root) if re.fullmatch(REFERENCE_NAME, name))
         except FileNotFoundError:
@@ -196,15 +196,15 @@ class ReferenceDirectory:
             raise BrokenFileError(f"{path / _MANIFEST}: {error}") from None
 
     def open_same(self, name: str, identity: str) -> StoredReference:
-        """The reference of a name, if it still has this identity."""
+        """Open a reference. NoReferenceError if another reference has its name now."""
         reference = self.open(name)
         if reference.manifest.identity != identity:
             raise NoReferenceError(f"reference {name!r} was deleted meanwhile, and another has its name now")
         return reference
 
     def update(self, reference: StoredReference, changes: Callable[[Manifest], dict[str, Any]]) -> StoredReference:
-        """Change some fields of the manifest on disk, as `open_same` finds it. `changes` gets it as it is then, so that
-        no change of others is undone."""
+        """Change some fields of the manifest on disk. `changes` gets the manifest that is on disk now, so that changes
+        by others are not undone. NoReferenceError as from `open_same`."""
         folder = os.open(self.open(reference.name).path, os.O_RDONLY)
         try:
             # Keep out other threads and processes, also on other hosts if the file system can.
@@ -219,14 +219,14 @@ class ReferenceDirectory:
         self, name: str, manifest: Manifest, text: StoredText, answers: Sequence[Answer] = ()
     ) -> StoredReference:
         """Create a reference; FileExistsError if there is one of that name."""
-        # Written elsewhere and moved, so that there is never a reference without a manifest.
+        # Write it elsewhere and move it, so that no reference is ever without a manifest.
         path = self._path(name)
         self.root.mkdir(parents=True, exist_ok=True)
         partial = self.root / f".{uuid.uuid4().hex}"
         reference = StoredReference(name, partial, manifest)
         try:
             (partial / "windows").mkdir(parents=True)
-            tensors = {each: torch.from_numpy(array) for each, array in asdict(text).items()}
+            tensors = {array_name: torch.from_numpy(array) for array_name, array in asdict(text).items()}
             write_tensors(partial / "tokens.safetensors", tensors, reference.about("tokens"))
             if answers:
                 lines = (f"{answer.model_dump_json()}\n" for answer in answers)
@@ -243,17 +243,17 @@ class ReferenceDirectory:
     def delete(self, name: str) -> None:
         path, trash = self._path(name), self.root / f"{_DELETED}{uuid.uuid4().hex}"
         try:
-            # No call finds a part of it.
+            # Rename it first, so that no reader sees a half-deleted reference.
             path.rename(trash)
         except FileNotFoundError:
             raise self._unknown(name) from None
-        # And those that were not removed completely, because a process was killed or a file was written.
-        for each in self.root.glob(f"{_DELETED}*"):
-            if each.is_dir() and not each.is_symlink():
-                shutil.rmtree(each, ignore_errors=True)
+        # Also remove the remains of earlier deletions, during which a process was killed or a file was written.
+        for folder in self.root.glob(f"{_DELETED}*"):
+            if folder.is_dir() and not folder.is_symlink():
+                shutil.rmtree(folder, ignore_errors=True)
             else:
-                # The target of a link stays.
-                each.unlink(missing_ok=True)
+                # Remove a link, but not its target.
+                folder.unlink(missing_ok=True)
 
     def _unknown(self, name: str) -> NoReferenceError:
         names = self.names()

@@ -29,9 +29,9 @@ class HeadFormat(BaseModel):
     vocab_size: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
     weight_dtype: HeadDtype
-    """Of weight and bias, and of hidden states."""
+    """The dtype of weight, bias and hidden states."""
     head_dtype: HeadDtype
-    """Of logits."""
+    """The dtype of logits."""
     has_bias: bool
     scale: float
     soft_cap: float | None
@@ -42,7 +42,7 @@ class TextPlan(TextInWindows):
 
     fingerprint: str
     labels: list[str] = Field([])
-    """That the text's `origins` count from 0, as they do roles."""
+    """Labels of the text. Its `origins` refer to them by index, and to `roles` likewise."""
     roles: list[str] = Field([])
 
 
@@ -55,21 +55,21 @@ class Result(BaseModel):
 
 
 class Manifest(KeptWithReference):
-    """All fields. `identity` is written into every file of the reference."""
+    """All fields of the file. `identity` is written into every file of the reference."""
 
     format_version: int = FORMAT_VERSION
     identity: str
     model: ModelIdentity
     head: HeadFormat
-    """Its weights are on disk if there is a result."""
+    """The LM head, whose weights are on disk if there is a result."""
     text: TextPlan
     result: Result | None = None
     """None until all windows are on disk."""
 
     def noise_floor_changes(self, lane: Lane, floor: NoiseFloor) -> dict[str, Any]:
         """The fields that change when a lane's noise floor is stored."""
-        of_lanes = {"lane_noise_floors": {**self.lane_noise_floors, lane: floor}}
-        return {"noise_floor": floor} if lane == "prefill" else of_lanes
+        lane_floors = {"lane_noise_floors": {**self.lane_noise_floors, lane: floor}}
+        return {"noise_floor": floor} if lane == "prefill" else lane_floors
 
     def to_json(self) -> str:
         fields = self.model_dump(mode="json")
@@ -77,7 +77,7 @@ class Manifest(KeptWithReference):
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """The reverse of `to_json`; ValueError if it is not what was written, or has another version."""
+        """Read what `to_json` wrote. ValueError if it was changed or has another version."""
         fields = from_json(text)
         if not isinstance(fields, dict):
             raise ValueError("it is not a JSON object")

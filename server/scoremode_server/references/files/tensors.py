@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from xxhash import xxh3_128
 
 DTYPES = {"I32": torch.int32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""By their names in a safetensors file."""
+"""Dtypes that files may have, by their names in safetensors."""
 
 _KEY = "scoremode"
 
@@ -23,8 +23,8 @@ class BrokenFileError(Exception):
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str | int]) -> None:
-    """Write a safetensors file completely or not at all: tensors on the CPU, contiguous, of one of `DTYPES`, and a
-    description of them."""
+    """Write tensors and a description of them to a safetensors file, completely or not at all. Tensors must be on the
+    CPU, contiguous, and of one of `DTYPES`."""
     with moving_into_place(path) as partial:
         try:
             save_file(dict(tensors), partial, {_KEY: _metadata(tensors, about)})
@@ -34,8 +34,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mappin
 
 @contextmanager
 def moving_into_place(path: Path) -> Iterator[Path]:
-    """The path at which a file is written before it is moved. It is random, because writers on several hosts, or in
-    containers, may have the same process id."""
+    """Yield the path to write a file at, and move the file to `path` at the end. The first path is random, because
+    writers on several hosts, or in containers, may have the same process id."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         yield partial
@@ -45,10 +45,10 @@ def moving_into_place(path: Path) -> Iterator[Path]:
 
 
 def read_tensors(path: Path, about: Mapping[str, str | int]) -> dict[str, torch.Tensor]:
-    """The tensors of a file that `write_tensors` wrote. BrokenFileError if it is missing, cut short, changed, or has
-    another description."""
+    """Read the tensors of a file that `write_tensors` wrote. BrokenFileError if it is missing, cut short, changed, or
+    has another description."""
     try:
-        # Not mapped into memory: if another host cuts the file short or removes it, the process would end.
+        # Do not map the file into memory: if another host cut it short or removed it, this process would crash.
         with path.open("rb", buffering=0) as file:
             metadata, tensors = _parse(np.fromfile(file, np.uint8))
         actual = json.loads(metadata)["about"]
@@ -64,8 +64,8 @@ def read_tensors(path: Path, about: Mapping[str, str | int]) -> dict[str, torch.
 
 
 def _parse(content: np.ndarray) -> tuple[str, dict[str, torch.Tensor]]:
-    """Our metadata and the tensors of a safetensors file: 8 bytes with the header's size, the header, which is JSON and
-    spaces, and the tensors."""
+    """Split a safetensors file into our metadata and the tensors. It has 8 bytes with the header's size, the header,
+    which is JSON and spaces, and the tensors."""
     start = 8 + int.from_bytes(content[:8].tobytes(), "little")
     header = json.loads(content[8:start].tobytes())
     metadata, tensors = header.pop("__metadata__")[_KEY], {}
@@ -77,8 +77,9 @@ def _parse(content: np.ndarray) -> tuple[str, dict[str, torch.Tensor]]:
 
 
 def _metadata(tensors: Mapping[str, torch.Tensor], about: Mapping[str, str | int]) -> str:
-    """One text: safetensors writes several in any order, and equal tensors shall make equal files."""
-    # Against damage, not forgery.
+    """Write the metadata as one text: safetensors writes several in any order, but equal tensors must make equal
+    files."""
+    # The checksum detects damage, not forgery.
     checksum = xxh3_128(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]

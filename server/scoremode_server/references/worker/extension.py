@@ -1,4 +1,5 @@
-"""Methods of engine workers that API servers call by vLLM's `collective_rpc`: its `--worker-extension-cls`."""
+"""The class for vLLM's `--worker-extension-cls`: methods of engine workers that API servers call with
+`collective_rpc`."""
 
 from typing import Any, cast
 
@@ -12,8 +13,8 @@ from scoremode_server.worker.lm_head import LogitsSource, examine
 
 
 class ReferenceWorker:
-    """Methods of every worker. All that they take and return can be sent as JSON. A failure is returned as text: of an
-    exception vLLM makes one line that names neither its type nor the worker."""
+    """Methods of every worker. Their arguments and results can be sent as JSON. Failures are returned as text, because
+    vLLM reduces an exception to one line that names neither its type nor the worker."""
 
     model_runner: Any
     execute_dummy_batch: Any
@@ -35,8 +36,8 @@ class ReferenceWorker:
         return described if isinstance(described, str) else described.model_dump()
 
     def scoremode_write_head(self, name: str, identity: str, ticket: str) -> None:
-        """Begin to write the served model's LM head into a reference. Whether it was, `scoremode_exchange` says of the
-        ticket."""
+        """Begin to write the served model's LM head into a reference. `scoremode_exchange` returns the ticket's
+        outcome."""
         if not get_pp_group().is_last_rank:
             return
         group, (source, head) = get_tp_group(), self._scoremode_head()
@@ -46,8 +47,8 @@ class ReferenceWorker:
             self._scoremode_windows().write_head_later(name, identity, ticket, weights)
 
     def scoremode_exchange(self, messages: dict[int, tuple[Any, ...]]) -> dict[str, Any] | None:
-        """Answer an API server's messages to its engines, by their data-parallel indices, as `WorkerWindows.exchange`
-        does with their parts. None on a rank without an LM head."""
+        """Answer an API server's message to this engine: see `WorkerWindows.exchange`. `messages` has one message per
+        data-parallel index. None on a rank without an LM head."""
         runner = self.model_runner
         index = runner.vllm_config.parallel_config.data_parallel_index
         if not get_pp_group().is_last_rank or index not in messages:

@@ -1,4 +1,5 @@
-"""LM heads in an engine worker: the served model's, which a reference keeps, and that of the reference to compare with.
+"""LM heads in an engine worker: the served model's, which is written into a reference, and the head of the reference to
+compare with.
 
 A reference's head is a layer of vLLM's own, so that its logits are rounded, padded, divided among ranks, scaled and
 capped as the server that recorded it did.
@@ -28,10 +29,10 @@ GATHERED_ROWS = 8192
 """Rows of the vocabulary that ranks send each other at a time."""
 
 PINNED_BYTES = 16 * 1024**2
-"""That weights are copied through."""
+"""Size of the pinned buffer that weights are copied through."""
 
 PADDING_BYTES = 64 * 32_768 * 4
-"""Added to the memory: vLLM pads the vocabulary to a multiple of 64 rows. No hidden state has more entries."""
+"""Memory for padding: vLLM pads the vocabulary to a multiple of 64 rows, each of at most 32,768 values of 4 bytes."""
 
 
 def describe_head(source: LogitsSource, hidden_size: int, hidden_dtype: torch.dtype) -> HeadFormat:
@@ -44,9 +45,9 @@ def describe_head(source: LogitsSource, hidden_size: int, hidden_dtype: torch.dt
     if weight.shape[1:] != (hidden_size,) or weight.dtype != hidden_dtype:
         raise ValueError(f"its LM head is {tuple(weight.shape)} {weight.dtype}, not (…, {hidden_size}) {hidden_dtype}")
     head_dtype = processor.head_dtype or weight.dtype
-    dtypes: list[Any] = [str(each).removeprefix("torch.") for each in (weight.dtype, head_dtype)]
+    dtypes: list[Any] = [str(dtype).removeprefix("torch.") for dtype in (weight.dtype, head_dtype)]
     if unknown := set(dtypes) - set(get_args(HeadDtype)):
-        raise ValueError(f"its LM head is of {', '.join(unknown)}")
+        raise ValueError(f"its LM head has dtype {', '.join(unknown)}, not one of {', '.join(get_args(HeadDtype))}")
     return HeadFormat(
         vocab_size=processor.org_vocab_size,
         hidden_size=hidden_size,
@@ -59,8 +60,8 @@ def describe_head(source: LogitsSource, hidden_size: int, hidden_dtype: torch.dt
 
 
 def gather_weight(part: torch.Tensor, vocab_size: int, group: Any) -> torch.Tensor:
-    """Weight [vocabulary, hidden] or bias [vocabulary] of all ranks. Every rank must call this at the same time. With
-    one rank the result stays on its device, with several it is on the CPU."""
+    """Gather a weight [vocabulary, hidden] or bias [vocabulary] from all ranks, which must all call this at the same
+    time. The result of a single rank stays on its device; that of several is on the CPU."""
     if group.world_size == 1:
         return part[:vocab_size].contiguous()
     whole = torch.empty((group.world_size, *part.shape), dtype=part.dtype)
@@ -75,14 +76,15 @@ class ReferenceHead:
     """A reference's head, ready for use."""
 
     logits_fn: LogitsFunction
-    """[rows, hidden] -> logits [rows, vocabulary], or those of this rank's part and its padding."""
+    """Maps [rows, hidden] to logits [rows, vocabulary], or to those of this rank's part of the vocabulary and its
+    padding."""
     logit_bytes: int
     """Bytes per logit at the peak of `logits_fn`."""
 
 
 class HeadLayer:
-    """A layer of vLLM's for a reference's head: made without weights, which are then read to the host, and copied to
-    where steps find them. What touches no file and no device may be called between steps."""
+    """A vLLM layer for a reference's head. It is made without weights: `read` reads them to the host, and `place`
+    copies them to the device. Other methods touch neither files nor the device, and may be called between steps."""
 
     def __init__(self, head: HeadFormat, config: VllmConfig) -> None:
         self._head = head
@@ -95,7 +97,7 @@ class HeadLayer:
         self._processor.head_dtype = getattr(torch, head.head_dtype)
         rows = self._layer.num_embeddings_per_partition
         self._shapes = [(rows, head.hidden_size), (rows,)][: 1 + head.has_bias]
-        # Of this rank's part.
+        # The size of this rank's part.
         self.num_bytes = sum(map(math.prod, self._shapes)) * self._dtype.itemsize
 
     def read(self, reference: StoredReference) -> list[torch.Tensor]:
@@ -108,7 +110,7 @@ class HeadLayer:
         return [part.data for part in parts]
 
     def place(self, weights: list[torch.Tensor], memory: torch.Tensor) -> None:
-        """Copy what was read to memory [num_bytes] of the device."""
+        """Copy weights that `read` returned to `memory` [num_bytes] on the device."""
         with torch.inference_mode():
             parts = memory.split([weight.nbytes for weight in weights])
             placed = [
@@ -119,15 +121,16 @@ class HeadLayer:
             self._layer.quant_method.process_weights_after_loading(self._layer)
 
     def ready(self, *, local: bool) -> ReferenceHead:
-        """The head, once it was placed; with `local` this rank's part of it."""
+        """Return the head after it was placed. If `local`, it gives the logits of this rank's part of the
+        vocabulary."""
         copies = 1 if self._head.soft_cap is None else 2
         logits_fn = partial(self._processor, self._layer, embedding_bias=self._bias, skip_gather=local)
         return ReferenceHead(logits_fn, copies * self._processor.head_dtype.itemsize)
 
 
 def copy_through_pinned(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Copy a weight between the host and a GPU next to what the GPU computes; it is there when this returns. While
-    memory that is not pinned is copied, the process can launch nothing: half a gigabyte kept an engine waiting for 0.3
+    """Copy a weight between the host and a GPU while the GPU computes, and wait for the copy. The copy uses pinned
+    memory, because a process can launch nothing while it copies other memory: half a gigabyte delayed an engine by 0.3
     seconds."""
     if not source.is_cuda and not target.is_cuda:
         return target.copy_(source)
@@ -145,14 +148,14 @@ def copy_through_pinned(source: torch.Tensor, target: torch.Tensor) -> torch.Ten
 
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(tensor, requires_grad=False)
-    # By these vLLM's loader knows which dimension is the vocabulary.
+    # vLLM's loader reads from these which dimension is the vocabulary.
     set_weight_attrs(parameter, {"input_dim": 1, "output_dim": 0})
     return parameter
 
 
 class LeasedHead:
-    """The LM head of the reference with the engine's lease, on the device. Memory for this rank's part of a head of
-    `num_bytes` bytes is allocated at once, and more when a larger head needs it."""
+    """The LM head of the reference with the engine's lease, on the device. `num_bytes` are allocated at once for this
+    rank's part of a head, and more when a larger head needs it."""
 
     def __init__(self, num_bytes: int, device: torch.device, make_layer: Callable[[HeadFormat], HeadLayer]) -> None:
         self.make_layer = make_layer
@@ -163,16 +166,16 @@ class LeasedHead:
         self._placed: Future[None] = Future()
 
     def place(self, key: str, layer: HeadLayer, weights: list[torch.Tensor]) -> None:
-        """Begin to copy a head that was read to the device, in the place of the one there."""
+        """Begin to copy a head from the host to the device, where it replaces the current one."""
         self._key, self._layer = key, layer
         self._placed = self._threads.submit("", partial(self._place, layer, weights))
 
     def progress(self, key: str) -> Future[None] | None:
-        """The copying of a head; None if another one is there."""
+        """The copy of a head under way or done; None if the device has another head."""
         return self._placed if key == self._key else None
 
     def find(self, key: str, *, local: bool) -> ReferenceHead | None:
-        """A head that is on the device; with `local` this rank's part of it."""
+        """Return a head if it is on the device, else None. See `HeadLayer.ready` for `local`."""
         if self._layer is None or key != self._key or not self._placed.done() or self._placed.exception():
             return None
         return self._layer.ready(local=local)

@@ -1,17 +1,17 @@
-"""The divergence of a served model from a reference, from the logits of both.
+"""Computes the divergence of a served model from a reference, from the logits of both.
 
-Let p be the reference's distribution over the vocabulary and q the served model's. Each side's logits are reduced as
-for prompt logprobs, to their maximum m, their sum of exponentials s below it, and what is needed of single tokens. With
-these, one more pass over both adds up
+Let p be the reference's distribution over the vocabulary and q the served model's. Each side's logits z are reduced as
+for prompt logprobs: to their maximum m, the sum s of exp(z - m), and the values of single tokens. One more pass over
+both sides adds up
 
     KL(p||q) = sum of p log(p/q) - p + q,    KL(q||p) = sum of q log(q/p) - q + p,    sum of |p - q|
 
-where p = exp(z - m) / s, and log(p/q) is the difference of both sides' z - m less that of their log s. No term is
-negative, so that nothing cancels between terms, and two equal rows give exactly 0. The acceptance, which is the sum of
-min(p, q), is 1 less half the sum of |p - q|.
+where p = exp(z - m) / s, and log(p/q) is the difference between both sides' z - m - log s. No term is negative, so
+terms do not cancel each other, and two equal rows give exactly 0. The acceptance, the sum of min(p, q), is 1 minus half
+the sum of |p - q|.
 
-Under tensor parallelism ranks exchange for each chunk the logits of the targets and the reduced rows of the reference,
-as `fused_logprobs` does for the served model, and the sums.
+Under tensor parallelism, ranks exchange three things per chunk: the reference's logits of the targets, its reduced
+rows, and the sums. `fused_logprobs` does the same for the served model.
 """
 
 import torch
@@ -24,14 +24,14 @@ def compare(chunk: Chunk, reference_logits: torch.Tensor) -> dict[str, torch.Ten
     """Compare the served model with a reference in every row of a chunk, at a temperature of 1.
 
     Args:
-        chunk: of the served model, with at least one top token.
-        reference_logits: [rows, at least `chunk.num_columns`], of the same part of the vocabulary, of any dtype.
+        chunk: rows of the served model, with at least one top token.
+        reference_logits: [rows, at least `chunk.num_columns`], for the same part of the vocabulary, in any dtype.
 
     Returns:
-        kld: [rows] float32, KL(reference||served) in nats, 0 or more. As reverse_kld, KL(served||reference), and
-            acceptance, the sum of the smaller of both probabilities, 0 to 1, NaN where either side has a NaN.
+        kld, reverse_kld, acceptance: [rows] float32, NaN where either side has a NaN: KL(reference||served) and
+            KL(served||reference) in nats, 0 or more; the sum of the smaller of both probabilities, 0 to 1.
         reference_token_ids, reference_logprobs: [rows, 1 + k], the target's and the reference's top k.
-        reference_ranks: [rows] int32, of the target.
+        reference_ranks: [rows] int32, the target's rank in the reference.
     """
     shard, served = chunk.shard, chunk.scores
     kernels = kernels_for(chunk.targets.device, served.num_top)
@@ -42,14 +42,14 @@ def compare(chunk: Chunk, reference_logits: torch.Tensor) -> dict[str, torch.Ten
     kernels.reduce_rows(reference_logits, chunk.first, chunk.num_columns, reference)
     if shard is not None:
         reference = gather_rows(shard.group, reference)
-    # Not finite where a side has a NaN, or nothing but -inf.
+    # A ratio is not finite if a side has a NaN or only -inf.
     log_sum_ratios = (reference.sums / served.sums).log()
     sums = kernels.sum_divergences(chunk.logits, reference_logits, chunk.num_columns, served, reference, log_sum_ratios)
     sums = chunk.add_up(sums.masked_fill_(~log_sum_ratios.isfinite()[:, None], torch.nan))
     return {
         "kld": sums[:, 0].contiguous(),
         "reverse_kld": sums[:, 1].contiguous(),
-        # Rounding may leave distributions that have nothing in common a little more than 2 apart.
+        # Rounding may bring the sum for two disjoint distributions slightly above 2.
         "acceptance": (1.0 - sums[:, 2] / 2).clamp(min=0.0),
         "reference_token_ids": reference.tokens,
         "reference_logprobs": reference.logprobs(),

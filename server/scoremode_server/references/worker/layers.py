@@ -1,8 +1,8 @@
 """The residual stream of a model's decoder layers: the boundaries at which it can be cut, and hooks that copy or
 replace a request's rows of it there.
 
-Most layers of vLLM take `hidden_states` and `residual`, whose sum is the stream, or `hidden_states` alone, and call a
-norm with both before their MLP. Whether that holds for a model, its recording checks: see `references/recorder.py`.
+Most of vLLM's layers take `hidden_states` and `residual`, whose sum is the stream, or `hidden_states` alone, and call a
+norm with both before their MLP. Recording checks whether a model does so: see `references/recorder.py`.
 """
 
 import inspect
@@ -23,11 +23,12 @@ from scoremode.wire.references import BlockKind, LayerBlock, ReferenceLayers
 from scoremode_server.worker.request_rows import StepPart
 
 INNER_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "pre_mlp_layernorm", "ffn_norm")
-"""Names of the norm before a layer's MLP. Some models have one of these names for another norm, of one tensor."""
+"""Names of the norm before a layer's MLP. Some models use one of these names for another norm, which takes one
+tensor."""
 
 Calls = list[tuple[str, bool]]
-"""Children of a layer in the order in which they are called, and whether as the norm before its MLP, with both parts of
-the stream."""
+"""A layer's children in call order, with True for the norm before the MLP that is called with both parts of the
+stream."""
 
 _MOE = "vllm.model_executor.layers.fused_moe."
 
@@ -40,12 +41,12 @@ class Stream:
     residual: torch.Tensor | None
 
     def copy(self, rows: slice) -> torch.Tensor:
-        """Copy rows: norms write in place."""
+        """Copy rows, because norms write in place."""
         part = self.hidden_states[rows]
         return part.clone() if self.residual is None else part + self.residual[rows]
 
     def replace(self, rows: slice, stream: torch.Tensor) -> None:
-        """Replace rows. The sum of a 0 is exact."""
+        """Replace rows. The other part becomes 0, so that the sum is exact."""
         if self.residual is None:
             self.hidden_states[rows] = stream
         else:
@@ -60,15 +61,15 @@ class Stream:
         if self.residual is None:
             return ""
         if not isinstance(self.residual, torch.Tensor) or self.residual.shape != self.hidden_states.shape:
-            return "its residual is not of the shape of its hidden_states"
+            return "its residual has another shape than its hidden_states"
         if self.residual.data_ptr() == self.hidden_states.data_ptr():
             return "its residual and its hidden_states are one tensor"
         return ""
 
 
 Cross = Callable[[int, Stream, slice, int], None]
-"""Takes or replaces a request's rows at a boundary: the boundary, the stream, the rows, and the position of the first
-token that they are of."""
+"""Copies or replaces a request's rows at a boundary. It gets the boundary, the stream, the rows, and the position of
+the first row's token."""
 
 UseStream = Callable[[Stream], None]
 
@@ -76,17 +77,17 @@ UseStream = Callable[[Stream], None]
 @dataclass(slots=True)
 class DecoderLayers:
     """A model's decoder layers, and where its residual stream is cut: before each layer, before the MLP of those that
-    call a norm with it, and after the last layer. Nothing is known before `watching` has seen a forward pass."""
+    call a norm with it, and after the last layer. `watching` finds them in a forward pass."""
 
     model: nn.Module
     described: ReferenceLayers | str = "no forward pass was seen"
     """The layers, or why they cannot be cut."""
     cuts: list[Callable[[UseStream], RemovableHandle]] = field(default_factory=list)
-    """A function for each boundary, which has the stream there used."""
+    """One function per boundary, which hooks a callback that gets the stream there."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Learn where the stream is cut from a forward pass that runs inside."""
+        """Find where the stream is cut in a forward pass that runs inside."""
         lists = _layer_lists(self.model)
         if len(lists) != 1:
             self.described = f"{type(self.model).__name__}: it has {len(lists)} lists of layers with attention, not one"
@@ -147,13 +148,13 @@ class DecoderLayers:
 
 def _cross(boundary: int, requests: Sequence[tuple[Cross, StepPart]], stream: Stream) -> None:
     for cross, part in requests:
-        # Not beyond the prompt, where there are placeholders for drafts.
+        # Rows after the prompt are placeholders for drafts.
         num_tokens = min(part.num_tokens, part.num_fed - part.position)
         cross(boundary, stream, slice(part.row, part.row + num_tokens), part.position)
 
 
 def _before_layer(layer: nn.Module, use: UseStream) -> RemovableHandle:
-    """Call `use` with the stream that a layer is called with, by the names of its arguments."""
+    """Call `use` with the stream that a layer gets, which is found by the names of its arguments."""
     signature = inspect.signature(layer.forward)
 
     def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -181,7 +182,8 @@ def _after_layer(layer: nn.Module, use: UseStream) -> RemovableHandle:
 
 
 def _rows(tensor: Any) -> Any:
-    """View what layers of transformers have as [1, tokens, hidden] as vLLM has it; anything else is returned."""
+    """View a tensor [1, tokens, hidden], as layers of transformers use it, as vLLM's [tokens, hidden]. Anything else is
+    returned unchanged."""
     is_batch = isinstance(tensor, torch.Tensor) and tensor.dim() == 3 and len(tensor) == 1
     return tensor[0] if is_batch else tensor
 
@@ -192,7 +194,7 @@ def _note_call(calls: Calls, name: str, module: nn.Module, args: tuple[Any, ...]
 
 
 def _tensors(args: tuple[Any, ...], options: Mapping[str, Any]) -> list[torch.Tensor]:
-    return [each for each in (*args, *options.values()) if isinstance(each, torch.Tensor)]
+    return [value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)]
 
 
 def _layer_lists(model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -206,18 +208,18 @@ def _layer_lists(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def _has_attention(module: nn.Module) -> bool:
-    return any(isinstance(each, AttentionLayerBase) for each in module.modules())
+    return any(isinstance(part, AttentionLayerBase) for part in module.modules())
 
 
 def _block(layer: nn.Module, prefix: str, children: Sequence[str]) -> LayerBlock:
-    """Describe a part of a layer, by those of its children that have layers which can be quantized."""
+    """Describe a part of a layer by those of its children that have quantizable layers."""
     modules = {name: layer.get_submodule(name) for name in children}
     own = {name: module for name, module in modules.items() if any(map(_can_be_quantized, module.modules()))}
     return LayerBlock(modules=[f"{prefix}.{name}" for name in own], kind=_kind(list(own.values())))
 
 
 def _can_be_quantized(module: nn.Module) -> bool:
-    # Not by its weight, which kernels of a CPU replace.
+    # A module's weight does not tell, because CPU kernels replace it.
     return getattr(module, "quant_method", None) is not None
 
 

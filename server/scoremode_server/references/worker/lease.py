@@ -1,5 +1,5 @@
-"""The lease of an engine: which reference it compares with, and until when. Every rank decides alike, because all get
-the same calls of API servers in the same order, and the only time is that of the calls."""
+"""The lease of an engine: which reference it compares with, and until when. All ranks decide alike: they get the same
+calls from API servers in the same order, and use only the times in these calls."""
 
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -10,20 +10,20 @@ LEASE_SECONDS = 10.0
 """How long a reference is compared with while others wait. Replacing the LM head takes half a second."""
 
 LONGEST_ROUND = 2.5 * LEASE_SECONDS
-"""Leases are shorter where many references wait, so that all of them together last no longer than this. Handing over
-takes time too."""
+"""Limit on the sum of the leases of all waiting references: each is shorter if many wait. Handing over takes additional
+time."""
 
 SHORTEST_LEASE = 1.0
 
 FIRST_SECONDS = 5.0
-"""While others wait, a lease ends early if no window of it enters the engine within this time after the first may."""
+"""While others wait, a lease ends early if no window enters the engine within this time after windows may enter."""
 
 IDLE_SECONDS = 0.5
 """While others wait, a lease ends early if this time has passed since its last window left the engine. A client that
 sends one window after another pauses for less."""
 
 PLACE_SECONDS = 60.0
-"""How long a reference keeps its place among those that wait after its last client has left."""
+"""How long a reference keeps its place in the queue after its last client has left."""
 
 
 @dataclass(slots=True)
@@ -43,14 +43,14 @@ class Lease:
     """The ticket under which that head was read."""
     _now: float = 0.0
     _began_at: float | None = None
-    """When an API server first said that windows may enter the engine: its head was placed, however long calls take."""
+    """When an API server first reported that windows may enter the engine, which is after the head was placed."""
     _idle_at: float = 0.0
     """When the lease ends if no window enters the engine before."""
     _users: dict[str, bool] = field(default_factory=dict)
-    """Whether windows are in the engine, by API server that may send some or has yet to learn that it may. Until none
-    may, no other reference follows, whatever the time is."""
+    """API servers that may send windows, or will learn that they may, and whether they have some in the engine. No
+    other reference gets the lease until this is empty, however long that takes."""
     _places: dict[str, _Place] = field(default_factory=dict)
-    """References that wait, by key, in the order in which they get the lease."""
+    """Waiting references by key, in the order in which they get the lease."""
 
     def update(self, call: LeaseCall) -> bool:
         """Note what an API server wants and uses, and give the lease to the next reference if it has ended. Returns
@@ -66,14 +66,15 @@ class Lease:
         if call.used:
             self._idle_at = max(self._idle_at, self._now + IDLE_SECONDS)
         if self._began_at is None and not self._users:
-            # No one wants this head any more, or it could not be placed: the next to want it has it placed again.
+            # No API server wants this head any more, or it could not be placed. If one wants it later, it is placed
+            # again.
             self.key = self.ticket = ""
         self._note_waiting(call)
         if not self._users and self._has_ended():
             self._pass_on()
         if self._has_ended():
             return False
-        # A place from before would put those that wait now after it.
+        # An old place would let this reference go before those that wait now.
         self._places.pop(self.key, None)
         if self.key in call.wanted:
             self._users.setdefault(call.server, False)
@@ -113,7 +114,7 @@ class Lease:
         return is_idle or self._now >= self._began_at + seconds
 
     def _next(self) -> str | None:
-        """The first of those that wait whose LM head is on the host, or on the device."""
+        """The first waiting reference whose LM head is on the host or on the device."""
         is_read = (key for key in self.waiting if key == self.key or any(self._places[key].tickets.values()))
         return next(is_read, None)
 

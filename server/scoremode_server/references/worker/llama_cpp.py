@@ -1,8 +1,8 @@
-"""Rows of log-probabilities as llama.cpp's `llama-perplexity --kl-divergence-base` keeps them.
+"""Rows of log-probabilities in the format of llama.cpp's `llama-perplexity --kl-divergence-base`.
 
-A row over a vocabulary of V tokens is 4 + 2 ceil(V / 2) numbers of 16 bits: a float32 `step`, a float32 `lowest`, and a
-q for each token, whose log-probability is `lowest + step * q`. `lowest` is that of the least likely token, or 16 nats
-below the most likely one where that is more; what is below it has a q of 0. Source: `log_softmax` in llama.cpp's
+A row for a vocabulary of V tokens is 4 + 2 ceil(V / 2) numbers of 16 bits: a float32 `step`, a float32 `lowest`, and
+one q per token, whose log-probability is `lowest + step * q`. `lowest` is the least likely token's, but at most 16 nats
+below the most likely token's. Tokens below it have a q of 0. Source: `log_softmax` in llama.cpp's
 tools/perplexity/perplexity.cpp.
 """
 
@@ -15,7 +15,7 @@ DEPTH = 16.0
 STEPS = 65535
 
 LOGIT_BYTES = 16
-"""Memory that `quantized` needs for each logit, in addition to it."""
+"""Memory that `quantized` needs per logit, in addition to the logit."""
 
 
 def columns(vocab_size: int) -> Columns:
@@ -24,15 +24,15 @@ def columns(vocab_size: int) -> Columns:
 
 
 def quantized(logits: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Rows of logits [rows, vocabulary]: step and lowest [rows] float32, `lowest` NaN where a logit is; and quantized
-    [rows, ceil(vocabulary / 2)] int32, pairs of numbers of 16 bits."""
+    """Quantize logits [rows, vocabulary]. Returns step and lowest [rows] float32, and quantized [rows, ceil(vocabulary
+    / 2)] int32, pairs of numbers of 16 bits. `lowest` is NaN if a logit of the row is."""
     logits = logits.float()
     top = logits.amax(-1, keepdim=True)
     low = torch.maximum(logits.amin(-1, keepdim=True), top - DEPTH)
     log_sum = (logits - top).exp_().sum(-1, keepdim=True, dtype=torch.float64).log()
     lowest = ((low - top).double() - log_sum).float()
     step = (top - low) / STEPS
-    # A row of equal logits has a step of 0, and only its `lowest`.
+    # A row of equal logits has a step of 0, and every q is 0.
     steps = ((logits - low) * torch.where(step > 0, 1 / step, 0.0)).round_().clamp_(0, STEPS).to(torch.int32)
     if steps.shape[-1] % 2:
         steps = torch.nn.functional.pad(steps, (0, 1))

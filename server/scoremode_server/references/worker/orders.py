@@ -1,4 +1,4 @@
-"""Messages about windows between API servers and engine workers, in requests and in orders, as msgspec sends them."""
+"""Messages about windows that msgspec sends between API servers and engine workers, in requests and in orders."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -11,8 +11,9 @@ SINK = "references"
 """The name of the sinks of windows."""
 
 MAX_UNWRITTEN_BYTES = 2 * 1024**3
-"""Of windows of a reference that are computed and not on disk yet, unless one alone has more. API servers send no more
-where windows have layers; others come only where the disk does not answer, and fail."""
+"""Limit on a reference's computed windows that are not on disk yet; one larger window is allowed if it is alone. API
+servers keep to it for windows with layers. Without layers, it is only reached if the disk does not answer, and then
+windows fail."""
 
 
 def compared_columns(num_top: int) -> Columns:
@@ -28,7 +29,7 @@ def compared_columns(num_top: int) -> Columns:
 
 
 OVERDUE = "overdue"
-"""The outcome of a file that is not read in time."""
+"""The outcome of a file that was not read in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +37,22 @@ class WindowMark:
     """A window of a reference, and what engine workers do with its rows."""
 
     action: Literal["record", "compare", "export"]
-    """To export is to return the reference's distributions, as llama.cpp keeps them; the rows are not used."""
+    """Exporting returns the reference's distributions in llama.cpp's format; the served model's rows are not used."""
     reference: str
     identity: str
     index: int
-    """Of the window."""
+    """The window's index in the reference."""
     num_scored: int
-    """Targets."""
+    """The number of targets."""
     ticket: str = ""
-    """Names what is read for the window or written of it, for API servers."""
+    """API servers look up by it whether the window was read or written."""
     head: str = ""
     """The key of the reference's LM head, if it is needed."""
     num_fed: int = 0
-    """Tokens that the engine is fed, if the residual stream is needed."""
+    """The number of tokens fed to the engine, if the residual stream is needed."""
     boundaries: tuple[int, ...] = ()
-    """Of decoder layers: to record, those at which the stream is kept; to compare, the one at which it is replaced by
-    the reference's, if any."""
+    """Boundaries of decoder layers. Recording stores the residual stream at each of them. Comparing replaces it with
+    the reference's at the only one, if there is one."""
 
 
 class ReadWindow(msgspec.Struct, tag=True):
@@ -69,7 +70,7 @@ class ReadHead(msgspec.Struct, tag=True):
 
 
 class Forget(msgspec.Struct, tag=True):
-    """Keep what was read for a ticket no longer."""
+    """Drop what was read for a ticket."""
 
     ticket: str
 
@@ -78,14 +79,14 @@ Order = ReadWindow | ReadHead | Forget
 
 
 class LeaseCall(msgspec.Struct):
-    """An API server's side of an engine's lease, whole in every call, so that a lost call does no harm."""
+    """An API server's side of an engine's lease. Every call has all of it, so a lost call does no harm."""
 
     server: str
     now: float
     """Seconds of the monotonic clock, which API servers of one engine share."""
     wanted: dict[str, str]
-    """References with windows that are not in the engine yet, by the key of the LM head: the ticket under which all
-    ranks have read it, "" if they have not."""
+    """References with windows that are not in the engine yet: the LM head's key, and the ticket under which all ranks
+    have read the head, "" if they have not."""
     held: bool
     """Whether windows are in the engine, or may enter it before the answer comes."""
     used: bool
@@ -98,8 +99,8 @@ class LeaseState(TypedDict):
     key: str
     """The LM head of the reference with the lease."""
     is_granted: bool
-    """Whether the API server may send windows of it until its next call."""
+    """Whether the API server may send windows of that reference until its next call."""
     is_used: bool
-    """Whether any API server may."""
+    """Whether any API server may send windows of it."""
     waiting: list[str]
     """The LM heads of references with waiting windows, in the order in which they get the lease."""

@@ -1,4 +1,4 @@
-"""Files that threads of a worker read for windows of references. No step and no call waits for one."""
+"""Reads files for windows of references in threads of a worker, so that neither steps nor calls wait for a file."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from scoremode_server.references.worker.orders import OVERDUE
 from scoremode_server.threads import CallThreads
 
 SECONDS_TO_READ = 120
-"""Time for a file, from when a thread begins to read it."""
+"""Time limit for a file, from when a thread begins to read it."""
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class _Read:
 
 @dataclass(slots=True)
 class FileReads:
-    """Files that were read or will be, by ticket."""
+    """Reads of files, done or ordered, by ticket."""
 
     threads: CallThreads
     _reads: dict[str, _Read] = field(default_factory=dict)
@@ -44,12 +44,12 @@ class FileReads:
         read.result = self.threads.submit(reference, attempt)
 
     def forget(self, ticket: str) -> None:
-        """Keep what was read no longer, or read it no more."""
+        """Drop what was read, or cancel the read."""
         if (read := self._reads.pop(ticket, None)) is not None:
             read.result.cancel()
 
     def find(self, ticket: str) -> Any:
-        """Return what was read; None if it was not yet, or could not be."""
+        """Return what was read; None if the read is not done or has failed."""
         read = self._reads.get(ticket)
         is_read = read is not None and read.result.done() and read.result.exception() is None
         return read.result.result() if read is not None and is_read else None
@@ -60,7 +60,8 @@ class FileReads:
             return None
         if read.result.done():
             return outcome_of(read.result)
-        # A read that waits for a thread is late if no thread of its reference has begun another in that time.
+        # A read that waits for a thread is overdue only if its reference's threads have begun no other read in that
+        # time.
         since = read.begun_at or max(read.ordered_at, self._begun_at.get(read.reference, 0))
         return OVERDUE if time.monotonic() > since + SECONDS_TO_READ else None
 

@@ -44,14 +44,14 @@ from scoremode_server.worker.row_spec import RowSpec
 from scoremode_server.worker.sinks import Chunk, Sink, SinkMaker
 
 COMPARISON_BUDGETS = 4
-"""On a GPU a comparison may use so many times the budget: 2,048 rows take 6 % less time than 512 (1B, H200)."""
+"""On a GPU a comparison may use this many times the budget: 2,048 rows take 6 % less time than 512 (1B, H200)."""
 
 MAX_WRITTEN = 4096
-"""Files whose state is kept until an API server asks for it. None asks for those of a request that has ended."""
+"""Limit on outcomes of writes that wait for an API server to read them. After a request has ended, none does."""
 
 
 class WindowSink(Sink):
-    """Takes part in the rows of a reference's window, as its mark says."""
+    """Does with the rows of a reference's window what its mark says."""
 
     may_be_cached = False
 
@@ -60,8 +60,8 @@ class WindowSink(Sink):
         self.mark = mark
 
     def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
-        """Copy or replace rows of the residual stream at one of the mark's boundaries, of the tokens from `position`
-        on."""
+        """Copy or replace rows of the residual stream at one of the mark's boundaries. The first row's token is at
+        `position`."""
         raise NotImplementedError
 
 
@@ -118,7 +118,7 @@ class ComparedWindow(WindowSink):
     def _reference(
         self, chunk: Chunk, pieces: Sequence[RowPiece], *, local: bool
     ) -> tuple[ReferenceHead, torch.Tensor]:
-        """Find the reference's head, and its hidden states of the rows of a chunk."""
+        """Find the reference's head, and its hidden states for the rows of a chunk."""
         reference = self.head(local=local)
         assert reference is not None
         states = [_window_of(piece).recorded[piece.first : piece.first + piece.num_rows] for piece in pieces]
@@ -126,7 +126,7 @@ class ComparedWindow(WindowSink):
 
 
 class ExportedWindow(ComparedWindow):
-    """Adds the reference's distributions to a window's rows, as llama.cpp keeps them, on the host. Every rank has whole
+    """Adds the reference's distributions to a window's rows in llama.cpp's format, on the host. Every rank has whole
     rows."""
 
     def head(self, *, local: bool) -> ReferenceHead | None:
@@ -140,7 +140,7 @@ class ExportedWindow(ComparedWindow):
 
     def compute(self, chunk: Chunk, pieces: Sequence[RowPiece]) -> Mapping[str, torch.Tensor]:
         reference, recorded = self._reference(chunk, pieces, local=False)
-        # To the host at once, because many rows do not fit the GPU.
+        # Copy each chunk to the host at once, because many rows do not fit on the GPU.
         return {name: column.cpu() for name, column in llama_cpp.quantized(reference.logits_fn(recorded)).items()}
 
 
@@ -149,7 +149,7 @@ def _window_of(piece: RowPiece) -> Any:
 
 
 def _compared_rows(scorer: RowScorer, head: LMHead, reference: ReferenceHead, num_top: int) -> int:
-    """Rows of which both sides' logits may be in memory."""
+    """How many rows may have both models' logits in memory at once."""
     row_bytes = working_memory.row_bytes_compared(
         scorer.shape, reference.logit_bytes, num_top, head.copies, head.shard is not None
     )
@@ -180,7 +180,7 @@ class RecordedWindow(WindowSink):
 
 
 WindowTensors = tuple[torch.Tensor, dict[int, torch.Tensor]]
-"""A window's hidden states [scored, hidden] of a reference, and its residual stream [fed, hidden] at boundaries."""
+"""A reference's hidden states [scored, hidden] of a window, and its residual stream [fed, hidden] by boundary."""
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,31 +191,33 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the host, from which a worker's GPU can copy while it computes."""
+    """Pin a host tensor if this worker has a GPU, which can then copy it while it computes."""
     return tensor.pin_memory() if torch.cuda.is_initialized() else tensor
 
 
 @dataclass
 class WorkerWindows(SinkMaker):
-    """The files that windows in this worker need, and the LM head of the reference to compare with. No step and no call
-    waits for a file: threads read what API servers order before they send a window, and write what windows leave."""
+    """The files that windows in this worker need, and the LM head of the reference to compare with. Neither steps nor
+    calls wait for a file: threads read the files that API servers order before they send a window, and write recorded
+    windows."""
 
     root: ReferenceDirectory
-    """Where references are."""
+    """The folder of references."""
     leased: LeasedHead = field(init=False)
-    """Made while vLLM profiles, or, where it does not (on a CPU), when it is first needed."""
+    """Made while vLLM profiles, or when first needed if vLLM does not profile (on a CPU)."""
     lease: Lease = field(default_factory=Lease)
     reads: FileReads = field(default_factory=lambda: FileReads(CallThreads()))
     layers: DecoderLayers | None = None
-    """Of the model, once a dummy run has shown them; none where a compiled model calls no hooks."""
+    """The model's decoder layers, after a dummy run has shown them; it shows none if a compiled model calls no
+    hooks."""
     has_hooks: bool = True
     _writes: FIFOCache[str, Future[str]] = field(default_factory=lambda: FIFOCache(MAX_WRITTEN))
-    """By ticket: why something was not written, or "" if it was."""
+    """Outcomes of writes by ticket: why the file could not be written, or "" if it was."""
     _pending_writes: list[tuple[Future[str], str, int]] = field(default_factory=list)
-    """Windows that are being written, with the name of the reference and bytes."""
+    """Writes under way, each with its reference's name and its bytes."""
 
     def begin(self, spec: RowSpec, data: Any, *, writes: bool) -> Sink:
-        """The sink of a window's rows: see `SinkMaker`. Of the ranks, one writes what is recorded."""
+        """Make the sink for a window's rows: see `SinkMaker`. Only one rank writes what is recorded."""
         mark = msgspec.convert(data, WindowMark)
         if mark.action == "record":
             return RecordedWindow(mark, self._write_window_later) if writes else Sink()
@@ -238,7 +240,7 @@ class WorkerWindows(SinkMaker):
         """Compare as many rows as a step has: see `SinkMaker`."""
         targets, states = zeros(runner.max_num_tokens, hidden_states)
         if self.layers is not None:
-            # What a hook holds: both parts of the stream, and a step's rows of it.
+            # A hook holds both parts of the stream, and a copy of a step's rows.
             Stream(zeros(len(states), states)[1], zeros(len(states), states)[1]).copy(slice(None))
         reference = ReferenceHead(head.project, scorer.shape.logit_bytes)
         num_top = working_memory.RESERVED_TOP
@@ -250,7 +252,8 @@ class WorkerWindows(SinkMaker):
         fused_logprobs.compute(targets, states, head.project, num_top, limit, head.shard, sinks=[compare])
 
     def allocate(self, config: VllmConfig, device: torch.device) -> None:
-        """Make the memory for a reference's head, once: as much as for the served model's, of which most are."""
+        """Allocate the memory for a reference's head, once. It is as much as the served model's head needs, since most
+        references have one of that size."""
         if not hasattr(self, "leased"):
             model = config.model_config
             num_ranks = config.parallel_config.tensor_parallel_size
@@ -263,11 +266,11 @@ class WorkerWindows(SinkMaker):
         """Begin what an API server orders, update the engine's lease, and return at once.
 
         Returns:
-            outcomes: by ticket, or by an LM head's key: why it could not be read, written or placed, "" if it was, None
-                until then. The outcome of a write is returned once.
-            lease: the `LeaseState`, where the API server takes part in it.
+            outcomes: by ticket, or by an LM head's key: why the file could not be read or written, or the head not be
+                placed; "" if it was, None until then. The outcome of a write is returned once.
+            lease: the `LeaseState`; None without `lease_call`.
         """
-        # Before the orders, which may forget a head that only the last call wanted.
+        # Update the lease before the orders, which may forget a head that only the last call wanted.
         lease = None if lease_call is None else self._update_lease(msgspec.convert(lease_call, LeaseCall))
         for order in msgspec.convert(orders, list[Order]):
             match order:
@@ -291,7 +294,7 @@ class WorkerWindows(SinkMaker):
 
     def _outcome(self, ticket: str) -> str | None:
         if (written := self._writes.get(ticket)) is not None:
-            # Returned once: what is kept must not push out a file that is asked for later, such as the LM head.
+            # Return it only once, so that old outcomes do not push out one that is read later, such as the LM head's.
             return self._writes.pop(ticket).result() if written.done() else None
         if (placed := self.leased.progress(ticket)) is not None:
             return outcome_of(placed) if placed.done() else None
@@ -301,7 +304,7 @@ class WorkerWindows(SinkMaker):
         return layer, layer.read(self.root.open_same(mark.reference, mark.identity))
 
     def _read_shard(self, mark: WindowMark) -> WindowTensors:
-        # Opened anew for each: it may have been deleted or moved, and another may have its name.
+        # Open the reference again for each window: it may have been deleted, and another one may have its name.
         reference = self.root.open_same(mark.reference, mark.identity)
         hidden_states, _ = reference.read_shard(mark.index)
         if hidden_states.shape != (mark.num_scored, reference.manifest.head.hidden_size):
@@ -316,7 +319,7 @@ class WorkerWindows(SinkMaker):
         """Write an LM head into a reference while windows are computed: it takes as long as dozens of them."""
 
         def write() -> None:
-            on_host = [copy_through_pinned(each, torch.empty_like(each, device="cpu")) for each in weights]
+            on_host = [copy_through_pinned(weight, torch.empty_like(weight, device="cpu")) for weight in weights]
             self.root.open_same(name, identity).write_head(*on_host)
 
         self._submit_write(name, ticket, write)
@@ -340,7 +343,7 @@ class WorkerWindows(SinkMaker):
                 if (num_tokens := sum(map(len, parts))) != mark.num_fed:
                     raise ValueError(f"{num_tokens} of {mark.num_fed} tokens passed boundary {boundary} of the layers")
                 reference.write_stream(mark.index, boundary, torch.cat(parts))
-            # Last: a window that has this file has the others.
+            # Write this file last: a window that has it has the others.
             reference.write_shard(mark.index, torch.cat(window.hidden_states), logprobs)
 
         self._submit_write(mark.reference, mark.ticket, write, num_bytes)
@@ -349,17 +352,17 @@ class WorkerWindows(SinkMaker):
         def attempt() -> str:
             try:
                 write()
-            # As text: an exception would keep the tensors of the calls that it came through.
+            # Return text, because an exception would keep the tensors of its calls in memory.
             except Exception as error:
                 return str(error) or repr(error)
             return ""
 
-        self._pending_writes = [each for each in self._pending_writes if not each[0].done()]
+        self._pending_writes = [pending for pending in self._pending_writes if not pending[0].done()]
         waiting = sum(size for _, other, size in self._pending_writes if other == name)
-        # One window with its layers may be larger.
+        # A single window with its layers may be larger than the limit.
         if waiting and num_bytes + waiting > MAX_UNWRITTEN_BYTES:
             written = Future[str]()
-            written.set_result(f"{MAX_UNWRITTEN_BYTES} bytes wait for the disk already")
+            written.set_result(f"{MAX_UNWRITTEN_BYTES} bytes already wait to be written to disk")
         else:
             written = self.reads.threads.submit(name, attempt)
             self._pending_writes.append((written, name, num_bytes))
@@ -367,6 +370,6 @@ class WorkerWindows(SinkMaker):
 
 
 def reference_sinks() -> dict[str, SinkMaker]:
-    """Make what makes a worker's sinks, by name, if the server has a folder for references."""
+    """Make a worker's `SinkMaker` by its name, if the server has a folder for references."""
     root = reference_directory()
     return {} if root is None else {SINK: WorkerWindows(ReferenceDirectory(root))}

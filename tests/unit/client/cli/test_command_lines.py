@@ -268,7 +268,7 @@ def test_each_command_line(folder, references, command, status, message, new_fil
     printed = capsys.readouterr()
     shown, other = (printed.err, printed.out) if status or has_progress else (printed.out, printed.err)
     assert message in shown
-    # What exceeds a limit is said next to the tables.
+    # Exceeded limits are printed next to the tables.
     assert has_progress or status == LIMIT_EXCEEDED or not other
     if status in (1, 2):
         [line] = shown.splitlines()

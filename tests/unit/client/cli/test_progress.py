@@ -1,4 +1,4 @@
-"""What is printed on stderr while a command works."""
+"""Commands print their progress on stderr."""
 
 import pytest
 

@@ -14,7 +14,7 @@ from scoremode.wire import TokenTexts
 
 TEXT = "a text of some length"
 OWN = {"fingerprint": "of the model"}
-"""Of a server of the reference's own model, whose run is the base of a comparison."""
+"""Fields of a server of the reference's own model, whose run is the base of a comparison."""
 WINDOW_SIZES = [100] * 30
 
 
@@ -37,7 +37,7 @@ def made_up_tokens(window_sizes=WINDOW_SIZES) -> np.ndarray:
 
 
 def write_perplexity_run(path: Path, nlls, *, window_sizes=WINDOW_SIZES, text=TEXT, server=None, **fields) -> Path:
-    """What `ppl-client --output` leaves, with other `fields` of `Plan`, and the text of some tokens."""
+    """Write the files of `ppl-client --output`, with other `fields` of `Plan`, and the text of some tokens."""
     texts, ends = TokenTexts(fields.pop("token_texts", {})), np.cumsum(window_sizes).tolist()
     parts = np.split(nlls, ends[:-1])
     made_up = {
@@ -82,7 +82,7 @@ def made_up_reference(window_sizes=WINDOW_SIZES, noise_floor: float | None = Non
 
 
 def write_kld_run(path: Path, nlls, kld, *, window_sizes=WINDOW_SIZES, reference=None, server=None) -> Path:
-    """What `ppl-client kld --output` leaves. Below a divergence of 0.1 the top token is the reference's."""
+    """Write the files of `ppl-client kld --output`. Below a divergence of 0.1 the top token is the reference's."""
     num_scored = len(nlls)
     values = {
         "token_ids": made_up_tokens(window_sizes),

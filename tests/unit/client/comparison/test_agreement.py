@@ -139,14 +139,14 @@ def test_equal_expectations_of_sampled_answers_have_no_interval(tmp_path):
         # none. The copy has the same weights.
         ([7, 9], [7, 9], [4, 2, 4, 2], []),
         ([4, 7, 9], [9, 4, 7], [4, 2, 4, 2], []),
-        # It goes on after 7, but not beyond the limit; nobody knows what ended the last answer.
+        # It continues after 7, but not beyond the limit; what ended the last answer is unknown.
         ([7], [], [4, 2, 4, 2], [1]),
         ([7, 9], [], [4, 2, 4, 2], [1, 3]),
         ([7, 9], [9], [4, 2, 4, 2], [1]),
         # It stops after the first 4 or 5; at the last token both end.
         ([7, 9], [4, 7, 9], [1, 1, 4, 1], [0, 1, 3]),
         ([7, 9], [5, 7, 9], [3, 2, 4, 2], [0]),
-        # It stops before a token, and elsewhere goes on.
+        # It stops before a token, and continues elsewhere.
         ([7, 9], [5, 7], [3, 2, 4, 2], [0, 3]),
         (None, [4], [4, 2, 4, 2], []),
         ([7, 9], None, [4, 2, 4, 2], []),

@@ -76,7 +76,7 @@ def test_whole_documents_are_drawn_and_groups_are_ratios_over_them():
     drawings = StationaryBootstrap(1, np.arange(39), seed=np.random.default_rng(3)).bootstrap(400)
     drawn = [np.concatenate([tokens[place] for place in places]) for (places,), _ in drawings]
     np.testing.assert_allclose(found[1].means[:, 0], [values[at[groups[0][at]], 0].mean() for at in drawn], rtol=1e-12)
-    # By linearization, the cluster-robust error of a ratio.
+    # Linearization gives the cluster-robust error of a ratio.
     inside = groups[0]
     mean, total = values[inside, 0].mean(), inside.sum()
     errors = [(values[at[inside[at]], 0] - mean).sum() / total for at in tokens]

@@ -301,7 +301,7 @@ def test_a_report_can_go_to_a_pipe(made, tmp_path):
 
 
 def test_nothing_published_has_the_path_of_a_folder(tmp_path):
-    """Of models, texts, runs or outputs."""
+    """Folders may be those of models, texts, runs or outputs."""
     folder = tmp_path / "a private folder"
     folder.mkdir()
     (folder / "text.txt").write_text("a text")

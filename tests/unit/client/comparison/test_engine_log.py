@@ -1,4 +1,5 @@
-"""What llama-perplexity printed, next to our runs. The logs are of llama.cpp itself, on a Q4_K_M file of SmolLM2."""
+"""Logs of llama-perplexity are compared next to our runs. The logs are of llama.cpp itself, on a Q4_K_M file of
+SmolLM2."""
 
 import csv
 import io

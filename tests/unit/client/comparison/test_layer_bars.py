@@ -92,7 +92,7 @@ def test_bars_are_side_by_side_to_one_scale(paths, tmp_path):
     tip = bars[second][1].find("title").text
     assert tip == "model.layers.0.self_attn (attention): -0.002000 ± 0.001000 nats, not above the floor"
     assert [axis_numbers(figure) for figure in costs] == [["0"], ["0"]]
-    # Of both color schemes, in one file that loads nothing.
+    # One file has both color schemes, and loads nothing.
     assert "prefers-color-scheme: dark" in html
     assert "http" not in html.replace("http-equiv", "")
 
@@ -143,7 +143,7 @@ def test_layers_are_a_section_of_a_report_on_other_runs(paths, tmp_path, capsys)
     assert ('<a href="#layers">' in html, html.count('class="panel-of-layers"')) == (True, 2)
     assert re.search("^D +A +", printed, re.MULTILINE), "a pair"
     assert "part                      B " in printed
-    # Of a reference with one window.
+    # The reference has one window.
     for text in (printed, html):
         assert "1 window decides nothing: record 4,096 tokens in windows of 1,024" in text
     assert main([*command, "--csv"]) == 1

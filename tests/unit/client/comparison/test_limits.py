@@ -73,7 +73,7 @@ def test_every_row_keeps_to_the_largest_divergence(tmp_path):
 def test_every_row_keeps_to_the_largest_increase_of_perplexity(tmp_path):
     comparison = compare([kld_run(tmp_path, "int8", NLLS, KLD)], num_resamples=100)
     base = comparison.runs[0].perplexity.value
-    # By its own base the second log is 10 % worse, by ours not at all.
+    # The second log is 10 % worse than its own base, and equal to ours.
     logs = [log(1.03 * base), log(base, base=base / 1.1, label="own base"), log(0.9 * base, label="better")]
     lines = exceeded_limits(replace(comparison, logs=[*logs, log(math.inf, label="inf")], max_ppl_increase=2))
     assert [line.split(": ")[:2] for line in lines] == [

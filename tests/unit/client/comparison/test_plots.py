@@ -53,7 +53,7 @@ def markers(axes):
 
 
 def log_ratios(comparison):
-    """Of each run's perplexity to the first's, from both."""
+    """The log ratio of each run's perplexity to the first's, from both."""
     base = comparison.runs[0].nll.value
     return [0, *(pytest.approx(figures.nll.value - base, rel=1e-9) for figures in comparison.runs[1:])]
 
@@ -281,7 +281,7 @@ def test_a_simulated_quantization_is_drawn_where_it_says_its_bits(comparison):
     assert "because its files do not say what it would take (--bits does): RTN-3bit." in plot.caption
     with_size = [figures.run.label for figures in unknown.runs if "of the size" in " ".join(effects(unknown, figures))]
     assert sorted({*with_size} ^ {figures.run.label for figures in unknown.runs}) == ["RTN-3bit"]
-    # Of a wider dtype it is even larger. Where all are simulated, runs have a row each.
+    # In a wider dtype it is even larger. Where all are simulated, runs have a row each.
     wider = {**of_rounded, "dtype": "float32", "weight_bytes": 2 * original.weight_bytes}
     assert is_simulated(replace(runs[5], server=original.model_copy(update=wider)), runs[0])
     alone = drawn(compare([runs[0], runs[5]], num_resamples=50), KLD)[1]

@@ -176,7 +176,7 @@ def test_the_policy_allows_only_what_the_report_contains(text):
 
 
 def test_each_pair_is_in_the_matrix_both_ways_round(tmp_path):
-    """Of a base, a run that is clearly worse, and one that is as good."""
+    """The runs are a base, one that is clearly worse, and one that is as good."""
     nlls = made_up_nlls(0)
     base = kld_run(tmp_path, "base", nlls, np.full(len(nlls), 1e-6), server=OWN)
     worse = kld_run(tmp_path, "worse", nlls + 0.3, np.where(np.arange(len(nlls)) % 4, 0.05, 0.25))

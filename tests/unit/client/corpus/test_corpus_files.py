@@ -133,7 +133,7 @@ async def test_figures_of_two_models_are_in_one_file(output, tmp_path, parquet):
 
 
 async def test_duckdb_filters_the_rows_by_the_example(tmp_path, monkeypatch):
-    """By the fake server's rule a letter's nats are 0.25 for "i", 0.375 for "s", 0.75 for "t" and 0.875 for "a": the
+    """The fake server's rule gives letters these nats: 0.25 for "i", 0.375 for "s", 0.75 for "t" and 0.875 for "a": the
     first three have less than 1.2 bits, "a" 1.26."""
     monkeypatch.chdir(tmp_path)
     write_parquet(tmp_path / "in" / "en" / "a.parquet", ["i", None, "a", "", "s"], row=range(5))
@@ -167,7 +167,7 @@ async def test_a_resumed_run_has_the_same_result(tmp_path, output, parquet):
     for name in ("first.parquet", "rows.parquet"):
         assert pq.read_table(output / name).equals(pq.read_table(tmp_path / "whole" / name))
     assert sorted(contents(output)) == ["first.parquet", "rows.parquet"]
-    # What was answered in the first run is not asked for again. The longest document is tokenized instead.
+    # Answers of the first run are not requested again. The longest document is tokenized instead.
     asked = {text for body in again.score_requests for text in body.get("continuations", ())}
     assert asked == {*TEXTS[done.num_resumed :]} - {TEXTS[50]}
     assert done.num_resumed > 0

@@ -74,8 +74,8 @@ def test_the_encodings_of_windows_are_read_from_any_compression(tmp_path, encodi
 
 
 def zstd_frame(content: bytes, window_log: int) -> bytes:
-    """By RFC 8878, section 3.1.1: magic number, a descriptor without flags, the window's descriptor, and one raw
-    block, which is the last."""
+    """Write a frame as in RFC 8878, section 3.1.1: magic number, a descriptor without flags, the window's descriptor,
+    and one raw block, which is the last."""
     header = b"\x28\xb5\x2f\xfd\x00" + bytes([(window_log - 10) << 3])
     return header + (1 | len(content) << 3).to_bytes(3, "little") + content
 

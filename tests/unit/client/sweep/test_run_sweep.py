@@ -203,7 +203,7 @@ class Exporting(FakeServer):
 
 
 async def test_gguf_files_are_measured_against_the_first_model_once(tmp_path: Path):
-    """By a program that stands in for llama.cpp's: bench/llama_cpp.sh runs the real one."""
+    """A program stands in for llama.cpp's; bench/llama_cpp.sh runs the real one."""
     program, runs = tmp_path / "llama-perplexity", tmp_path / "runs"
     program.write_text(
         f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\ncase $2 in *q4*) echo no memory; exit 1;; esac\ncat {LOG}\n'
@@ -226,7 +226,7 @@ async def test_gguf_files_are_measured_against_the_first_model_once(tmp_path: Pa
     [base] = (runs / "gguf").glob("*.base")
     call = (tmp_path / "calls").read_text().splitlines()[0]
     assert call.endswith(f"--kl-divergence-base {base} --kl-divergence -c {CONTEXT} -lv 4")
-    # It is of other windows, so it is no row but a failure, and the comparison is there.
+    # It has other windows, so it is a failure instead of a row, and the comparison is there.
     comparison = compare_runs(SweepPlan.model_validate({**PLAN, **plan, "models": [BASE]}), tmp_path, result)
     assert (len(comparison.runs), len(comparison.logs)) == (1, 0)
     assert "has 8 chunks of 512 tokens" in result.failures["q8"]
@@ -239,7 +239,7 @@ async def test_gguf_files_are_measured_against_the_first_model_once(tmp_path: Pa
     assert result.failures["q4"] == f"{program} is not a program; give its path as llama_perplexity"
 
 
-# What it writes into a pipe shows how long it runs.
+# Its writes into a pipe show how long it runs.
 SILENT = "import sys, time; pipe = open(sys.argv[1], 'wb', 0); pipe.write(b'up'); time.sleep(120); pipe.write(b'left')"
 TRACEBACK = (
     "print('(EngineCore pid=7) ERROR ValueError: no \\x1b[31m memory for the cache');"

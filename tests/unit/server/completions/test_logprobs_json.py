@@ -32,7 +32,7 @@ def strings(byte_fallback_model) -> TokenStrings:
 
 
 def rows(prompt: list[int], width: int) -> Rows:
-    """What an engine may compute for a prompt: a row depends on the tokens up to its own, and nothing else."""
+    """Rows that an engine may compute for a prompt: a row depends only on the tokens up to its own."""
     shape = (len(prompt) - 1, width)
     ids, logprobs, ranks = np.empty(shape, np.int32), np.empty(shape, np.float32), np.empty(len(prompt) - 1, np.int32)
     for row, actual in enumerate(prompt[1:]):
@@ -78,7 +78,8 @@ def test_pieces_add_up_to_the_json_that_is_written_at_once(strings, monkeypatch,
 
 
 TEXTS = ["a", "b", "a", "b", "", '"\\', "a", "é", "日本", "�", "x�", "<s>"]
-"""Of the tokens by id: several are alike, and two end within a character, which the tokens before them complete."""
+"""Texts of the tokens, by id: several are alike, and two end within a character, which the tokens before them
+complete."""
 COMPLETED = {9: "ü", 10: ""}
 
 

@@ -117,7 +117,7 @@ class Setup:
         return orjson.loads(b"".join(openai_logprobs(pieces)))["token_logprobs"][1:]
 
     def counted(self, name: str) -> int:
-        """What the cache's metric of that name has counted."""
+        """The count of the cache's metric of that name."""
         return int(self.registry.get_sample_value(f"scoremode_score_cache_{name}_total"))
 
     def check_nothing_is_left(self) -> None:
@@ -127,7 +127,7 @@ class Setup:
         assert self.num_bytes() == self.store.num_bytes <= self.store.max_bytes
 
     def num_bytes(self) -> int:
-        """What the blocks take, added up anew."""
+        """The bytes of all blocks, added up anew."""
         return sum(len(block) + BLOCK_OVERHEAD_BYTES for block in self.store._blocks.values())
 
 

@@ -40,7 +40,7 @@ def first_state(adapter: int, salt: str) -> bytes:
 
 @cache
 def next_state(state: bytes, token_id: int, weights: int) -> bytes:
-    """What the engine knows after one more token, computed with the weights of that moment."""
+    """The engine's state after one more token, computed with the weights of that moment."""
     return hashed(state, token_id, weights)
 
 
@@ -233,7 +233,7 @@ class FakeEngine:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Let other tasks go on until a condition holds."""
+    """Let other tasks run until a condition holds."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Which sequences go to the engine, and when."""
+"""Sequences go to the engine in the right order and at the right time."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,5 @@
-"""What the cache saves, what is not for it, and what the engine gets wrong. `test_streams.py` tests all answers."""
+"""The cache saves work, leaves out requests that are not for it, and survives wrong answers of the engine.
+`test_streams.py` tests all answers."""
 
 import asyncio
 from types import SimpleNamespace
@@ -90,7 +91,7 @@ async def test_every_change_drops_the_rows_and_the_salt_before_and_after(name: s
     assert (await made.ask(ask)).num_cached_tokens == 8
 
 
-# What is not for the cache
+# Requests that are not for the cache
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_no_rows_are_stored_where_another_server_may_change_the_weights(
     assert make_store(config, 9).is_usable == enabled
 
 
-# What the engine gets wrong
+# Wrong answers of the engine
 
 
 class BrokenEngine(FakeEngine):
@@ -175,7 +176,7 @@ async def test_an_output_other_than_requested_is_requested_again_once_with_a_cac
     made = Setup(BrokenEngine(spoil, 1), RowStore(SIZE, ROOM))
     await made.ask(Ask(list(range(13))))
     assert made.engine.num_requests == 2
-    # What is kept now is right as well.
+    # The stored rows are right now too.
     assert (await made.ask(Ask([*range(13), 20, 21]))).num_cached_tokens == 12
     for max_bytes in (ROOM, 0):
         broken = Setup(BrokenEngine(spoil, 9), RowStore(SIZE, max_bytes))

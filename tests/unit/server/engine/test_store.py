@@ -1,4 +1,4 @@
-"""What the store replaces and evicts, and block hashes: the same for the same tokens, and for nothing else.
+"""The store replaces and evicts blocks, and only the same tokens have the same block hashes.
 
 `test_streams.py` compares the rows that come back.
 """

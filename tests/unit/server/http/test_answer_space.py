@@ -59,7 +59,7 @@ async def test_every_answer_with_logprobs_counts(llama_2_model: Path, tmp_path: 
     kld = {"reference": "base", "top_logprobs": 2}
     assert await held_while_sent(light, KLD, kld) == FLOAT * COMPARED
     assert await held_while_sent(light, KLD, {**kld, "stream": True}) == BASE64 * COMPARED
-    # Of a stream no more than the windows that are computed ahead, or the longest.
+    # A stream holds no more than the windows that are computed ahead, or the longest.
     monkeypatch.setattr("scoremode_server.references.routes.BYTES_AHEAD", 1)
     assert BASE64 * 6 * 7 <= await held_while_sent(light, KLD, {**kld, "stream": True}) <= BASE64 * 6 * 16
 
@@ -83,7 +83,7 @@ async def test_a_comparison_that_is_not_read_computes_few_windows(tmp_path: Path
 
 @asynccontextmanager
 async def served_at(app: Any, socket: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """The app behind uvicorn, whose socket takes some hundred kilobytes that its client does not read."""
+    """The app served by uvicorn, whose socket takes some hundred kilobytes that its client does not read."""
     server = uvicorn.Server(uvicorn.Config(app, uds=str(socket), lifespan="off", log_config=None))
     running = asyncio.create_task(server.serve())
     await until(lambda: server.started)
@@ -117,7 +117,7 @@ async def test_answers_wait_for_those_that_slow_clients_have_not_taken(tmp_path:
         assert (await client.post(f"http://light{SCORE}", json={"prompt": [1, 2]})).status_code == 200
         assert (space.num_bytes, engine.num_requests, waiting.done()) == (num_bytes, 9, False)
         sent = await reader.read(-1)
-        # With its keys and digits, JSON is longer than what is counted, but not twice as long.
+        # JSON, with its keys and digits, is longer than what is counted, but not twice as long.
         assert num_bytes / 2 < len(sent) < 2 * num_bytes
         answer = (await waiting).json()
         assert json.loads(sent.partition(b"\r\n\r\n")[2])["data"] == answer["data"]

@@ -24,7 +24,7 @@ from tests.unit.server.references.reference_engine import BODY, ReferenceEngine,
 EXPORT = f"{REFERENCES}/base/llama.cpp"
 NUM_EXPORTED = 7
 WINDOW_BYTES = 7 * (VOCABULARY + 4) * 2
-"""Of 16 tokens, of which 7 are scored: two bytes for each token of the vocabulary, and 8 more."""
+"""A window of 16 tokens has 7 targets, each with two bytes per token of the vocabulary and 8 more."""
 SCORES = {"echo": True, "logprobs": 1, "max_tokens": 1}
 
 

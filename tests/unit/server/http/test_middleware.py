@@ -99,7 +99,7 @@ MINE = {"X-Request-Id": "mine"}
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[FastAPI]:
-    """With a key, vLLM's request ids, and every route that vLLM has for a model that generates."""
+    """An app with a key, vLLM's request ids, and every route that vLLM has for a model that generates."""
     # vLLM's routes for SageMaker set the root logger, and its handlers, to ERROR.
     loggers = [logging.getLogger(), *logging.getLogger().handlers]
     levels = [each.level for each in loggers]

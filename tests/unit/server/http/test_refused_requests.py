@@ -27,7 +27,7 @@ BODY = json.dumps(GOOD).encode()
 
 @pytest.fixture(scope="module")
 def app(random_model: Path) -> FastAPI:
-    """With every route of the table, and a folder for references."""
+    """An app with every route of the table, and a folder for references."""
     return app_with_completions(random_model, engine=ReferenceEngine(Path("no-references")))
 
 
@@ -69,7 +69,7 @@ async def test_a_body_whose_header_exceeds_the_limit_is_not_read():
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged about requests."""
+    """The lines that are logged about requests."""
     lines: list[str] = []
     monkeypatch.setattr(requests.logger, "info", lambda text, *values: lines.append(text % values))
     return lines

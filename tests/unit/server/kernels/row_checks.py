@@ -1,4 +1,4 @@
-"""Rows to reduce, float64 to compare with, and threads in the place of ranks."""
+"""Rows to reduce, float64 to compare with, and threads instead of ranks."""
 
 import threading
 from collections.abc import Callable
@@ -16,7 +16,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TOLERANCE = 4e-6
 """A few roundings of float32 at the size of a logit."""
 PADDING = 1000.0
-"""What padding is filled with: it would win if it counted."""
+"""The value that fills padding: it would win if it counted."""
 
 
 def check(
@@ -57,7 +57,7 @@ def random_logits(rows: int, vocab: int, stride: int, dtype: torch.dtype, seed: 
 
 
 class Ranks:
-    """Threads in the place of ranks, each at work only while it holds the lock: Triton's interpreter has one state."""
+    """Threads instead of ranks, each at work only while it holds the lock: Triton's interpreter has one state."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size

@@ -33,8 +33,8 @@ def statistics(
 
 
 def check(logits: torch.Tensor, found: Sequence[torch.Tensor], temperature: float = 1.0) -> None:
-    """By definition, where 0 times an infinite logprob is 0. A deviation is the root of a difference of squares, whose
-    float32 sums have relative errors of some 1e-7 each: near 0 its error is absolute."""
+    """Compare with the definition, where 0 times an infinite logprob is 0. A deviation is the root of a difference of
+    squares, whose float32 sums have relative errors of some 1e-7 each: near 0 its error is absolute."""
     logprobs = (logits.double() / temperature).log_softmax(1)
     p = logprobs.exp()
     held = torch.where(p == 0, 0.0, logprobs)

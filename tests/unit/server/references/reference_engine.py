@@ -38,7 +38,7 @@ LAYERS = ReferenceLayers(
 )
 BODY: dict[str, Any] = {"name": "base", "prompt": TOKENS, "method": "sliding", "context_length": 16, "stride": 8}
 NUM_WINDOWS = 7
-"""Of 16 tokens each, of which the last 8 are scored; of the first one all but the first are."""
+"""Windows have 16 tokens each. The last 8 are scored, and in the first window all but the first token."""
 
 
 async def record(client: httpx.AsyncClient, **changes: Any) -> dict[str, Any]:

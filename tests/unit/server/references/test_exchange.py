@@ -1,4 +1,4 @@
-"""What an API server orders of several ranks and engines, when they differ, and when they are gone."""
+"""An API server orders files from several ranks and engines, which may differ and may be gone."""
 
 import asyncio
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Workers:
 
     Attributes:
         ordered: types of orders, of which reference or ticket, and the engine.
-        change: what a rank answers, in the place of its answer.
+        change: what a rank answers instead of its answer.
         fails: whether calls fail.
         loses_answers: whether calls fail after the workers have done what they say.
     """
@@ -74,7 +74,7 @@ WHAT = {
     "head's file": lambda ticket: not ticket.endswith((" 0", " of base")),
     "head": lambda ticket: ticket == "head of base",
 }
-"""Which tickets are of what a window needs."""
+"""Tests whether a ticket is for one of the things that a window needs."""
 
 
 def instead(answer: Any, what: str, outcome: str | None) -> Any:
@@ -84,7 +84,7 @@ def instead(answer: Any, what: str, outcome: str | None) -> Any:
 
 
 async def abort(request_ids: list[str]) -> None:
-    """Nothing is in an engine."""
+    """Do nothing: no request is in an engine."""
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ async def test_a_window_that_waits_too_long_is_refused_and_keeps_its_place(admis
     async with AsyncExitStack() as stack:
         _, inside = await loaded(files, stack, mark("base"))
         with inside():
-            with pytest.raises(BusyError, match=r"with other references for 0.1 s already; try again later"):
+            with pytest.raises(BusyError, match=r"with other references for 0.1 s: try again later"):
                 await load(files, mark("other"), wait=0.1)
             assert "head of other" in workers.leases[0]._places
 

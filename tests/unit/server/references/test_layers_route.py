@@ -19,7 +19,7 @@ BASE = f"{REFERENCES}/base"
 LAYERED = {**BODY, "layers": True}
 NUM_BOUNDARIES = 3
 WINDOW_TOKENS = 15
-"""That are fed of each window."""
+"""The number of tokens of each window that are fed."""
 
 
 async def test_a_recording_keeps_the_stream_and_its_floor(engine, client):
@@ -66,7 +66,7 @@ async def test_damaged_streams_are_recorded_again(engine, client):
     ],
 )
 async def test_a_model_that_the_stream_does_not_determine_is_refused(engine, client, fault, status, param, message):
-    """By the name of its layers' class; the reference stays incomplete."""
+    """The error names its layers' class, and the reference stays incomplete."""
     setattr(engine.model, fault, True)
     check_error(await client.post(REFERENCES, json=LAYERED), status, param, message)
     assert (await client.get(BASE)).json()["complete"] is False
@@ -84,7 +84,7 @@ async def test_a_window_whose_stream_is_not_replaced_has_no_divergence(engine, c
     [
         ({"from_boundary": 3}, "from_boundary: 3 is not from 0 to 2, the boundaries of reference 'base'"),
         ({"from_boundary": 0, "lane": "decode"}, "from_boundary: the lane must be prefill, not decode"),
-        ({"from_boundary": 0, "as_noise_floor": True}, "from_boundary: a noise floor is of the whole model"),
+        ({"from_boundary": 0, "as_noise_floor": True}, "from_boundary: a noise floor needs the whole model"),
     ],
 )
 async def test_requests_that_cannot_be_resumed_are_refused(client, body, message):
@@ -135,7 +135,7 @@ async def test_servers_that_call_no_hooks_on_whole_layers_are_refused(engine, cl
 
 
 async def test_a_model_whose_layers_cannot_be_cut_is_refused_by_their_class(engine, client):
-    engine.layers = "OddLayer: its residual is not of the shape of its hidden_states"
+    engine.layers = "OddLayer: its residual has another shape than its hidden_states"
     message = f"layers: this model's layers cannot be cut: {engine.layers}"
     assert error_of(await client.post(REFERENCES, json=LAYERED)) == (400, "layers", message)
 

@@ -37,11 +37,11 @@ from tests.unit.server.references.reference_engine import CPU, HEAD_FORMAT, Head
 from tests.unit.server.references.reference_setup import HIDDEN, MODEL, TEXT, manifest
 
 WINDOW_SECONDS = 0.05
-"""What the stand-in takes for a window."""
+"""The time that the stand-in takes for a window."""
 AT_ONCE = 10
 """Windows in the engine at once, for each API server: half a second."""
 CALL_SECONDS = 0.05
-"""What a call of the workers takes, which waits for a step's end."""
+"""The time that a call of the workers takes, which waits for a step's end."""
 SECONDS = 150.0
 """Simulated, of each test."""
 
@@ -262,7 +262,7 @@ def test_calls_that_take_long_leave_each_reference_its_share(
 
 
 def test_files_that_are_read_for_longer_than_a_lease_are_compared(root: Path, monkeypatch: pytest.MonkeyPatch):
-    """What was read in one lease waits for the next, so a window takes two."""
+    """A window that was read in one lease waits for the next, so it takes two."""
     clients = [*clients_of(2, 1, num_windows=40), Client("2", 0, 1)]
     engine = simulate(monkeypatch, root, clients, {"2": FIRST_SECONDS + 1})
     assert longest_wait(engine, 3) <= 2 * 3 * LEASE_SECONDS

@@ -31,7 +31,7 @@ from tests.unit.server.references.reference_engine import (
 )
 
 SECONDS = 60
-"""In which a test must be through, which takes a second or two; more is an engine that waits for something."""
+"""Time limit for a test, which takes a second or two. If it takes more, an engine waits for something."""
 
 SMALL = EngineSize(tokens=32, sequences=2, max_scoring_tokens=100_000)
 """Two windows at a time, so that the engine could change between references for each."""
@@ -65,14 +65,14 @@ async def scores(client: httpx.AsyncClient) -> None:
 
 @contextmanager
 def hanging(path: Path) -> Iterator[None]:
-    """A file that whoever opens it waits for; at the end it is as it was."""
+    """A file whose readers wait. At the end it is as it was."""
     content = path.read_bytes()
     path.unlink()
     os.mkfifo(path)
     try:
         yield
     finally:
-        # Those who wait are let go with nothing.
+        # Let waiting readers read an empty file.
         os.close(os.open(path, os.O_RDWR))
         writer = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         path.unlink()
@@ -90,7 +90,7 @@ async def test_a_request_that_has_begun_is_finished(root: Path, monkeypatch: pyt
         whole = asyncio.create_task(kld(client, "base"))
         await until(engine.has_any.is_set)
         refused = await kld(client, "other", 0)
-        check_error(refused, 429, "reference", "with other references for 0.2 s already; try again later")
+        check_error(refused, 429, "reference", "with other references for 0.2 s: try again later")
         assert refused.headers["Retry-After"] == "1"
         engine.let_go.set()
         assert (await whole).json()["statistics"]["num_scored"] == len(TOKENS) - 1
@@ -150,7 +150,7 @@ async def test_a_disk_that_does_not_answer_holds_up_its_reference_alone(root: Pa
         await scores(client)
         assert (await record(client, name="answers"))["complete"]
         assert not stuck.done()
-        check_error(await stuck, 507, "name", "is not there after 5 s")
+        check_error(await stuck, 507, "name", "is not on disk after 5 s")
         let_go.set()
 
 

@@ -41,7 +41,7 @@ PLAIN = CONVERSATIONS["plain"]
 
 
 def rendered(model: Path, messages: list[dict[str, Any]], **options: Any) -> Any:
-    """What transformers makes of a conversation; it wants the arguments of calls as objects."""
+    """Render a conversation with transformers, which wants the arguments of calls as objects."""
     messages = deepcopy(messages)
     for message in messages:
         for call in message.get("tool_calls", ()):
@@ -76,7 +76,7 @@ async def test_turns_are_what_the_model_generates(served: Served, family: str):
     assert whole["token_ids"] == rendered(model, messages, **tools)["input_ids"]
     assert len(own) == about.get("own", 0)
     for sequence, place in zip(own, (1, 3), strict=False):
-        # What the template adds after the turn's last token is not generated.
+        # Text that the template adds after the turn's last token is not generated.
         until = rendered(model, messages[: place + 1], **tools)["input_ids"]
         assert sequence["token_ids"] == until[: sequence["turns"][0]["end"]]
     assert [text for sequence in (*own, whole) for text in texts_of(model, sequence)] == about["turns"]
@@ -97,7 +97,7 @@ RENDERED_CALLS = {
     "either": "{{ call.arguments if call.arguments is string else call.arguments | tojson }}",
     "added": "{{ call.name + call.arguments }}",
 }
-"""What templates write of a call."""
+"""Templates' texts of a call."""
 ARGUMENTS = {"city": "Köln", "days": [1, 2.50], "unit": None, "more": {"b": True, "a": "\\"}}
 
 
@@ -209,7 +209,7 @@ async def test_turns_that_are_sequences_of_their_own_are_scored_alike_by_all_rou
     [({"eos_token_id": 5}, [1, 5]), ({"eos_token_id": [9, 5, 1]}, [1, 5, 9]), ({}, [1]), (None, [1, 8])],
 )
 def test_an_answer_ends_where_vllm_ends_it(served: Served, generation_config: dict[str, Any] | None, ends: list[int]):
-    """With an EOS of generation_config.json, or else of config.json, or of the tokenizer."""
+    """The EOS comes from generation_config.json, else from config.json, else from the tokenizer."""
     model = served(TEMPLATES["chatml"])
     (model / "generation_config.json").unlink()
     (model / "config.json").write_text(
@@ -296,7 +296,7 @@ REWRITES = "{{ messages[-1]['content'] }}{% for message in messages %}{{ message
         ),
         ("items", {"messages": calling("[1]")}, "messages[0]: its first 4 messages cannot be rendered: 'str object'"),
         ("chatml", {"messages": PLAIN, "roles": ["tool"]}, "messages has no turn of tool to score"),
-        # Nothing is before it.
+        # It is the first message.
         ("chatml", {"messages": [ELEVEN]}, "messages has no turn of assistant to score"),
         ("chatml", {"messages": PLAIN, "tools": [TOOLS] * 3}, "tools has lists for 3 conversations"),
         ("chatml", {"messages": PLAIN, "tools": {}}, "tools: must be a list of objects, or one such list"),
@@ -344,7 +344,7 @@ async def test_each_marked_message_is_a_turn(
 
 
 async def test_a_trusted_template_of_a_request_is_the_one_that_renders(served: Served):
-    """In the place of the model's and of the server's, and its marks are found."""
+    """It replaces the model's and the server's, and its marks are found."""
     model = served(TEMPLATES["chatml"])
     app = app_with_completions(model)
     online = app.state.scoremode.conversations.online

@@ -1,5 +1,5 @@
-"""What a model's files say: fingerprints see contents, and neither where files are nor when they were written; sizes
-are those of what is loaded."""
+"""Fingerprints of a model's files depend on contents, but not on where files are or when they were written. Sizes are
+those of the loaded files."""
 
 import json
 import os
@@ -201,7 +201,7 @@ async def test_an_adapter_counts_and_is_read_again_when_it_is_loaded_again(tmp_p
 
 
 def num_elements(path: Path) -> int:
-    """Of all tensors in a model's file."""
+    """The number of elements of all tensors in a model's file."""
     return sum(tensor.numel() for tensor in load_file(path / "model.safetensors").values())
 
 

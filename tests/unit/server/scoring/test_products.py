@@ -131,7 +131,7 @@ async def test_a_context_is_copied_for_what_was_admitted_alone(joined):
 
 
 async def test_one_wrong_prompt_ends_the_encoding_of_the_others(encoded, random_model):
-    """Encoding goes on in a thread, one prompt after another."""
+    """Encoding continues in a thread, one prompt after another."""
     prompts = ["", *["the " * 100] * 500]
     async with client_of(app_with_completions(random_model)) as client:
         answer = await client.post(SCORE, json={"prompt": prompts, "continuations": [" a", " b"]})

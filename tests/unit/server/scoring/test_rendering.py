@@ -66,7 +66,8 @@ def counted(app: Any) -> tuple[float, float]:
 
 @pytest.mark.parametrize("family", ["smollm3", "chatml"])
 async def test_work_grows_with_the_length_of_a_conversation(served: Served, family: str):
-    """With marks one rendering is enough; else a turn has three at most, and its beginning is not encoded again."""
+    """One rendering is enough if there are marks. Otherwise a turn has three at most, and its beginning is not encoded
+    again."""
     model = served(TEMPLATES[family])
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100_000}))
@@ -123,7 +124,8 @@ async def test_rendering_ends_when_its_client_leaves_and_counts_until_then(serve
         while (answer := await client.post(TURNS, json=body)).status_code == 429:
             pass
     assert answer.status_code == 200
-    # Of the request whose client left one, of the other one for the whole, and two for each turn but the last.
+    # The request whose client left had one rendering. The other one had one for the whole, and two for each turn but
+    # the last.
     assert held.num_begun == 1 + 1 + 2 * 3 - 1
 
 
@@ -205,7 +207,8 @@ class Counted(list[str]):
 
 @pytest.mark.parametrize("order", ["messages", "messages | reverse"])
 async def test_what_is_marked_is_looked_for_where_it_follows(served: Served, order: str, monkeypatch):
-    """One look per turn, not one per pair of turns; and in a template with another order, what is said is found."""
+    """Turns are looked up once each, not once per pair, and their texts are found in a template with another order
+    too."""
     template = MARKED_TEMPLATE.replace("in messages", f"in ({order})")
     app, texts_of = app_with_completions(served(template)), conversations._texts_of
     app.state.scoremode.conversations.limits = replace(app.state.scoremode.limits, max_model_len=10**7)

@@ -1,4 +1,4 @@
-"""What computes is read of a worker's modules."""
+"""The description of what computes is read from a worker's modules."""
 
 from types import SimpleNamespace
 from typing import Any

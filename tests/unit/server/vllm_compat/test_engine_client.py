@@ -1,4 +1,4 @@
-"""What vLLM's output processing and bounds of queues do with scoring requests."""
+"""vLLM's output processing and queue limits treat scoring requests as they should."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,5 @@
-"""Which vLLM Scoremode accepts: the installed one, others by their version, and others by their sources; and that the
-manifest has right hashes of all that is used."""
+"""Scoremode accepts the installed vLLM, and others by their version or their sources. The manifest has right hashes of
+all that is used."""
 
 import ast
 import re
@@ -129,8 +129,8 @@ def test_every_version_has_a_hash_of_all_that_is_used(sources: Sources):
 
 
 def test_the_hashes_are_those_of_the_installed_files(sources: Sources):
-    """Of private names where they are defined: there alone the server looks for them. Whatever changes how a source
-    text is found, with its decorators or without its indentation, changes a hash."""
+    """Private names are hashed where they are defined, because the server looks for them only there. Any change in how
+    a source text is found, with its decorators or without its indentation, changes a hash."""
     recorded = recorded_hashes()[VERSION]
     assert {key: digest(segment(sources, key)) for key in recorded} == recorded
     found = {key: digest(sources.segment(key)) for key in PRIVATE}

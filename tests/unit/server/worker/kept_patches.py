@@ -1,4 +1,4 @@
-"""What `runners.patch_v1` and `patch_v2` set in vLLM, set back after a test."""
+"""Sets back after a test what `runners.patch_v1` and `patch_v2` set in vLLM."""
 
 import pytest
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2

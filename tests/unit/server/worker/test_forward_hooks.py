@@ -1,4 +1,4 @@
-"""What extensions get around the forward passes of both model runners: the parts of their own requests in each step."""
+"""Extensions get the parts of their own requests in each step, around the forward passes of both model runners."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ class Maker(SinkMaker):
 
 @pytest.fixture
 def maker(monkeypatch: pytest.MonkeyPatch) -> Maker:
-    """Of runners that are patched anew, and whose passes note whether they are inside."""
+    """A maker for runners that are patched anew, and whose passes note whether they are inside."""
     maker = Maker()
     set_back_at_end(monkeypatch)
 

@@ -37,14 +37,14 @@ def check(rows: Any, spec: RowSpec, first: int) -> None:
 
 
 def candidates_from(first: int, **fields: Any) -> RowSpec:
-    """With candidates of each row's own."""
+    """A specification with candidates of each row's own."""
     return RowSpec(first, TOKENS[-1], num_candidates=3, candidates=OWN[first - 1 :].tobytes(), **fields)
 
 
 @pytest.mark.parametrize("lengths", [[7], [3, 4], [1] * 7, [5, 4]], ids=str)
 @pytest.mark.parametrize("first", [1, 4, 7])
 def test_rows_from_the_first_target_on_however_the_prompt_is_split(lengths: list[int], first: int):
-    """With the last split, placeholders for drafts follow the prompt."""
+    """After the last split, placeholders for drafts follow the prompt."""
     worker, spec = LinearWorker(make_scorer(VOCAB), project), candidates_from(first, num_top=2, temperature=0.5)
     worker.scorer.begin("one", spec)
     start, rows = 0, None
@@ -76,7 +76,7 @@ def test_requests_of_one_step_are_computed_in_groups(chunk: int):
     assert found.keys() == SPECS.keys()
     for name, spec in SPECS.items():
         check(found[name], spec, spec.first)
-    # Of the plain group's rows all but two are wanted, which come before `more`'s first target.
+    # All rows of the plain group but two are wanted; these two come before `more`'s first target.
     if chunk == 1000:
         assert worker.num_projected == [7 + 5 + 7, 7, 6, 3]
     assert max(worker.num_projected) <= chunk
@@ -102,14 +102,14 @@ def resident(field: str) -> int:
 
 
 def test_a_large_vocabulary_stays_within_the_budget():
-    """With a scorer that is unbounded for contrast: the logits of 128 rows and 262,144 tokens are 128 MiB."""
+    """An unbounded scorer is the contrast: the logits of 128 rows and 262,144 tokens are 128 MiB."""
     num_rows, vocab, mebibyte = 128, 262_144, 1024**2
     weight, states = torch.randn(HIDDEN, vocab), torch.randn(num_rows, HIDDEN)
     token_ids = torch.randint(vocab, (num_rows,)).tolist()
     found, growth = [], []
     for budget in (32 * mebibyte, 1 << 60):
         worker = LinearWorker(RowScorer(budget, LogitsShape(vocab, 4), ALONE), lambda hidden: hidden @ weight)
-        # What only a first request allocates.
+        # Memory that only a first request allocates.
         worker.whole(RowSpec(num_top=5), states[:3], token_ids[:3])
         # Free pages that are resident would hide growth.
         ctypes.CDLL(None).malloc_trim(0)
@@ -128,7 +128,7 @@ LANES = {
     "drafts": RowSpec(2, chunk=3),
     "every": RowSpec(2, TOKENS[-1], -1, chunk=1, is_packed=False),
 }
-"""Those of all top tokens do not wait."""
+"""Rows with all top tokens do not wait."""
 LANE_STEPS: tuple[dict[str, int], ...] = (
     {"lane": 1, "own": 3, "drafts": 1},
     {"lane": 1, "drafts": 3, "every": 4},
@@ -180,7 +180,7 @@ def test_rows_of_lanes_wait_for_those_of_later_steps(max_waiting_rows: int, *, i
         for name, rows in results.items():
             assert is_projected or np.array_equal(rows.table, expected[name].table)
         if max_waiting_rows == 1000 and number == 1:
-            # Of the second step, only those of all top tokens are scored.
+            # Only rows with all top tokens are scored from the second step.
             assert [len(request.parts) for request in worker.scorer.requests.values()] == [0, 0, 0, 1]
     assert found.keys() == LANES.keys()
     for name in LANES.keys() - {"every"}:

@@ -1,4 +1,4 @@
-"""What a request wants of its rows: it reaches workers as it is, and no client can send it."""
+"""A request's row specification reaches workers unchanged, and no client can send one."""
 
 from collections.abc import AsyncGenerator
 from copy import copy

@@ -36,7 +36,7 @@ def _eager() -> Iterator[None]:
 
 
 def computing(scorer: RowScorer) -> Any:
-    """What the patch puts in the place of vLLM's method."""
+    """The method with which the patch replaces vLLM's."""
     return lambda runner, states, scheduled: runners.prompt_logprobs(runner, scorer, states, scheduled)
 
 
@@ -133,7 +133,7 @@ def _same(actual: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("spec", [None, RowSpec()])
 def test_rows_from_the_prefix_cache_are_left_out(spec: RowSpec | None):
-    """Of vLLM's own requests too, as on its V2 runner."""
+    """This holds for vLLM's own requests too, as on its V2 runner."""
     runner = Runner({"one": [1] * 10}, {"one": 0})
     runner.requests["one"].num_computed_tokens = 4
     runner.requests["one"].sampling_params.extra_args = spec and spec.as_extra_args()

@@ -1,5 +1,5 @@
-"""What a config says of logits, against the models of transformers: a probe in place of the LM head's output shows by
-how much each scales its logits, and where it caps them."""
+"""A config's scale and cap of logits are compared with the models of transformers: a probe instead of the LM head's
+output shows by how much each scales its logits, and where it caps them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +45,8 @@ WITHOUT = ["llama", "qwen3", "gemma", "gemma3_text", "granite"]
 
 
 def logits_of_probe(config: PretrainedConfig) -> tuple[float, float | None]:
-    """By what transformers multiplies small logits, the head's input included, and where it caps large ones."""
+    """The factor by which transformers multiplies small logits, the head's input included, and where it caps large
+    ones."""
     model = AutoModelForCausalLM.from_config(config).eval()
     probe, seen = torch.zeros(VOCABULARY), dict[str, torch.Tensor]()
     probe[:2] = torch.tensor([2**-10, 2**20])

@@ -124,7 +124,7 @@ def room_for(num_bytes: int, config: VllmConfig) -> LeasedHead:
 
 
 def load(room: LeasedHead, reference: StoredReference, *, local: bool = False) -> ReferenceHead:
-    """What an API server orders, and then a step finds."""
+    """Load a head as an API server orders it, and find it as a step does."""
     layer = room.make_layer(reference.manifest.head)
     room.place(reference.name, layer, layer.read(reference))
     room.progress(reference.name).result()
@@ -165,7 +165,7 @@ def models_that_cannot_be_references(root: Path, config: VllmConfig) -> None:
     group = get_tp_group()
     for model, dtype, reason in (
         (Quantized(100), torch.float32, "quantized .Method."),
-        (Model(100, torch.float64), torch.float64, "is of float64"),
+        (Model(100, torch.float64), torch.float64, "has dtype float64"),
         (Model(100), torch.bfloat16, "is .* torch.float32, not"),
     ):
         source = examine(model.compute_logits, HIDDEN, model.dtype, group).source
@@ -220,7 +220,7 @@ def what_api_servers_ask_of_workers(root: Path, config: VllmConfig) -> None:
 
 
 def rows_of_a_step(root: Path, config: VllmConfig) -> None:
-    """Of a model that ranks keep their own parts of, and of one whose logits each gathers."""
+    """Check a model whose parts ranks have for themselves, and one whose logits each rank gathers."""
     group = get_tp_group()
     targets = torch.tensor([7, 999, 0, 3, 8, 8])
     plain, warm = RowSpec(1, 500, 3), RowSpec(2, 501, 2, 0.5, 2, np.array([5, 998], np.int32).tobytes())
@@ -237,7 +237,7 @@ def rows_of_a_step(root: Path, config: VllmConfig) -> None:
 
 
 def ranks_without_a_head(root: Path, config: VllmConfig) -> None:
-    """Of pipeline stages but the last."""
+    """Check the pipeline stages before the last."""
 
     last, worker = extension.get_pp_group, worker_of(Model(100), config)
     extension.get_pp_group = lambda: SimpleNamespace(is_last_rank=False)

@@ -120,7 +120,7 @@ def test_random_rows(dtype: torch.dtype, reference_dtype: torch.dtype, vocab: in
     ("vocab", "scale", "noise"),
     [
         *((vocab, scale, 0.3) for vocab in (49_152, 262_144) for scale in (0.01, 1.0, 6.0, 40.0)),
-        # What float32 arithmetic adds is far below what a small difference makes: some square of it.
+        # float32 arithmetic adds far less than a small difference, which gives some square of itself.
         *((49_152, scale, noise) for scale in (0.4, 20.0) for noise in (1e-6, 1e-4, 1e-2)),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_row_of_minus_infinity_alone_is_not_a_distribution():
         assert figures(compared(served, reference)).isnan().all()
 
 
-# With the lowest float32, a sum of terms may round to infinity: on a GPU it did.
+# The lowest float32 is left out, since a sum of terms may round to infinity: on a GPU it did.
 LOGIT = st.one_of(st.floats(-40, 40, width=32), st.sampled_from([0.0, -math.inf, -1e4, 1e4, -1e38]))
 
 

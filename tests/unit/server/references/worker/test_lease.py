@@ -1,4 +1,4 @@
-"""Which reference gets an engine's lease, call by call, worked out by hand."""
+"""The right reference gets an engine's lease, call by call, worked out by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which reference's head is on a worker's device, whatever its threads do meanwhile."""
+"""The right reference's head is on a worker's device, whatever its threads do meanwhile."""
 
 from concurrent.futures import Future
 from pathlib import Path

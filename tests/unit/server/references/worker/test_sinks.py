@@ -133,7 +133,7 @@ def check_scores(rows: Rows, first: int) -> None:
 
 @pytest.fixture
 def reference(tmp_path: Path) -> StoredReference:
-    """With each window of `FIRSTS` recorded, from `REFERENCE_STATES`."""
+    """A reference with each window of `FIRSTS` recorded, from `REFERENCE_STATES`."""
     reference = create(tmp_path)
     for index, first in enumerate(FIRSTS):
         states = REFERENCE_STATES[first - 1 :].contiguous()
@@ -182,7 +182,7 @@ def test_a_compared_window_is_the_same_however_its_prompt_is_split(
 
 
 def test_the_references_rows_of_several_steps_are_projected_at_once(windows: WorkerWindows, reference: StoredReference):
-    """Those of the served model in their own step."""
+    """The served model's rows are projected in their own step."""
     num_rows: list[int] = []
 
     def logits_fn(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -235,7 +235,7 @@ def test_nan_is_returned_and_not_written(windows: WorkerWindows):
     let_all_be_written(windows)
     assert reference.recorded_windows() == set()
     assert windows._outcome("one 0") == "the model computed NaN"
-    # Of several ranks one writes.
+    # Only one of several ranks writes.
     wanted = spec("record", 1)
     assert type(windows.begin(wanted, wanted.sinks[SINK], writes=False)) is Sink
 
@@ -269,7 +269,7 @@ def test_windows_of_one_reference_are_compared_together(windows: WorkerWindows, 
         assert np.allclose(rows.logprobs, expected.logprobs, rtol=1e-5, atol=1e-6)
 
 
-# What is kept is bounded, and neither a step nor a call waits for a file
+# Memory is bounded, and neither a step nor a call waits for a file
 
 WINDOW_BYTES = 5 * HIDDEN * 4
 
@@ -279,7 +279,7 @@ def mark(action: Any, index: int) -> WindowMark:
 
 
 def finish(windows: WorkerWindows, index: int) -> None:
-    """What a step does with the last rows of a window that is recorded."""
+    """End a recorded window, as a step does with its last rows."""
     wanted = with_mark(mark("record", index))
     window = windows.begin(wanted, wanted.sinks[SINK], writes=True)
     window.hidden_states, window.logprobs = [torch.zeros(5, HIDDEN)], [torch.zeros(5)]
@@ -300,7 +300,7 @@ def test_a_step_does_not_wait_for_the_disk(windows: WorkerWindows, monkeypatch: 
     assert told(windows, "0", "39", "40", "49") == [
         None,
         None,
-        *2 * [f"{40 * WINDOW_BYTES} bytes wait for the disk already"],
+        *2 * [f"{40 * WINDOW_BYTES} bytes already wait to be written to disk"],
     ]
     let_go.set()
     let_all_be_written(windows)
