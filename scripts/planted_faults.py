@@ -96,10 +96,32 @@ SERVER_FAULTS = {
     "worker/row_scorer.py < worker/test_row_scorer.py references/worker/test_sinks.py": [
         ("max(part.position, spec.first - 1)", "max(part.position, spec.first)"),
         ("offset + end - 1)", "offset + end - 2)"),
-        ("column[start : start + piece.num_wanted]", "column[piece.start : piece.start + piece.num_wanted]"),
-        ("range(start, start + piece.num_rows)", "range(piece.start, piece.start + piece.num_rows)"),
+        ("slice(start, start + piece.num_wanted)", "slice(piece.start, piece.start + piece.num_wanted)"),
         ("logits if num_rows == len(logits) else", "logits[slices[0].start : slices[-1].stop] if True else"),
-        ("rows.by_request(ready)", "rows.by_request({each.sink for each in rows.pieces})"),
+        ("self.waiting.pop_all(self._ready(requests, head))", "self.waiting.pop_all(requests)"),
+    ],
+    "worker/waiting_rows.py < worker/test_row_scorer.py references/worker/test_sinks.py": [
+        ("range(start, start + piece.num_rows)", "range(piece.start, piece.start + piece.num_rows)"),
+        ("if piece.request in requests:", "if True:"),
+    ],
+    "worker/request_rows.py < worker references/worker": [
+        ("is_ready(self.end, local=local and", "is_ready(self.end, local=local or"),
+    ],
+    "worker/sinks.py < kernels/test_statistics.py": [
+        ("chunk.add_up(sums).double()", "sums.double()"),
+        ("scores, chunk.temperature)", "scores, 1.0)"),
+        ("mean_square - mean.square()", "mean_square"),
+    ],
+    "kernels/fused_logprobs.py < kernels/test_statistics.py references/worker/test_kl_divergence.py": [
+        ("gather_rows(shard.group, scores, temperature) if shard else scores", "scores"),
+    ],
+    "rows.py < test_rows.py engine references": [
+        (" & ~computed.has_nan", ""),
+        ("values if values.ndim == 1 else values.sum(1)", "values if values.ndim == 1 else values[:, 0]"),
+    ],
+    "worker/row_spec.py < worker/test_row_spec.py": [
+        (" and not self.sinks:", ":"),
+        (", repr(sorted(self.sinks.items()))", ""),
     ],
     "engine/store.py < engine/test_store.py": [
         ("blake2b(first, key=key", "blake2b(key=key"),
@@ -149,8 +171,8 @@ SERVER_FAULTS = {
         ('path.rstrip("/") in OPEN_PATHS', "path.startswith(tuple(OPEN_PATHS))")
     ],
     "http/requests.py < http/test_refused_requests.py": [('str(detail["loc"][0])', 'str(detail["loc"][-1])')],
-    "references/routes.py < references/test_kld_route.py references": [
-        ("list(windows)[::-1] if request.as_noise_floor else list(windows)", "list(windows)"),
+    "references/comparison.py < references/test_kld_route.py references": [
+        ("            indices.reverse()\n", ""),
         ("min(2, len(indices) - 1) or 1 if", "None if"),
     ],
     "completions/logprobs_json.py < completions": [

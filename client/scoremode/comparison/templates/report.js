@@ -171,7 +171,7 @@ function valuesOf(mean = false, first = choice.first, second = choice.second) {
   const values = series[first][name];
   if (!measure.difference) return (index) => values[index];
   const others = series[second][name];
-  // Infinity less infinity is no difference.
+  // Infinity minus infinity counts as 0 here.
   return (index) => (values[index] === others[index] ? 0 : values[index] - others[index]);
 }
 
@@ -476,7 +476,7 @@ function rowsOf(position) {
     rank: one.ranks?.[position],
     top: one.tops?.[position],
     confidence: one.confidence?.[position],
-    // What it would have said in the place of the reference's token.
+    // Whether its top token is another one than the reference's.
     differs: one.tops !== null && referenceOf(one)?.tops[position] !== one.tops[position],
   }));
 }

@@ -29,7 +29,7 @@ from scoremode_server.worker.row_scorer import RowScorer, StepPart
 from scoremode_server.worker.row_spec import RowSpec
 from tests.unit.server.ranks import run_ranks
 from tests.unit.server.references.reference_setup import TEXT, let_all_be_written, manifest
-from tests.unit.server.worker.linear_scorer import check_rows
+from tests.unit.server.worker.linear_scorer import check_rows, rows_of
 
 pytestmark = pytest.mark.processes
 
@@ -232,8 +232,8 @@ def rows_of_a_step(root: Path, config: VllmConfig) -> None:
         parts = [StepPart("plain", 0, 0, 3, 3), StepPart("warm", 0, 3, 2, 2)]
         found = scorer.score(parts, states, targets.clone(), model.compute_logits)
         logits = model.compute_logits(states)
-        check_rows(found["plain"], plain, logits[:3], [7, 999, 500])
-        check_rows(found["warm"], warm, logits[4:5], [501])
+        check_rows(rows_of(found["plain"], plain), plain, logits[:3], [7, 999, 500])
+        check_rows(rows_of(found["warm"], warm), warm, logits[4:5], [501])
 
 
 def ranks_without_a_head(root: Path, config: VllmConfig) -> None:
