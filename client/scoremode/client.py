@@ -381,6 +381,7 @@ class AsyncScoreClient:
         windows: tuple[int, int] | None = None,
         *,
         top_logprobs: int = 0,
+        statistics: list[Statistic] | None = None,
         num_positions: int = MAX_POSITIONS,
         as_noise_floor: bool = False,
         from_boundary: int | None = None,
@@ -396,6 +397,8 @@ class AsyncScoreClient:
             windows: The range [first, end) of windows, from 0; all when left out.
             top_logprobs: Return the k most likely tokens of both models at every position, at most what the server's
                 `--max-logprobs` allows, and 256.
+            statistics: Return figures of both whole distributions at every position, in `columns`, as for `score`. The
+                cross-entropy with the reference is KL divergence plus `reference_entropy`.
             num_positions: Limit on the positions of these windows, at most 8,388,608: a much longer answer is refused.
             as_noise_floor: Store the result with the reference as its noise floor in this lane. Only for all windows,
                 and the reference's own model.
@@ -411,11 +414,12 @@ class AsyncScoreClient:
             stream(
                 "/v1/kld",
                 lambda: kld_reader(on_window, windows),
-                fixed_bytes=kld_bytes(windows, num_positions, top_logprobs),
+                fixed_bytes=kld_bytes(windows, num_positions, top_logprobs + len(statistics or ())),
                 model=model or self.model,
                 reference=reference,
                 windows=None if windows is None else list(windows),
                 top_logprobs=top_logprobs,
+                statistics=statistics,
                 as_noise_floor=as_noise_floor,
                 encoding_format="base64",
                 from_boundary=from_boundary,

@@ -194,6 +194,9 @@ class KldWindowValues(JournalLine):
     positions: Annotated[KldPositions, PlainValidator(decode_positions), PlainSerializer(encode_positions)]
     tops: list[_Top] = Field([], max_length=2)
     """The served model's top tokens and the reference's; empty if not requested."""
+    columns: Annotated[dict[str, NDArray[Any]], PlainValidator(_columns), Field(exclude=True)] = {}
+    """The figures of `statistics` by name, [scored] float32 in nats; the reference's have "reference_" before the
+    name. Journals do not keep them."""
     mean_batch: float | None = None
     """As in `Score`."""
 
@@ -203,6 +206,8 @@ class KldWindowValues(JournalLine):
             raise ResponseError(
                 f"the server gave {len(self.positions)} positions for the {self.num_scored} of window {self.index}"
             )
+        if any(len(column) != self.num_scored for column in self.columns.values()):
+            raise ResponseError(f"the server's columns do not fit the {self.num_scored} of window {self.index}")
         if any(len(top) != self.num_scored for top in self.tops):
             raise ResponseError(f"the server's top_logprobs do not fit the {self.num_scored} of window {self.index}")
         return self
@@ -220,8 +225,8 @@ class KldWindowValues(JournalLine):
 def _window(event: Any) -> KldWindowValues:
     # Position in `tops` tells the two apart, so a missing one stays in it as None, which is an error.
     tops = [event.get(name) for name in ("top_logprobs", "reference_top_logprobs")]
-    counts = {name: event.get(name) for name in ("index", "num_scored")}
-    return KldWindowValues.model_validate({**counts, "positions": event, "tops": [] if tops == [None, None] else tops})
+    values = {"index": event.get("index"), "num_scored": event.get("num_scored"), "columns": event.get("columns", {})}
+    return KldWindowValues.model_validate({**values, "positions": event, "tops": [] if tops == [None, None] else tops})
 
 
 class ResumedKld(JournalLine):

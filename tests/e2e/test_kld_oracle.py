@@ -52,6 +52,25 @@ def test_a_reference_has_the_perplexity_of_its_model(client, reference, text):
     assert 1 <= recorded.disk_bytes / (128 * 4 * (recorded.num_scored + 1024)) < 1.02
 
 
+def test_entropies_of_both_models(disturbed_server, reference, random_model, disturbed_model, sequences):
+    """The cross-entropy is the sum of the divergence and the reference's entropy."""
+    with ScoreClient(disturbed_server, timeout=300) as client:
+        result = client.kld(reference, statistics=["entropy", "std_logprob"], top_logprobs=2)
+    assert len(result.data) == len(sequences)
+    for window, (tokens, first) in zip(result.data, sequences, strict=True):
+        log_p, log_q = (
+            oracle.logits(model, tokens).log_softmax(-1)[first - 1 :].numpy()
+            for model in (random_model, disturbed_model)
+        )
+        for prefix, logprobs in (("reference_", log_p), ("", log_q)):
+            entropy = -(np.exp(logprobs) * logprobs).sum(1)
+            deviation = np.sqrt((np.exp(logprobs) * (logprobs + entropy[:, None]) ** 2).sum(1))
+            np.testing.assert_allclose(window.columns[f"{prefix}entropy"], entropy, rtol=1e-4)
+            np.testing.assert_allclose(window.columns[f"{prefix}std_logprob"], deviation, rtol=1e-4, atol=1e-5)
+        cross_entropy = window.positions.kld + window.columns["reference_entropy"]
+        np.testing.assert_allclose(cross_entropy, -(np.exp(log_p) * log_q).sum(1), rtol=1e-4)
+
+
 def test_both_lanes_of_a_run_agree(server, reference, text, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(text)
     windows = ["--text-file", str(tmp_path / "text.txt"), "--context-length", str(CONTEXT), "--stride", str(STRIDE)]

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from typing_extensions import TypedDict
 
 from scoremode.wire.protocol import (
+    ColumnArray,
     Figure,
     Int32,
     Lane,
@@ -15,6 +16,7 @@ from scoremode.wire.protocol import (
     PerplexityRequest,
     ServedModel,
     ServerInfo,
+    Statistic,
     TextInWindows,
     TopLogprob,
     TopLogprobArrays,
@@ -306,6 +308,9 @@ class KldRequest(LaneFields):
     """The range [first, end) of windows, from 0; all when left out."""
     top_logprobs: TopLogprobsCount = 0
     """The k most likely tokens of both models at every position."""
+    statistics: list[Statistic] = Field([])
+    """Figures of both whole distributions at every position, as in a `ScoreRequest`. The cross-entropy of q with p is
+    KL(p || q) plus the entropy of p."""
     encoding_format: Literal["float", "base64"] = "float"
     """`base64`: arrays as little-endian float32 and int32."""
     as_noise_floor: bool = False
@@ -347,6 +352,8 @@ class KldWindow(TypedDict):
     top_logprobs: NotRequired[list[list[TopLogprob]] | TopLogprobArrays]
     """The k most likely tokens of q."""
     reference_top_logprobs: NotRequired[list[list[TopLogprob]] | TopLogprobArrays]
+    columns: NotRequired[dict[str, list[float] | ColumnArray]]
+    """The figures of `statistics` by name; those of p have "reference_" before the name."""
 
 
 class KldFigures(TypedDict):

@@ -3,7 +3,7 @@ events."""
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from operator import itemgetter
@@ -15,10 +15,11 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Send
 
+from scoremode.wire.arrays import encode_column
 from scoremode_server.engine.admission import Admission, RequestQueue, cancel_and_wait
 from scoremode_server.errors import BusyError, RequestError
 from scoremode_server.http.requests import WHEN_SENT, accept, error_content, logger
-from scoremode_server.rows import json_logprobs
+from scoremode_server.rows import NO_TOKEN, Rows, json_logprobs
 
 T = TypeVar("T")
 
@@ -93,6 +94,26 @@ class AnswerSpace:
     def _free(self, num_bytes: int) -> None:
         self.num_bytes -= num_bytes
         self._freed.set()
+
+
+def padded(values: np.ndarray, num_without: int, missing: float = np.nan) -> np.ndarray:
+    """Put a filler before values for each position without a row. The result is contiguous."""
+    return np.concatenate([np.full((num_without, *values.shape[1:]), missing, values.dtype), values])
+
+
+def columns_json(rows: Rows, names: Iterable[str], encoding_format: str, num_without: int = 0) -> dict[str, Any]:
+    """Columns of rows by name, after `num_without` positions without a row. In JSON, infinite numbers become null."""
+    encoded: dict[str, Any] = {}
+    for name in names:
+        values = rows.column(name)
+        is_float = values.dtype == np.float32
+        if encoding_format == "base64":
+            encoded[name] = encode_column(padded(values, num_without, np.nan if is_float else NO_TOKEN))
+        else:
+            # As float64, because the shortest digits of a float32 read back as another float64.
+            numbers = values.astype(np.float64) if is_float else values
+            encoded[name] = [*[None] * num_without, *numbers.tolist()]
+    return encoded
 
 
 def top_entries(

@@ -11,6 +11,7 @@ import numpy as np
 from vllm.utils import random_uuid
 
 from scoremode.wire.base_file import BaseFile
+from scoremode.wire.protocol import Statistic
 from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence
 from scoremode_server.errors import BusyError, RequestError
 from scoremode_server.references.exchange import (
@@ -23,7 +24,7 @@ from scoremode_server.references.files.directory import StoredReference
 from scoremode_server.references.service import References
 from scoremode_server.references.worker import llama_cpp
 from scoremode_server.references.worker.orders import SINK, WindowMark, compared_columns
-from scoremode_server.rows import Columns, Rows
+from scoremode_server.rows import Column, Columns, Rows
 from scoremode_server.scoring.core import Core
 from scoremode_server.settings import BYTES_AHEAD, EXPORTED_BYTES
 
@@ -76,9 +77,11 @@ class MarkedWindow:
         index: int,
         settings: ScoreSettings,
         boundaries: Iterable[int] = (),
+        statistics: Iterable[Statistic] = (),
     ) -> "MarkedWindow":
         """Make a window of a reference whose text has been read. The queue counts its tokens until it is done. Its
-        residual stream is recorded or replaced at `boundaries`: see `WindowMark`."""
+        residual stream is recorded or replaced at `boundaries`: see `WindowMark`. `statistics` are computed of both
+        models."""
         token_ids, first = reference.text.window(index)
         settings.queue.add(1, len(token_ids))
         mark = WindowMark(
@@ -91,10 +94,11 @@ class MarkedWindow:
             head=f"{reference.name}/{reference.manifest.identity}",
             num_fed=len(token_ids) - 1,
             boundaries=tuple(boundaries),
+            statistics=tuple(statistics),
         )
         sink_columns: dict[str, Columns] = {
             "record": (),
-            "compare": compared_columns(settings.top_logprobs),
+            "compare": compared_columns(settings.top_logprobs, mark.statistics) + tuple(map(Column, mark.statistics)),
             "export": llama_cpp.columns(reference.manifest.head.vocab_size),
         }
         return cls(token_ids, first, mark, settings, sink_columns[action])
@@ -107,10 +111,13 @@ class MarkedWindow:
         settings = self.settings
         if rank is not None:
             settings = replace(settings, options={**settings.options, "data_parallel_rank": rank})
+        sinks: dict[str, Any] = {SINK: msgspec.to_builtins(self.mark)}
+        if self.mark.statistics:
+            sinks["statistics"] = list(self.mark.statistics)
         sequence = TokenSequence(
             context=self.token_ids,
             first=self.first,
-            sinks={SINK: msgspec.to_builtins(self.mark)},
+            sinks=sinks,
             sink_columns=self.sink_columns,
             may_be_cached=False,
         )

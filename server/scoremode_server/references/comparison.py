@@ -18,6 +18,7 @@ from scoremode_server.references.comparer import Comparer, MarkedWindow
 from scoremode_server.references.files.directory import StoredReference
 from scoremode_server.references.layers import LayerParts
 from scoremode_server.rows import Rows
+from scoremode_server.scoring.sequences import make_sink
 
 
 @dataclass(slots=True)
@@ -49,6 +50,8 @@ class Comparison:
             await layers.check_resumable(reference, request.from_boundary, request)
             if request.as_noise_floor:
                 raise RequestError("from_boundary: a noise floor needs the whole model", "from_boundary")
+        if request.statistics:
+            make_sink("statistics", request.statistics)
         return cls(comparer, request, reference, windows)
 
     @property
@@ -56,7 +59,8 @@ class Comparison:
         """The number of logprobs in the answer, per window."""
         text = self.reference.text
         num_scored = (text.num_tokens - text.num_context)[self.windows.start : self.windows.stop]
-        return list((2 * (1 + self.request.top_logprobs) * num_scored).tolist())
+        width = 1 + self.request.top_logprobs + len(self.request.statistics)
+        return list((2 * width * num_scored).tolist())
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +75,8 @@ class Comparison:
             indices.reverse()
             most = min(2, len(indices) - 1) or 1 if self.request.lane == "prefill" else None
         boundaries = () if self.request.from_boundary is None else (self.request.from_boundary,)
-        windows = (MarkedWindow.begin("compare", self.reference, index, settings, boundaries) for index in indices)
+        wanted = boundaries, self.request.statistics
+        windows = (MarkedWindow.begin("compare", self.reference, index, settings, *wanted) for index in indices)
         async with aclosing(self.comparer.compare(self.reference, windows, settings, most)) as in_order:
             async for index, rows in in_order:
                 self.positions[index] = _positions(rows)

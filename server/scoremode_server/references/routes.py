@@ -30,7 +30,7 @@ from scoremode_server.engine.admission import RequestQueue
 from scoremode_server.engine.sequence import ScoreSettings, engine_id
 from scoremode_server.errors import NotServedError, RequestError
 from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accept, until_disconnect
-from scoremode_server.http.responses import VALUE_BYTES, ClosingStream, in_own_task, respond, top_entries
+from scoremode_server.http.responses import VALUE_BYTES, ClosingStream, columns_json, in_own_task, respond, top_entries
 from scoremode_server.references.answers import answer_windows
 from scoremode_server.references.comparer import Comparer, base_file_of, llama_cpp_header
 from scoremode_server.references.comparison import Comparison
@@ -288,6 +288,9 @@ def _window(request: KldRequest, index: int, rows: Rows, positions: KldPositions
         else:
             # Write the digits of float64: the shortest digits of a float32 read back as another number.
             content[name] = values.astype(np.float64 if dtype == "<f4" else np.int32)
+    if request.statistics:
+        names = (side + name for side in ("", "reference_") for name in request.statistics)
+        content["columns"] = columns_json(rows, names, request.encoding_format)
     if request.top_logprobs:
         write: Callable[..., Any] = encode_top_logprobs if encoded else top_entries
         content["top_logprobs"] = write(rows.token_ids[:, 1:], rows.logprobs[:, 1:])

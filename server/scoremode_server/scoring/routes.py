@@ -15,7 +15,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from scoremode.metrics import perplexity, text_metrics
-from scoremode.wire.arrays import encode_array, encode_column, encode_top_logprobs
+from scoremode.wire.arrays import encode_array, encode_top_logprobs
 from scoremode.wire.protocol import (
     PerplexityRequest,
     PerplexityResponse,
@@ -31,7 +31,7 @@ from scoremode.wire.protocol import (
 from scoremode_server.engine.admission import RequestQueue
 from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence, engine_id
 from scoremode_server.http.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, accept, until_disconnect
-from scoremode_server.http.responses import json_response, respond, top_entries
+from scoremode_server.http.responses import columns_json, json_response, padded, respond, top_entries
 from scoremode_server.rows import NO_TOKEN, Rows, json_logprobs, num_words
 from scoremode_server.scoring.core import Core, prepare
 from scoremode_server.scoring.model_files import with_adapter
@@ -220,20 +220,18 @@ def _result(
     if request.return_tokens:
         result["tokens"] = strings.texts_of(token_ids)
     if sequence.sink_columns:
-        result["columns"] = {
-            column.name: _column(rows.column(column.name), num_without, request.encoding_format)
-            for column in sequence.sink_columns
-        }
+        names = (column.name for column in sequence.sink_columns)
+        result["columns"] = columns_json(rows, names, request.encoding_format, num_without)
     if request.encoding_format == "base64":
-        result["logprobs"] = encode_array(_padded(logprobs, num_without), "<f4")
+        result["logprobs"] = encode_array(padded(logprobs, num_without), "<f4")
         if sequence.candidates is not None:
-            padded = _padded(candidate_logprobs, num_without)
-            result["candidate_logprobs"] = {"shape": list(padded.shape), "logprobs": encode_array(padded, "<f4")}
+            chosen = padded(candidate_logprobs, num_without)
+            result["candidate_logprobs"] = {"shape": list(chosen.shape), "logprobs": encode_array(chosen, "<f4")}
         if request.top_logprobs:
-            padded_ids = _padded(top_ids, num_without, NO_TOKEN)
-            result["top_logprobs"] = encode_top_logprobs(padded_ids, _padded(top_logprobs, num_without))
+            padded_ids = padded(top_ids, num_without, NO_TOKEN)
+            result["top_logprobs"] = encode_top_logprobs(padded_ids, padded(top_logprobs, num_without))
         return result
-    result["logprobs"] = _padded(scored, num_without)
+    result["logprobs"] = padded(scored, num_without)
     if sequence.candidates is not None:
         result["candidate_logprobs"] = [*[None] * num_without, *json_logprobs(candidate_logprobs).tolist()]
     if request.top_logprobs:
@@ -247,18 +245,3 @@ def _is_most_likely(rows: Rows, sequence: TokenSequence, first_top: int) -> bool
     one."""
     first, second = rows.logprobs[-1, first_top : first_top + 2]
     return bool(rows.token_ids[-1, first_top] == sequence.last_token and first > second)
-
-
-def _column(values: np.ndarray, num_without: int, encoding_format: str) -> Any:
-    """Encode a sink's column for an answer. In JSON, infinite numbers become null."""
-    is_float = values.dtype == np.float32
-    if encoding_format == "base64":
-        return encode_column(_padded(values, num_without, np.nan if is_float else NO_TOKEN))
-    # As float64, because the shortest digits of a float32 read back as another float64.
-    numbers = values.astype(np.float64) if is_float else values
-    return [*[None] * num_without, *numbers.tolist()]
-
-
-def _padded(values: np.ndarray, num_without: int, missing: float = np.nan) -> np.ndarray:
-    """Values after a filler for each position without a row; contiguous."""
-    return np.concatenate([np.full((num_without, *values.shape[1:]), missing, values.dtype), values])

@@ -216,7 +216,7 @@ def _set_sinks(request: ScoreRequest, sequences: list[TokenSequence]) -> None:
     wanted: dict[str, Any] = dict(request.sinks)
     if request.statistics:
         wanted["statistics"] = request.statistics
-    sinks = {name: _make_sink(name, data) for name, data in wanted.items()}
+    sinks = {name: make_sink(name, data) for name, data in wanted.items()}
     columns = tuple(column for sink in sinks.values() for column in sink.columns)
     counts = Counter(column.name for column in (*score_columns(1), *columns))
     if duplicates := [name for name, count in counts.items() if count > 1]:
@@ -226,7 +226,7 @@ def _set_sinks(request: ScoreRequest, sequences: list[TokenSequence]) -> None:
         sequence.sinks, sequence.sink_columns, sequence.may_be_cached = wanted, columns, may_be_cached
 
 
-def _make_sink(name: str, data: Any) -> Sink:
+def make_sink(name: str, data: Any) -> Sink:
     """Make a sink as workers will, to check its data and to read its columns."""
     classes = sink_classes()
     if name not in classes:

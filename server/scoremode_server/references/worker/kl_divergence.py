@@ -14,18 +14,24 @@ Under tensor parallelism, ranks exchange three things per chunk: the reference's
 rows, and the sums. `fused_logprobs` does the same for the served model.
 """
 
+from dataclasses import replace
+
 import torch
 
 from scoremode_server.kernels.fused_logprobs import Chunk, kernels_for
 from scoremode_server.kernels.reduced_rows import ReducedRows, gather_rows, share_targets
+from scoremode_server.worker.sinks import Statistics
 
 
-def compare(chunk: Chunk, reference_logits: torch.Tensor) -> dict[str, torch.Tensor]:
+def compare(
+    chunk: Chunk, reference_logits: torch.Tensor, statistics: Statistics | None = None
+) -> dict[str, torch.Tensor]:
     """Compare the served model with a reference in every row of a chunk, at a temperature of 1.
 
     Args:
         chunk: rows of the served model, with at least one top token.
         reference_logits: [rows, at least `chunk.num_columns`], for the same part of the vocabulary, in any dtype.
+        statistics: figures of the reference's distribution to add, with "reference_" before their names.
 
     Returns:
         kld, reverse_kld, acceptance: [rows] float32, NaN where either side has a NaN: KL(reference||served) and
@@ -46,7 +52,7 @@ def compare(chunk: Chunk, reference_logits: torch.Tensor) -> dict[str, torch.Ten
     log_sum_ratios = (reference.sums / served.sums).log()
     sums = kernels.sum_divergences(chunk.logits, reference_logits, chunk.num_columns, served, reference, log_sum_ratios)
     sums = chunk.add_up(sums.masked_fill_(~log_sum_ratios.isfinite()[:, None], torch.nan))
-    return {
+    columns = {
         "kld": sums[:, 0].contiguous(),
         "reverse_kld": sums[:, 1].contiguous(),
         # Rounding may bring the sum for two disjoint distributions slightly above 2.
@@ -55,3 +61,7 @@ def compare(chunk: Chunk, reference_logits: torch.Tensor) -> dict[str, torch.Ten
         "reference_logprobs": reference.logprobs(),
         "reference_ranks": reference.ranks,
     }
+    if statistics is not None:
+        figures = statistics.compute(replace(chunk, logits=reference_logits, scores=reference), ())
+        columns |= {f"reference_{name}": column for name, column in figures.items()}
+    return columns

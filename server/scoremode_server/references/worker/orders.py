@@ -1,5 +1,6 @@
 """Messages about windows that msgspec sends between API servers and engine workers, in requests and in orders."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -16,7 +17,7 @@ servers keep to it for windows with layers. Without layers, it is only reached i
 windows fail."""
 
 
-def compared_columns(num_top: int) -> Columns:
+def compared_columns(num_top: int, statistics: Iterable[str] = ()) -> Columns:
     """The columns that comparing adds to a window's scores: the figures of `kl_divergence.compare`."""
     return (
         Column("kld"),
@@ -25,6 +26,7 @@ def compared_columns(num_top: int) -> Columns:
         Column("reference_token_ids", "int32", 1 + num_top),
         Column("reference_logprobs", "float32", 1 + num_top),
         Column("reference_ranks", "int32"),
+        *(Column(f"reference_{name}") for name in statistics),
     )
 
 
@@ -53,6 +55,8 @@ class WindowMark:
     boundaries: tuple[int, ...] = ()
     """Boundaries of decoder layers. Recording stores the residual stream at each of them. Comparing replaces it with
     the reference's at the only one, if there is one."""
+    statistics: tuple[str, ...] = ()
+    """Names of `Statistics` that comparing adds for the reference."""
 
 
 class ReadWindow(msgspec.Struct, tag=True):

@@ -41,7 +41,7 @@ from scoremode_server.worker.lm_head import LMHead
 from scoremode_server.worker.request_rows import RowPiece, StepPart
 from scoremode_server.worker.row_scorer import RowScorer, zeros
 from scoremode_server.worker.row_spec import RowSpec
-from scoremode_server.worker.sinks import Chunk, Sink, SinkMaker
+from scoremode_server.worker.sinks import Chunk, Sink, SinkMaker, Statistics
 
 COMPARISON_BUDGETS = 4
 """On a GPU a comparison may use this many times the budget: 2,048 rows take 6 % less time than 512 (1B, H200)."""
@@ -96,7 +96,7 @@ class ComparedWindow(WindowSink):
 
     @cached_property
     def key(self) -> Hashable:
-        return self.mark.action, self.mark.head, self.num_top
+        return self.mark.action, self.mark.head, self.num_top, self.mark.statistics
 
     def head(self, *, local: bool) -> ReferenceHead | None:
         """Find the reference's head, with `local` this rank's part of it; None if this rank cannot compare."""
@@ -113,7 +113,8 @@ class ComparedWindow(WindowSink):
 
     def compute(self, chunk: Chunk, pieces: Sequence[RowPiece]) -> Mapping[str, torch.Tensor]:
         reference, recorded = self._reference(chunk, pieces, local=chunk.shard is not None)
-        return kl_divergence.compare(chunk, reference.logits_fn(recorded))
+        statistics = Statistics(list(self.mark.statistics)) if self.mark.statistics else None
+        return kl_divergence.compare(chunk, reference.logits_fn(recorded), statistics)
 
     def _reference(
         self, chunk: Chunk, pieces: Sequence[RowPiece], *, local: bool
