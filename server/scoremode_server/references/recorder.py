@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import torch
 from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
@@ -137,11 +136,11 @@ class Recorder:
     async def record(self, reference: StoredReference, settings: ScoreSettings) -> AsyncGenerator[WindowOnDisk, None]:
         """Yield every window in order, once it is on disk. Windows that were recorded before are read."""
         text = await self.references.text(reference)
-        recorded = await self.references.in_thread(reference.name, reference.recorded_windows)
+        recorded, has_head = await self.references.in_thread(
+            reference.name, lambda: (reference.recorded_windows(), reference.has_head())
+        )
         head_ticket = None
-        try:
-            await self.references.in_thread(reference.name, reference.read_head)
-        except BrokenFileError:
+        if not has_head:
             # Workers write the LM head while windows are recorded.
             head_ticket, identity = uuid.uuid4().hex, reference.manifest.identity
             await call_workers(self.core.client, "scoremode_write_head", reference.name, identity, head_ticket)
@@ -165,20 +164,14 @@ class Recorder:
 
     async def _read_window(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
         """Read a window that has a file. If that file or one of its layers' is damaged, record the window again."""
-
-        def read() -> torch.Tensor:
-            for boundary in _boundaries(reference):
-                reference.read_stream(index, boundary)
-            return reference.read_shard(index)[1]
-
         try:
-            logprobs = await self.references.in_thread(reference.name, read)
+            logprobs = await self.references.in_thread(reference.name, lambda: reference.read_window(index))
         except BrokenFileError:
             return await self._record_window(reference, index, settings)
         return -json_logprobs(logprobs.numpy()), None
 
     async def _record_window(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
-        window = MarkedWindow.begin("record", reference, index, settings, _boundaries(reference))
+        window = MarkedWindow.begin("record", reference, index, settings, reference.boundaries)
         rows = await self.core.scorer.engine.window_rows(window.engine_pass())
         await self._wait_until_written(reference, window.mark.ticket, f"window {window.mark.index}")
         # The workers do not hold its hidden states any more.
@@ -237,12 +230,6 @@ class Recorder:
             )
         measured = layers.model_copy(update={"floor": floor})
         await self.references.save(reference, lambda _: {"layers": measured})
-
-
-def _boundaries(reference: StoredReference) -> range:
-    """The boundaries at which a reference has the residual stream."""
-    layers = reference.manifest.layers
-    return range(0 if layers is None else layers.num_boundaries)
 
 
 def _blocks(layers: ReferenceLayers | None) -> list[LayerBlock] | None:

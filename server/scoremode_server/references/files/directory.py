@@ -69,6 +69,20 @@ class StoredReference:
     def shard(self, index: int) -> Path:
         return self.path / "windows" / f"{index:06}.safetensors"
 
+    @property
+    def boundaries(self) -> range:
+        """The boundaries at which the residual stream is recorded."""
+        layers = self.manifest.layers
+        return range(0 if layers is None else layers.num_boundaries)
+
+    def has_head(self) -> bool:
+        """Whether the LM head is on disk and whole."""
+        try:
+            self.read_head()
+        except BrokenFileError:
+            return False
+        return True
+
     def recorded_windows(self) -> set[int]:
         return {int(name[1]) for path in (self.path / "windows").glob("*") if (name := _SHARD.fullmatch(path.name))}
 
@@ -93,6 +107,12 @@ class StoredReference:
 
     def read_stream(self, index: int, boundary: int) -> torch.Tensor:
         return read_tensors(self.stream(index, boundary), self.about(f"window {index}, boundary {boundary}"))["stream"]
+
+    def read_window(self, index: int) -> torch.Tensor:
+        """Read a window's logprobs [scored], and check that its other files are whole."""
+        for boundary in self.boundaries:
+            self.read_stream(index, boundary)
+        return self.read_shard(index)[1]
 
     def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
