@@ -79,8 +79,8 @@ class ScoreClient:
         api_key: Sent as a bearer token; the environment's SCOREMODE_API_KEY when left out.
         timeout: Seconds to wait for the next byte of an answer.
         max_retries: Attempts after the first one, on 429, 502, 503, 504 and on dropped or refused connections.
-        retry_for: Seconds since a request's first failure in which it is sent again, in place of `max_retries`. A
-            status 500, which a dying server gives, is then also retried a few times.
+        retry_for: Keep retrying for this many seconds after a request's first failure, instead of counting
+            `max_retries`. A status 500, which a dying server gives, is then also retried a few times.
         transport: An httpx transport in place of the network.
 
     Every method raises `TransportError` when no answer comes, an `APIStatusError` when the answer is an error, and
@@ -172,10 +172,10 @@ class ScoreClient:
             prompt: A text, several, the token ids of a text, or those of several.
             continuations: Score these instead of the prompts: each after every prompt, or one list per prompt.
             add_special_tokens: Let the tokenizer add its special tokens (BOS) to a text.
-            top_logprobs: Return the k most likely tokens at every position, at most what the server's `--max-logprobs`
-                allows, and 256.
-            candidate_token_ids: Score these tokens too: one list for all positions. For a single prompt you may give
-                one list per returned position, and for several prompts such lists per prompt, all of one length.
+            top_logprobs: Return the k most likely tokens at every position. k is at most 256, and at most the server's
+                `--max-logprobs`.
+            candidate_token_ids: Score these tokens too: one list for all positions. With one prompt, it may be one list
+                per returned position; with several prompts, that for each prompt. All lists have one length.
             temperature: T of the scored distribution, softmax(logits / T); 1 when left out.
             statistics: Return figures of the whole distribution at every position, in `columns`: "entropy", and
                 "std_logprob", the standard deviation of the logprobs under it.
@@ -187,7 +187,8 @@ class ScoreClient:
             use_cache: Accept logprobs that were computed for an earlier request.
             lane: Tokens per step: as many as fit ("prefill"), one ("decode"), or as many as in speculative decoding
                 ("verify").
-            context: For "decode" and "verify": prefill at most this many tokens, and none whose step gives a logprob.
+            context: For "decode" and "verify": prefill at most this many tokens. Returned logprobs never come from the
+                prefill step.
             model: Model to use in place of the client's.
 
         Returns:
@@ -195,7 +196,7 @@ class ScoreClient:
         """
         sequences = scored_sequences(prompt, continuations)
         num_values = top_logprobs + len(statistics or ())
-        # A sink's column may be as wide as the most candidates.
+        # A sink's column may have up to MAX_CANDIDATES numbers per row.
         num_values += MAX_CANDIDATES * ((candidate_token_ids is not None) + len(sinks or ()))
         return self.send(
             call(
@@ -295,8 +296,8 @@ class ScoreClient:
             **windows: As for `perplexity`.
 
         The answer is streamed. The server resumes an interrupted recording when the same request is sent again, as the
-        client does when the connection is lost. An `APIStatusError`, such as `BadRequestError`, says that the name
-        belongs to another reference.
+        client does when the connection is lost. An `APIStatusError` with status 409 says that the name belongs to
+        another reference, or that a file of this one is damaged.
         """
         return self.send(
             stream(
@@ -332,8 +333,8 @@ class ScoreClient:
         )
 
     def layers(self) -> ServedLayers:
-        """Look up how the served model's decoder layers can be cut, and the free space for references.
-        `BadRequestError` says why they cannot be cut."""
+        """Look up the boundaries between decoder layers at which `kld` can resume, and the free space for references.
+        `BadRequestError` says why it cannot resume at any."""
         return self.send(call("GET", "/v1/layers", ServedLayers.model_validate))
 
     def reference(self, name: str) -> Reference:
@@ -389,11 +390,11 @@ class ScoreClient:
         Args:
             reference: Name of a complete reference.
             windows: The range [first, end) of windows, from 0; all when left out.
-            top_logprobs: Return the k most likely tokens of both models at every position, at most what the server's
-                `--max-logprobs` allows, and 256.
+            top_logprobs: Return the k most likely tokens of both models at every position. k is at most 256, and at
+                most the server's `--max-logprobs`.
             statistics: Return figures of both whole distributions at every position, in `columns`, as for `score`. The
                 cross-entropy with the reference is KL divergence plus `reference_entropy`.
-            num_positions: Limit on the positions of these windows, at most 8,388,608: a much longer answer is refused.
+            num_positions: Limit on positions, at most 8,388,608. The client stops reading a much longer answer.
             as_noise_floor: Store the result with the reference as its noise floor in this lane. Only for all windows,
                 and the reference's own model.
             from_boundary: Replace the served model's residual stream with the reference's at this boundary of its

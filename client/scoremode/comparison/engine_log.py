@@ -1,7 +1,7 @@
 """Reads logs of llama.cpp's `llama-perplexity` as figures to show next to those of runs.
 
-Errors are those in the log, and figures that it lacks are None. A log has no values of single tokens, so there are no
-intervals and no verdicts.
+Standard errors are the log's own, and figures that it lacks are None. A log has no values of single tokens, so rows
+of logs have neither intervals nor verdicts.
 """
 
 import math
@@ -39,8 +39,8 @@ _RANGES = {
 """The smallest and largest valid values."""
 
 _LARGEST_DIFFERENCE = 1e-2
-"""Limit on the difference in ln(perplexity) of the same base. llama.cpp clips tokens to 16 nats below the top token,
-which lowers its perplexity a little."""
+"""Largest accepted difference between the log's and the run's ln(perplexity) of the base model. llama.cpp clips tokens
+to 16 nats below the top token, which lowers its perplexity a little."""
 
 
 def load_log(path: Path, label: str) -> RunFigures[EngineLog]:

@@ -49,13 +49,14 @@ class ScoreSettings:
     use_cache: bool = True
     cache_salt: str | None = None
     owner: str = ""
-    """Identifies the client by its API key; empty without keys. Different owners share no rows, keys or values."""
+    """Identifies the client by its API key; empty without keys. Different owners share no rows and no KV cache."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `generate`, such as `lora_request`."""
     chunk: int = 0
     """Tokens per step in a lane other than prefill; 0 in the prefill lane."""
     context: int | None = None
-    """Limit on tokens prefilled before the first chunk; if None, all before the first wanted row are."""
+    """Limit on tokens prefilled before the first chunk. If None, all tokens before the first wanted row are
+    prefilled."""
     is_answer: bool = False
     """Whether the targets are a generated answer, whose first token comes from the step that prefills."""
 
@@ -71,8 +72,8 @@ class TokenSequence:
     """A sequence of n tokens to score. The tokens from position `first` on are its targets: they get logprobs."""
 
     context: list[int]
-    """Starts with the tokens before the targets. Sequences may share this list: it is not copied until the engine needs
-    it."""
+    """The tokens before the targets, followed by the targets if `continuation` is None, else maybe by tokens that are
+    not used. Sequences may share this list: it is not copied until the engine needs it."""
     first: int = 0
     """Position of the first target: `logprobs_from`, or where a continuation, a turn or a window's targets start."""
     continuation: list[int] | None = None
@@ -89,7 +90,8 @@ class TokenSequence:
     continuation_index: int | None = None
     """Index of its continuation among those of its prompt, or of its turn in the conversation."""
     column: int = 0
-    """The column of its last token in the last row of its pass; 0 for the pass's own sequence."""
+    """Sequences that share a pass differ in their last token: this is that token's column in the pass's last row. 0 for
+    the pass's own sequence."""
     settings: ScoreSettings = field(init=False)
 
     @property
@@ -159,9 +161,10 @@ class EnginePass:
     """vLLM's output, without prompt logprobs."""
     rows: Rows = field(init=False)
     """[n - 1]: the rows of all tokens after the first. The first `num_missing` are unset until they are found
-    elsewhere. `ScoringEngine.rows` leaves only the targets' rows."""
+    elsewhere. `ScoringEngine.rows` drops all but the targets' rows."""
     num_missing: int = field(init=False)
-    """How many rows at the start are not valid: the engine left them out, or they have a NaN or another token."""
+    """How many rows at the start are not valid: the engine left them out, or they hold a NaN, or the row's token is not
+    the one expected."""
     num_cached_tokens: int = field(init=False)
     """Tokens at the start whose keys and values were cached, not computed for this pass."""
     block_hashes: Sequence[bytes] = ()
@@ -208,13 +211,13 @@ class EnginePass:
         if len(self.columns) > 1:
             own: Any = [] if candidates is None else candidates
             candidates = np.array([*own, *list(self.columns)[1:]], np.int32)
-            # Two top tokens show which token is the most likely, and whether it is the only one.
+            # Two top tokens show which token is the most likely, and whether another token ties with it.
             num_top = max(num_top, 2)
         if candidates is not None and candidates.ndim > 1:
             candidates = candidates[first - sequence.first :]
         elif sequence.uses_cache and (block := (first - 1) // block_size) < (sequence.num_tokens - 1) // block_size:
-            # Blocks are stored whole or not at all. A later request that shares this block gets none of its rows from
-            # vLLM.
+            # Blocks are stored whole or not at all. vLLM computes no rows for tokens in its prefix cache, so a later
+            # request can get this block's rows only from the store.
             first = block * block_size + 1
         return RowSpec(
             first=first,

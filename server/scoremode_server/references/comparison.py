@@ -36,8 +36,8 @@ class Comparison:
     async def begin(
         cls, comparer: Comparer, layers: LayerParts, request: KldRequest, *, is_adapted: bool
     ) -> "Comparison":
-        """Open the reference. RequestError if the served model, which is `is_adapted` if an adapter changes it, cannot
-        be compared as requested."""
+        """Open the reference. `is_adapted` says whether an adapter changes the served model. RequestError if that model
+        cannot be compared as requested."""
         reference = await comparer.open(request.reference)
         windows = _windows(request, reference.manifest.text.num_windows)
         is_own = comparer.references.model.may_continue(reference.manifest.model) and not is_adapted
@@ -56,7 +56,7 @@ class Comparison:
 
     @property
     def num_values(self) -> list[int]:
-        """The number of logprobs in the answer, per window."""
+        """The number of values in the answer, per window: logprobs and statistics."""
         text = self.reference.text
         num_scored = (text.num_tokens - text.num_context)[self.windows.start : self.windows.stop]
         width = 1 + self.request.top_logprobs + len(self.request.statistics)
@@ -71,7 +71,7 @@ class Comparison:
         indices, most = list(self.windows), None
         if self.request.as_noise_floor:
             # A noise floor needs other batches than those of the recording: windows in reverse order, and in the
-            # recording's lane fewer in flight. Two keep the engine busy.
+            # prefill lane, in which references are recorded, fewer in flight. Two keep the engine busy.
             indices.reverse()
             most = min(2, len(indices) - 1) or 1 if self.request.lane == "prefill" else None
         boundaries = () if self.request.from_boundary is None else (self.request.from_boundary,)

@@ -1,5 +1,5 @@
-"""Orders files from engine workers for windows of references, and follows each engine's lease. An API server orders a
-window's files, waits for them here, and only then sends the window, so no step of the engine waits for a file.
+"""Tells engine workers which files of references to read and drop, and follows each engine's lease. An API server has a
+window's files read, waits for them here, and only then sends the window, so no step of the engine waits for a file.
 
 An engine compares with one reference at a time: see `worker/lease.py`. Windows of other references wait here. Only
 windows in the engine use the lease. Windows that are still waiting when it ends wait for the next one.
@@ -42,15 +42,15 @@ from scoremode_server.references.worker.orders import (
 from scoremode_server.vllm_compat.engine_client import call_engines
 
 STEPS_READ_AHEAD = 3
-"""Limit on tokens of a reference's windows that workers read or hold at once, as a multiple of `EngineSize.tokens`:
-some windows are in the engine, and some wait for it."""
+"""Limit on tokens of a reference's windows that workers read or hold at once, as a multiple of the tokens that the
+engine takes at once (`EngineSize.tokens`). It is more than 1 so that windows are ready when the engine has space."""
 
 HEADS_READ_AHEAD = 4
 """Limit on LM heads that workers read or hold on the host at once per API server. Each takes a gigabyte for 8B
 parameters."""
 
 ALIVE_SECONDS = 1.0
-"""How often a pending call checks whether the engine has died, because vLLM then never answers it."""
+"""Seconds between checks whether the engine has died. vLLM never answers a call to a dead engine."""
 
 POLL_SECONDS = 0.005
 """Pause before workers are called again. It doubles up to `MAX_POLL_SECONDS` while nothing changes."""
@@ -74,7 +74,7 @@ class _Comparison:
     """The windows of one reference that this API server compares in one engine, now or soon."""
 
     mark: WindowMark
-    """The mark of one of these windows, for what they have in common."""
+    """Any one of these windows' marks: all name the same reference and LM head."""
     head: HeadFormat
     num_windows: int = 0
     num_inside: int = 0
@@ -82,7 +82,8 @@ class _Comparison:
     num_tokens: int = 0
     """Tokens of these windows that workers read or hold."""
     ticket: str = ""
-    """The ticket under which workers read the LM head to the host; empty if they need not."""
+    """The ticket under which workers read the LM head to the host; empty before it is ordered, and once the device has
+    it."""
     is_read: bool = False
     """Whether all ranks have read the LM head."""
     failure: Exception | None = None
@@ -152,7 +153,8 @@ class _Engine:
     comparisons: dict[str, _Comparison] = field(default_factory=dict)
     """Comparisons by the key of their reference's LM head."""
     may_be_noted: bool = False
-    """Whether the workers may have noted that this API server wants or uses a lease."""
+    """Whether the last call may have told workers that this API server wants or uses a lease. Then they must be called
+    again, to learn when it no longer does."""
     lease: LeaseState = field(default_factory=lambda: LeaseState(key="", is_granted=False, is_used=False, waiting=[]))
 
     @property
@@ -199,7 +201,7 @@ class _Engine:
         read."""
         self.lease = answers[0]["lease"]
         for key, comparison in self.comparisons.items():
-            # The device may still have the LM head of an earlier lease.
+            # The device may have this head left from an earlier lease, so its presence is not enough.
             has_lease = self.lease["key"] == key
             if failure := _failure(answers, comparison.ticket) or (has_lease and _failure(answers, key)):
                 comparison.fail(_file_error(failure, comparison.mark, "the LM head"))
@@ -220,13 +222,13 @@ class _Engine:
 
 
 class WorkerFiles:
-    """Orders files from the workers of all engines."""
+    """Has the workers of all engines read and drop files."""
 
     def __init__(self, client: EngineClient, admission: Admission) -> None:
         self._client, self._admission = client, admission
         self._server = secrets.token_hex(8)
         self._outcomes: dict[asyncio.Future[None], tuple[str, int | None]] = {}
-        """The ticket that each waiting task needs done, and the rank of the engine; None for any engine."""
+        """For each waiting task, the ticket that it waits for and the engine's rank; None for any engine."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         parallel = client.vllm_config.parallel_config
@@ -341,7 +343,8 @@ class WorkerFiles:
             for engine, orders in zip(self._engines, sent, strict=True):
                 # The workers may have noted what this call said.
                 engine.may_be_noted = True
-                # Tasks that wait for a read fail, but the workers must still drop what they have read.
+                # This call's error reaches the tasks that wait for reads. The workers must still drop what they have
+                # read.
                 engine.orders[:0] = [order for order in orders if isinstance(order, Forget)]
             raise
         for engine, rank_answers in zip(self._engines, answers, strict=True):

@@ -8,12 +8,14 @@
     windows/000000.safetensors, ...
                             hidden_states [scored, hidden] after the final norm; logprobs [scored] float32, nats
     layers/000000/000.safetensors, ...
-                            stream [fed, hidden] of a window at each boundary of decoder layers, if these are recorded
+                            stream [fed, hidden] of a window at each boundary of decoder layers, if these are
+                            recorded; fed: the window's tokens given to the engine, all but the last
 
 A row of `windows` has the position of the document's first token in `token_ids`, and the window's start, end, first
 target and leading token (-1 for none) within the document. The window's hidden states predict its targets. A row of
-`origins` has the index of the text or conversation, of its label and of the turn's role, -1 for none. References of
-earlier versions have no `origins`.
+`origins` has three indices: of the text, conversation or answer in the request's list, of its label in the manifest's
+`text.labels`, and of the turn's role in `text.roles`; -1 for no label or role. References of earlier versions have no
+`origins`.
 """
 
 import fcntl
@@ -41,7 +43,7 @@ _HEAD = "lm_head.safetensors"
 _SHARD = re.compile(r"(\d{6,})\.safetensors")
 _DELETED = ".deleted-"
 _MOST_NAMED = 20
-"""Limit on references that a message about an unknown one lists."""
+"""How many existing references the error for an unknown name lists at most."""
 
 
 class NoReferenceError(Exception):
@@ -181,7 +183,7 @@ class StoredText:
 
     @property
     def num_context(self) -> np.ndarray:
-        """Tokens [windows] before the first target of each window."""
+        """The number of tokens [windows] before the first target of each window."""
         _, start, _, first_target, leading = self.windows.T
         return np.array(first_target - start + (leading >= 0))
 

@@ -30,7 +30,7 @@ class ReferenceWorker:
         """The served model's decoder layers (`ReferenceLayers`), or why their residual stream cannot be cut."""
         windows = self._scoremode_windows()
         if windows.layers is None:
-            # On a CPU vLLM profiles nothing.
+            # Layers are found in the first forward pass. On a CPU vLLM has run none, because it does not profile there.
             self.execute_dummy_batch()
         described = "no forward pass was seen" if windows.layers is None else windows.layers.described
         return described if isinstance(described, str) else described.model_dump()
