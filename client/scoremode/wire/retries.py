@@ -52,7 +52,7 @@ class Retries:
     def __init__(self, address: str, max_retries: int, retry_for: float | None) -> None:
         self.max_retries = max_retries
         self.retry_for = retry_for
-        """Seconds since a request's first failure in which it is sent again, in place of `max_retries`."""
+        """Keep retrying for this many seconds after a request's first failure, instead of counting `max_retries`."""
         self.grace: float | None = None
         """Lower limit than `retry_for` for a server that is down, if others can take over its work. It does not apply
         to a busy server."""
@@ -68,7 +68,7 @@ class Retries:
         """Time at which the log said that requests wait; None once an answer came."""
 
     def limit(self, *, busy: bool) -> float | None:
-        """Seconds since a request's first failure in which it is sent again; None if `max_retries` applies instead."""
+        """Seconds after a request's first failure for which it is retried; None if `max_retries` applies instead."""
         if self.retry_for is None or busy:
             return self.retry_for
         return min(limit for limit in (self.grace, self.first_contact, self.retry_for) if limit is not None)
