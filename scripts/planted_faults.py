@@ -104,9 +104,6 @@ SERVER_FAULTS = {
         ("range(start, start + piece.num_rows)", "range(piece.start, piece.start + piece.num_rows)"),
         ("if piece.request in requests:", "if True:"),
     ],
-    "worker/request_rows.py < worker references/worker": [
-        ("is_ready(self.end, local=local and", "is_ready(self.end, local=local or"),
-    ],
     "worker/sinks.py < kernels/test_statistics.py": [
         ("chunk.add_up(sums).double()", "sums.double()"),
         ("scores, chunk.temperature)", "scores, 1.0)"),
