@@ -202,6 +202,7 @@ def test_some_windows_and_top_tokens_can_be_requested(call, server):
         "reference": "base",
         "windows": [1, 2],
         "top_logprobs": 2,
+        "statistics": [],
         "encoding_format": "base64",
         "as_noise_floor": False,
         "stream": True,
