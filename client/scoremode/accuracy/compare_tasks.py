@@ -60,8 +60,8 @@ def compare_tasks(models: Mapping[str, Mapping[str, TaskSamples]], smallest_diff
 
     Args:
         models: Answers by label and task.
-        smallest_difference: A difference of accuracies, 0 to 1. If none is shown, and so few questions could not have
-            shown this one, the verdict is "too few questions".
+        smallest_difference: The smallest difference of accuracies that matters, 0 to 1. The verdict is "too few
+            questions" if no difference is shown, and there are too few questions to show one of this size.
     """
     unjudged = sorted({task for tasks in models.values() for task, samples in tasks.items() if not samples.metric})
     warnings = [f"Left out, as no metric is yes or no: {', '.join(unjudged)}."] if unjudged else []

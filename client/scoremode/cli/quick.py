@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     if _is_quantized(models[0]) and False in map(_is_quantized, models):
         print(f"ppl-client: {models[0]} is quantized and a copy is not: the original comes first", file=sys.stderr)
     if options.tasks is not None:
-        # Answers are read, and refused, before the first server starts.
+        # Answers are read before the first server starts, so that bad ones are refused at once.
         from scoremode.accuracy import compare_tasks, load_tasks
 
         names, judges = [entry.name for entry in checked.models], (options.task_metric, options.task_filter)

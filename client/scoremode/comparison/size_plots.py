@@ -33,7 +33,7 @@ def draw(
         _draw_point(axes, point, point.size, theme, size)
     if all(point.low > 0 for point in all_points) and axes.get_ylim()[0] < 0:
         axes.set_ylim(bottom=0)
-    # Fix the limits, because lines go from edge to edge: so a front of one run is a line too.
+    # Fix the limits first: the floor and the front are drawn to the edges, so that a front of one run is a line too.
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     draw_floor(axes, theme, floor, "y")
     if len(all_points) >= MIN_FRONT:
@@ -129,7 +129,8 @@ def _set_size_scale(axes: Axes, sizes: Sequence[float]) -> None:
 
 
 def _draw_point(axes: Axes, point: Point, at: float, theme: Theme, size: str | None) -> None:
-    """Draw a value with its interval at position `at` of the other axis, which has sizes, or rows if `size` is None."""
+    """Draw a value with its interval. `at` is its place on the axis without values: a size, or a row if `size` is
+    None."""
     interval = [[point.value - point.low], [point.high - point.value]]
     vertical = size is not None
     container = axes.errorbar(

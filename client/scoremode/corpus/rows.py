@@ -1,8 +1,8 @@
 """Reads the rows of parquet and JSON lines batch by batch, and makes the columns that are added to them.
 
 pyarrow infers the types of JSON lines from some rows at a time. They may not fit the next rows, where a column may be
-missing or have other numbers. So the file is read twice: first for types that fit all lines, then with these. That
-costs little compared with scoring.
+missing, or have floats after integers. So the file is read twice: first for types that fit all lines, then with these.
+That costs little compared with scoring.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ _BATCH_ROWS = 256
 """Few, because each row may be a long document."""
 
 _Block = list[tuple[str, dict[str, Any]]]
-"""Some rows of JSON lines, each after its place in words."""
+"""Some rows of JSON lines: each one's place, as error messages name it, and its values."""
 
 FIGURES = {"num_tokens": pa.int64(), "nll": pa.float64(), "perplexity": pa.float64(), "bits_per_byte": pa.float64()}
 PER_TOKEN = {"token_ids": pa.list_(pa.int32()), "token_logprobs": pa.list_(pa.float32())}
@@ -136,7 +136,7 @@ def check_columns(schema: pa.Schema, text_column: str, added: Sequence[str], whe
 def documents_of(column: pa.Array) -> list[AnyDocument]:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    # Texts are read as bytes: their number is needed, and one that is not UTF-8 must not fail the others.
+    # Texts are read as bytes: their number is needed, and a text that is not UTF-8 must not make the others fail.
     return [_document(text) for text in column.cast(pa.large_binary()).to_pylist()]
 
 

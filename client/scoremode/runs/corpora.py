@@ -41,7 +41,8 @@ _Row = tuple[str, Mapping[str, Any]]
 _SUFFIXES = (".parquet", ".jsonl", ".txt")
 
 _CATEGORIES = Path(__file__).with_name("categories")
-"""Folder of the texts by category; its SOURCES.md describes them. A line `%` ends a document, as in `fortune` files."""
+"""Folder of the texts by category; its SOURCES.md describes them. A line `%` separates documents, as in
+`fortune` files; none follows the last."""
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ class Corpus:
     documents: tuple[str, ...] = ()
     """Texts that are scored in place of `text`, each without the others as context; empty if `text` is scored."""
     num_bytes: int | None = None
-    """Bytes for bits per byte. It and `num_words` are None if they are those of the scored text."""
+    """The number of bytes that bits per byte are computed with. It and `num_words` are None if they are those of the
+    scored text."""
     num_words: int | None = None
     conversations: tuple[Conversation, ...] = ()
     """Conversations that are scored in place of `text`."""
@@ -162,7 +164,7 @@ def load_corpus(
         column: Column of the dataset that has the text.
         num_samples: Read only this many rows.
         preset: Join the rows as this tool does. `categories` has its own text, and takes no source.
-        max_windows: How many windows will be measured, for the corpus's description: see `presets.window_settings`.
+        max_windows: Only recorded in the corpus; `presets.window_settings` makes the limit.
         messages: Column of the dataset that has conversations, used in place of `column`. A column `tools` may have
             their tools, and a column `system` a system message.
         by: Column of the dataset that has a label for each row. Rows are then not joined.
@@ -248,7 +250,7 @@ def load_prompts(
         path: A jsonl or parquet file.
         messages: Column that has conversations; by default the first of PROMPT_COLUMNS that has a value in any row.
             Only `prompt` may have texts. A last message of the assistant is left out.
-        by: As for `load_corpus`, with the other arguments.
+        by: This and the arguments after it are as for `load_corpus`.
 
     Raises:
         CorpusError: the file cannot be read, has no such column or no row, or a row has no prompt.
@@ -276,7 +278,7 @@ def load_prompts(
 
 
 def _check_filled(rows: list[_Row], columns: Iterable[str], where: str) -> None:
-    """Raise CorpusError for a column that is null in every row, as one is that only the dataset's other files use."""
+    """Raise CorpusError for a column that is null in every row, such as one that only the dataset's other files use."""
     for column in columns:
         if rows and all(values[column] is None for _, values in rows):
             raise CorpusError(f"column {column!r} of {where} is null in every row: name another column")
@@ -433,7 +435,8 @@ def _parquet_rows(file: Path, columns: list[str], optional: Collection[str]) -> 
 
 
 def _has_values(table: Any, column: str) -> bool:
-    """Whether a column of a parquet file, or a part of it, may have values: the file does not say that all are null."""
+    """Whether a parquet file's column, or a field nested in it, may have values: its statistics do not say that all are
+    null."""
     groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
     chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
     return any(

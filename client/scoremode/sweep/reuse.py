@@ -1,6 +1,7 @@
 """Decides which runs of a sweep are reused: those for which nothing has changed that is known to matter.
 
-A run's file has a *mark*, a digest, of each such thing. Flags and variables may hold keys, so they are not stored.
+A run's file has a *mark*, mostly a digest, of each such thing. Flags and variables may hold keys, so they are not
+stored.
 """
 
 import json
@@ -62,8 +63,8 @@ def reference_name(entry: ModelEntry, marks: Mapping[str, Any]) -> str:
 
 
 def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
-    """Name the marks in which a run's file differs from the wanted ones. Empty if it can be reused; None if the file is
-    missing or cannot be read."""
+    """Name the marks in which a run's file differs from the wanted ones. Empty if it can be reused; None if
+    there is no readable file with marks, or its arrays are missing."""
     marks_of_run = _field(run, FIELD)
     if not isinstance(marks_of_run, dict) or not run.with_suffix(ARRAYS_SUFFIX).is_file():
         return None
@@ -73,7 +74,8 @@ def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
 def prepare_resume(run: Path, marks: Mapping[str, Any]) -> bool:
     """Delete the journal if it is of another run, and store this run's marks. Returns whether a journal is left.
 
-    The journal's own header is not enough: it describes the model as its server does, which not all flags change.
+    The journal's own header is not enough: it has the server's description of the model, which some flags leave
+    unchanged.
     """
     journal, begun = run.with_name(run.name + JOURNAL_SUFFIX), _begun(run)
     if journal.exists() and (
@@ -91,7 +93,7 @@ def finish(run: Path) -> None:
 
 
 def is_complete(reference: Path) -> bool:
-    """Whether the folder of a reference has all windows: only then has its manifest a result."""
+    """Whether the folder of a reference has all windows: its manifest has a result only then."""
     return _field(reference / "manifest.json", "result") is not None
 
 

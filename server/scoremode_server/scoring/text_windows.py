@@ -16,13 +16,15 @@ from scoremode_server.scoring.core import Core
 
 @dataclass(slots=True)
 class TextDocument:
-    """The tokens of one text, its windows, and the text itself; None if the request has only token ids."""
+    """The tokens of one text or rendered conversation, and its windows. `text` is None for token ids and for
+    conversations."""
 
     token_ids: list[int]
     text: str | None
     windows: list[Window] = field(default_factory=list)
     index: int = 0
-    """Index of its text or conversation in the request; several sequences may be of one conversation."""
+    """Index of its text or conversation in the request; several documents may be of one
+    conversation, if its template renders earlier turns differently later."""
     roles: list[str] = field(default_factory=list)
     """The role of each window, for conversations."""
 
@@ -89,7 +91,7 @@ class RunningPerplexity:
 
 async def cut_texts(request: PerplexityRequest, core: Core) -> TextWindows:
     """Cut a request's texts, which are tokenized first, or its conversations into windows. WindowError if the method
-    does not allow such windows."""
+    does not allow the context length or stride, RequestError if fields contradict each other or nothing is scored."""
     if request.messages is not None:
         return await _turn_windows(request, core)
     method, field_name = request.method, "prompt" if request.texts is None else "texts"
@@ -100,7 +102,7 @@ async def cut_texts(request: PerplexityRequest, core: Core) -> TextWindows:
         core.limits.check_vocabulary(document.token_ids, field_name)
     if request.max_tokens is not None:
         await _truncate(documents, request, request.max_tokens, core)
-    # Checked before any text is cut. A text may have one window fewer.
+    # Checked before any text is cut. This is an upper bound: a text may have fewer windows.
     core.limits.check_num_sequences(sum(len(document.token_ids) // stride + 1 for document in documents), "stride")
 
     def cut() -> None:
@@ -152,7 +154,7 @@ async def _documents(request: PerplexityRequest, core: Core) -> list[TextDocumen
 
 
 async def _truncate(documents: list[TextDocument], request: PerplexityRequest, max_tokens: int, core: Core) -> None:
-    """Keep the first `max_tokens` tokens of all documents together, and the text of each document's tokens."""
+    """Keep the first `max_tokens` tokens of all documents together, and cut each document's text to match."""
     for document in documents:
         token_ids = document.token_ids[:max_tokens]
         max_tokens -= len(token_ids)

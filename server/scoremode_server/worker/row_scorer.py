@@ -1,6 +1,7 @@
 """Scores the rows of a step: collects them from all of its requests, groups them, and computes one group at a time.
 
-Only one chunk of rows, as many as the working memory holds, and `WaitingRows` have tensors of the vocabulary's size.
+Tensors of the vocabulary's size exist only in `WaitingRows` and for one chunk of rows at a time, which fits the working
+memory.
 All ranks of a tensor-parallel group form the same groups and chunks in the same order: these depend on the step's
 requests alone, not on anything that only one rank knows.
 """
@@ -51,7 +52,7 @@ class RowScorer:
         self.requests[request_id] = request
 
     def around_forward(self, model: torch.nn.Module, parts: Sequence[StepPart]) -> AbstractContextManager[Any]:
-        """Wrap the forward pass of a step with these parts: see `SinkMaker.around_forward`."""
+        """Enter each maker's wrapper of a step's forward pass, given the parts of requests that have its sinks."""
         stack = ExitStack()
         for name, maker in self.makers.items():
             sinks = ((self.requests[part.request_id].sinks.get(name), part) for part in parts)
@@ -71,7 +72,8 @@ class RowScorer:
 
         Args:
             hidden_states: [at least the step's tokens, hidden], after the final norm.
-            targets: [tokens] int64, the token after each. Last targets that are not fed are filled in here.
+            targets: [tokens] int64, the token after each. A last target that is not fed (`spec.last_token`) is filled
+                in here.
             logits: [tokens, vocabulary], if the step has already projected all tokens.
 
         Returns:
@@ -79,7 +81,7 @@ class RowScorer:
         """
         head = self._head(logits_fn, hidden_states)
         if self.waiting and not any(request.can_wait for request in self.requests.values()):
-            # All requests with waiting rows were aborted.
+            # All requests with waiting rows were aborted: this drops their logits.
             self._compute_waiting(head)
         pieces, ended, last_rows, last_tokens = [], [], [], []
         for part in parts:
@@ -132,7 +134,8 @@ class RowScorer:
         return self._lm_head
 
     def _groups(self, pieces: Sequence[RowPiece], head: LMHead) -> Iterable[list[RowPiece]]:
-        """Group pieces that one kernel call can compute. Pieces that some rank is not ready for get rows of NaN."""
+        """Group pieces of requests with equal keys, which are computed together. Pieces that some rank is not ready for
+        get rows of NaN."""
         groups: dict[Hashable, list[RowPiece]] = {}
         ready = self._ready([piece.request for piece in pieces], head)
         for piece in pieces:
@@ -140,7 +143,7 @@ class RowScorer:
             if request in ready:
                 groups.setdefault((request.key, request.can_wait), []).append(piece)
             else:
-                # Earlier rows of the request may wait: compute these first.
+                # Earlier rows of the request may still be waiting: compute them first, to keep its rows in order.
                 self._compute_waiting(head)
                 request.store_missing(piece.num_wanted, self.group.device)
         return groups.values()
@@ -162,7 +165,7 @@ class RowScorer:
         slices, num_rows = slices_of(pieces)
         states = JoinedRows([hidden_states[rows] for rows in slices])
         columns = self._columns(pieces, states, JoinedRows([targets[rows] for rows in slices])[0:num_rows], head)
-        # Within a group, columns depend only on the number of top tokens and on `is_packed`.
+        # Packed requests of a group with as many top tokens have the same columns, so they share a table.
         specs = {piece.request.spec.num_top: piece.request.spec for piece in pieces if piece.request.spec.is_packed}
         tables = {num_top: pack(columns, spec.columns) for num_top, spec in specs.items()}
         start = 0
@@ -203,8 +206,8 @@ class RowScorer:
         head: LMHead,
         logits: torch.Tensor | None,
     ) -> bool:
-        """Hold a group's logits for `_compute_waiting`, if they fit. The served model projects them in their own step:
-        the number of rows decides which kernel it uses."""
+        """Hold a group's logits for `_compute_waiting`; False if they do not fit. They are projected in their own step,
+        because the number of rows decides which kernel the model uses, and so the exact logits."""
         slices, num_rows = slices_of(pieces)
         num_bytes = num_rows * self.shape.padded * self.shape.logit_bytes
         if self.waiting.num_bytes + num_bytes > self.waiting.max_bytes:
@@ -235,8 +238,8 @@ class RowScorer:
         )
 
     def rows_within(self, row_bytes: int, num_budgets: int = 1, *, in_blocks: bool = False) -> int:
-        """How many rows of `row_bytes` fit `num_budgets` budgets. PyTorch's kernels, `in_blocks` or on a CPU, also need
-        a block's memory."""
+        """How many rows of `row_bytes` fit `num_budgets` budgets. PyTorch's kernels, used on a CPU and if `in_blocks`,
+        also need memory for one block."""
         block_bytes = working_memory.block_bytes(self.shape) if in_blocks or self.group.device.type == "cpu" else 0
         return working_memory.rows_per_chunk(max(1, num_budgets * self.budget_bytes - block_bytes), row_bytes)
 
