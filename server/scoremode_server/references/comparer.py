@@ -22,9 +22,8 @@ from scoremode_server.references.exchange import (
 )
 from scoremode_server.references.files.directory import StoredReference
 from scoremode_server.references.service import References
-from scoremode_server.references.worker import llama_cpp
-from scoremode_server.references.worker.orders import SINK, WindowMark, compared_columns
-from scoremode_server.rows import Column, Columns, Rows
+from scoremode_server.references.worker.orders import SINK, WindowMark, sink_columns
+from scoremode_server.rows import Columns, Rows
 from scoremode_server.scoring.core import Core
 from scoremode_server.settings import BYTES_AHEAD, EXPORTED_BYTES
 
@@ -96,12 +95,8 @@ class MarkedWindow:
             boundaries=tuple(boundaries),
             statistics=tuple(statistics),
         )
-        sink_columns: dict[str, Columns] = {
-            "record": (),
-            "compare": compared_columns(settings.top_logprobs, mark.statistics) + tuple(map(Column, mark.statistics)),
-            "export": llama_cpp.columns(reference.manifest.head.vocab_size),
-        }
-        return cls(token_ids, first, mark, settings, sink_columns[action])
+        columns = sink_columns(mark, settings.top_logprobs, reference.manifest.head.vocab_size)
+        return cls(token_ids, first, mark, settings, columns)
 
     def engine_pass(
         self, rank: int | None = None, inside: Callable[[], AbstractContextManager[None]] = nullcontext

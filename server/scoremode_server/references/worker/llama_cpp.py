@@ -8,19 +8,12 @@ tools/perplexity/perplexity.cpp.
 
 import torch
 
-from scoremode_server.rows import Column, Columns
-
 DEPTH = 16.0
 """Nats below the most likely token of a row."""
 STEPS = 65535
 
 LOGIT_BYTES = 16
 """Memory that `quantized` needs per logit, in addition to the logit."""
-
-
-def columns(vocab_size: int) -> Columns:
-    """The columns of `quantized`, in the order of the file."""
-    return Column("step"), Column("lowest"), Column("quantized", "int32", -(-vocab_size // 2))
 
 
 def quantized(logits: torch.Tensor) -> dict[str, torch.Tensor]:

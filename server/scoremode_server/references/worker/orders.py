@@ -17,19 +17,6 @@ servers keep to it for windows with layers. Without layers, it is only reached i
 windows fail."""
 
 
-def compared_columns(num_top: int, statistics: Iterable[str] = ()) -> Columns:
-    """The columns that comparing adds to a window's scores: the figures of `kl_divergence.compare`."""
-    return (
-        Column("kld"),
-        Column("reverse_kld"),
-        Column("acceptance"),
-        Column("reference_token_ids", "int32", 1 + num_top),
-        Column("reference_logprobs", "float32", 1 + num_top),
-        Column("reference_ranks", "int32"),
-        *(Column(f"reference_{name}") for name in statistics),
-    )
-
-
 OVERDUE = "overdue"
 """The outcome of a file that was not read in time."""
 
@@ -57,6 +44,35 @@ class WindowMark:
     the reference's at the only one, if there is one."""
     statistics: tuple[str, ...] = ()
     """Names of `Statistics` that comparing adds for the reference."""
+
+
+def compared_columns(num_top: int, statistics: Iterable[str] = ()) -> Columns:
+    """The columns that comparing adds to a window's scores: the figures of `kl_divergence.compare`."""
+    return (
+        Column("kld"),
+        Column("reverse_kld"),
+        Column("acceptance"),
+        Column("reference_token_ids", "int32", 1 + num_top),
+        Column("reference_logprobs", "float32", 1 + num_top),
+        Column("reference_ranks", "int32"),
+        *(Column(f"reference_{name}") for name in statistics),
+    )
+
+
+def exported_columns(vocab_size: int) -> Columns:
+    """The columns that exporting adds: those of `llama_cpp.quantized`, in the order of llama.cpp's file."""
+    return Column("step"), Column("lowest"), Column("quantized", "int32", -(-vocab_size // 2))
+
+
+def sink_columns(mark: WindowMark, num_top: int, vocab_size: int) -> Columns:
+    """The columns that a window's sinks add to its scores."""
+    match mark.action:
+        case "record":
+            return ()
+        case "compare":
+            return compared_columns(num_top, mark.statistics) + tuple(map(Column, mark.statistics))
+        case "export":
+            return exported_columns(vocab_size)
 
 
 class ReadWindow(msgspec.Struct, tag=True):

@@ -5,13 +5,14 @@ import pytest
 import torch
 
 from scoremode_server.references.worker import llama_cpp
+from scoremode_server.references.worker.orders import exported_columns
 from scoremode_server.worker.request_rows import pack
 
 
 def quantized(logits: torch.Tensor) -> np.ndarray:
     """Rows of the file, as a worker packs them."""
     columns = llama_cpp.quantized(logits)
-    return pack({**columns, "ranks": columns["step"]}, llama_cpp.columns(logits.shape[1])).numpy()
+    return pack({**columns, "ranks": columns["step"]}, exported_columns(logits.shape[1])).numpy()
 
 
 def read(rows: np.ndarray, vocab_size: int) -> np.ndarray:
