@@ -7,7 +7,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from scoremode_server.errors import EngineOutputError
 from scoremode_server.offline import read_score
-from scoremode_server.rows import NO_RANK, json_logprobs
+from scoremode_server.rows import NO_RANK, Column, Rows, json_logprobs
 
 TOKENS = [4, 7, 9]
 
@@ -54,6 +54,17 @@ def test_the_actual_token_comes_before_the_top_tokens_and_the_first_has_no_row()
 def test_an_output_that_is_not_the_score_is_an_error_and_never_a_number(output: RequestOutput, message: str):
     with pytest.raises(EngineOutputError, match=message):
         read_score(TOKENS, 0, output)
+
+
+def test_a_nan_anywhere_in_a_row_is_seen_and_an_infinity_is_a_number():
+    rows = Rows.empty(4, (Column("ids", "int32", 2), Column("figure"), Column("figures", width=3)))
+    rows.table[:] = 0
+    rows.column("figure")[0] = np.nan
+    rows.column("figures")[1, 2] = np.nan
+    rows.column("figures")[2] = np.inf
+    # The bits of a NaN.
+    rows.column("ids")[3] = np.float32(np.nan).view(np.int32)
+    assert rows.has_nan.tolist() == [True, True, False, False]
 
 
 def test_json_has_the_float32_value_exactly_and_no_infinity():
