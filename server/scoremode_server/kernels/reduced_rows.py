@@ -6,7 +6,7 @@ Ranks exchange float32 only, because vLLM's collectives on a CPU take only float
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -39,11 +39,6 @@ class ReducedRows:
         tokens = torch.empty((rows, 1 + num_top), dtype=torch.int32, device=device)
         logits, maxima = torch.empty_like(tokens, dtype=torch.float32), tokens.new_empty(rows, dtype=torch.float32)
         return cls(tokens, logits, maxima, tokens.new_empty(rows, dtype=torch.float64), tokens.new_empty(rows))
-
-    @classmethod
-    def join(cls, parts: "Sequence[ReducedRows]") -> "ReducedRows":
-        """Concatenate rows."""
-        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def __getitem__(self, rows: slice) -> "ReducedRows":
         """Views of some rows."""

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import VllmConfig
 
-from scoremode_server.kernels.fused_logprobs import Chunk, LogitsFunction, kernels_for
-from scoremode_server.kernels.reduced_rows import Shard
+from scoremode_server.kernels.fused_logprobs import Chunk, kernels_for
 from scoremode_server.rows import Column, Columns
 from scoremode_server.worker.lm_head import LMHead
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "scoremode.sinks"
 """The group of entry points in which packages register sinks. Requests use an entry point's name."""
 
-__all__ = ["Chunk", "Column", "Columns", "LogitsFunction", "Shard", "Sink", "SinkMaker", "Statistics"]
+__all__ = ["Chunk", "Column", "Columns", "Sink", "SinkMaker", "Statistics"]
 
 
 class Sink:

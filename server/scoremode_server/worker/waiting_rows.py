@@ -66,8 +66,6 @@ class WaitingRows:
         others."""
         while self._groups:
             _, group = self._groups.popitem()
-            pieces, targets, logits = group.join(requests)
-            if pieces:
-                yield pieces, targets, logits
-            del targets, logits
+            if any(piece.request in requests for piece in group.pieces):
+                yield group.join(requests)
         self.num_bytes = 0

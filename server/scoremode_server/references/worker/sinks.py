@@ -1,5 +1,6 @@
 """The sinks of references' windows in an engine worker, and the files and the memory that they need."""
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
@@ -50,7 +51,7 @@ MAX_WRITTEN = 4096
 """Limit on outcomes of writes that wait for an API server to read them. After a request has ended, none does."""
 
 
-class WindowSink(Sink):
+class WindowSink(Sink, ABC):
     """Does with the rows of a reference's window what its mark says."""
 
     may_be_cached = False
@@ -59,10 +60,10 @@ class WindowSink(Sink):
         super().__init__()
         self.mark = mark
 
+    @abstractmethod
     def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
         """Copy or replace rows of the residual stream at one of the mark's boundaries. The first row's token is at
         `position`."""
-        raise NotImplementedError
 
 
 class ComparedWindow(WindowSink):
@@ -84,6 +85,7 @@ class ComparedWindow(WindowSink):
         """
         super().__init__(mark)
         self.recorded, self.streams, self.leased, self.num_top = recorded, streams, leased, num_top
+        self.statistics = Statistics(list(mark.statistics)) if mark.statistics else None
         self.num_replaced = 0
         """Tokens whose stream was replaced."""
 
@@ -102,28 +104,27 @@ class ComparedWindow(WindowSink):
         """Find the reference's head, with `local` this rank's part of it; None if this rank cannot compare."""
         return None if self.recorded is None else self.leased.find(self.mark.head, local=local)
 
+    def ready_head(self, *, local: bool) -> ReferenceHead:
+        """The reference's head, once `is_ready` has found it."""
+        reference = self.head(local=local)
+        assert reference is not None
+        return reference
+
     def is_ready(self, end: int, *, local: bool) -> bool:
         has_resumed = not self.mark.boundaries or self.num_replaced == end
         return has_resumed and self.head(local=local) is not None
 
     def chunk_rows(self, scorer: RowScorer, head: LMHead) -> int:
-        reference = self.head(local=head.shard is not None)
-        assert reference is not None
-        return _compared_rows(scorer, head, reference, self.num_top)
+        return _compared_rows(scorer, head, self.ready_head(local=head.shard is not None), self.num_top)
 
     def compute(self, chunk: Chunk, pieces: Sequence[RowPiece]) -> Mapping[str, torch.Tensor]:
-        reference, recorded = self._reference(chunk, pieces, local=chunk.shard is not None)
-        statistics = Statistics(list(self.mark.statistics)) if self.mark.statistics else None
-        return kl_divergence.compare(chunk, reference.logits_fn(recorded), statistics)
+        return kl_divergence.compare(chunk, self.reference_logits(chunk, pieces), self.statistics)
 
-    def _reference(
-        self, chunk: Chunk, pieces: Sequence[RowPiece], *, local: bool
-    ) -> tuple[ReferenceHead, torch.Tensor]:
-        """Find the reference's head, and its hidden states for the rows of a chunk."""
-        reference = self.head(local=local)
-        assert reference is not None
+    def reference_logits(self, chunk: Chunk, pieces: Sequence[RowPiece]) -> torch.Tensor:
+        """Project the reference's hidden states for the rows of a chunk."""
         states = [_window_of(piece).recorded[piece.first : piece.first + piece.num_rows] for piece in pieces]
-        return reference, JoinedRows(states, chunk.logits.device)[chunk.place]
+        recorded = JoinedRows(states, chunk.logits.device)[chunk.place]
+        return self.ready_head(local=chunk.shard is not None).logits_fn(recorded)
 
 
 class ExportedWindow(ComparedWindow):
@@ -134,15 +135,13 @@ class ExportedWindow(ComparedWindow):
         return super().head(local=False)
 
     def chunk_rows(self, scorer: RowScorer, head: LMHead) -> int:
-        reference = self.head(local=False)
-        assert reference is not None
-        row_bytes = scorer.shape.vocab_size * (reference.logit_bytes + llama_cpp.LOGIT_BYTES)
+        row_bytes = scorer.shape.vocab_size * (self.ready_head(local=False).logit_bytes + llama_cpp.LOGIT_BYTES)
         return min(scorer.rows_within(row_bytes), scorer.chunk_rows(head, 0, 0))
 
     def compute(self, chunk: Chunk, pieces: Sequence[RowPiece]) -> Mapping[str, torch.Tensor]:
-        reference, recorded = self._reference(chunk, pieces, local=False)
         # Copy each chunk to the host at once, because many rows do not fit on the GPU.
-        return {name: column.cpu() for name, column in llama_cpp.quantized(reference.logits_fn(recorded)).items()}
+        columns = llama_cpp.quantized(self.reference_logits(chunk, pieces))
+        return {name: column.cpu() for name, column in columns.items()}
 
 
 def _window_of(piece: RowPiece) -> Any:
