@@ -37,7 +37,7 @@ from scoremode_server.references.comparison import Comparison
 from scoremode_server.references.exchange import WorkerFiles
 from scoremode_server.references.files.directory import ReferenceDirectory
 from scoremode_server.references.layers import LayerParts
-from scoremode_server.references.recorder import Recorder
+from scoremode_server.references.recording import Recording
 from scoremode_server.references.service import References
 from scoremode_server.rows import Rows, json_logprobs
 from scoremode_server.scoring.core import Core, prepare
@@ -57,7 +57,6 @@ class ReferenceParts:
     """`app.state.scoremode_references`, if the server has a folder for references."""
 
     stored: References
-    recorder: Recorder
     comparer: Comparer
     layers: LayerParts
 
@@ -69,10 +68,8 @@ def start(core: Core, state: State) -> None:
     is_extended = core.client.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
     if is_extended and (root := reference_directory()) is not None:
         stored = References(ReferenceDirectory(root), core.identity, "name")
-        files = WorkerFiles(core.client, core.admission)
-        comparer = Comparer(replace(stored, param="reference"), core, files)
-        recorder = Recorder(stored, core, files, comparer)
-        state.scoremode_references = ReferenceParts(stored, recorder, comparer, LayerParts(core))
+        comparer = Comparer(replace(stored, param="reference"), core, WorkerFiles(core.client, core.admission))
+        state.scoremode_references = ReferenceParts(stored, comparer, LayerParts(core))
 
 
 def references_of(raw_request: Request) -> ReferenceParts:
@@ -141,13 +138,8 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
             num_texts = len(request.conversations) if request.messages is not None else len(request.texts or [""])
         if request.labels is not None and len(request.labels) != num_texts:
             raise RequestError(f"labels has {len(request.labels)} labels for {num_texts} texts", "labels")
-        if request.lane != "prefill" or request.context is not None:
-            raise RequestError("lane: a reference is recorded in the prefill lane, for all lanes", "lane")
-        if model.lora is not None:
-            raise RequestError("an adapter cannot be recorded as a reference", "model")
-        layers = await references.layers.served() if request.layers else None
-        reference = await references.recorder.begin(
-            request.name, texts, request.labels, request.corpus, layers, request.answers
+        recording = await Recording.begin(
+            references.stored, references.comparer, references.layers, request, texts, is_adapted=model.lora is not None
         )
     num_windows = len(texts.windows)
     # All of the text is on disk now. In memory each token would take 40 bytes until the last window is recorded.
@@ -160,15 +152,14 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         reference are read too, so that sending the request again repairs damaged ones."""
         running = RunningPerplexity(num_windows)
         settings = ScoreSettings(request_id=engine_id(request_id), queue=queue, options=options)
-        async with aclosing(references.recorder.record(reference, settings)) as windows:
+        async with aclosing(recording.windows(settings)) as windows:
             async for nlls, ranks in windows:
                 so_far = running.add(nlls)
                 if ranks is not None:
                     if request.return_ranks:
                         so_far.logprobs, so_far.ranks = (-nlls).tolist(), ranks.tolist()
                     yield so_far.model_dump(exclude_none=True)
-        await references.recorder.finish(reference, running.nlls, settings)
-        yield (await references.stored.describe(reference.name)).model_dump()
+        yield (await recording.finish(running.nlls, settings)).model_dump()
 
     return await respond(core.admission, ROUTE, request_id, events, stream=request.stream)
 

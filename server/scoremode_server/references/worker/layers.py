@@ -2,7 +2,7 @@
 replace a request's rows of it there.
 
 Most of vLLM's layers take `hidden_states` and `residual`, whose sum is the stream, or `hidden_states` alone, and call a
-norm with both before their MLP. Recording checks whether a model does so: see `references/recorder.py`.
+norm with both before their MLP. Recording checks whether a model does so: see `references/recording.py`.
 """
 
 import inspect

@@ -8,7 +8,7 @@ import pytest
 
 from scoremode.wire.references import Answer
 from scoremode_server.references.comparer import Comparer
-from scoremode_server.references.recorder import Recorder
+from scoremode_server.references.recording import Recording
 from scoremode_server.scoring.text_windows import TextDocument
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.light_app import error_of
@@ -55,14 +55,14 @@ async def test_answers_are_windows_and_keep_their_places(engine, client, monkeyp
 
 
 async def test_tokens_are_on_disk_alone_while_windows_are_recorded(engine, client, monkeypatch):
-    record, held = Recorder.record, []
+    record, held = Recording.windows, []
 
     def noted(*given):
         gc.collect()
         held.extend(each for each in gc.get_objects() if type(each) in (Answer, TextDocument))
         return record(*given)
 
-    monkeypatch.setattr(Recorder, "record", noted)
+    monkeypatch.setattr(Recording, "windows", noted)
     assert (await client.post(REFERENCES, json=body(engine))).json()["complete"]
     assert not held
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from scoremode.wire.protocol import ComputedBy
-from scoremode_server.references import recorder, service
+from scoremode_server.references import recording, service
 from scoremode_server.references.files import tensors
 from scoremode_server.references.files.directory import StoredReference
 from scoremode_server.references.files.manifest import _checksum
@@ -227,7 +227,7 @@ async def test_a_folder_that_cannot_be_written_to_is_told_without_its_path():
 
 async def test_a_reference_says_what_recorded_it_and_other_gpus_are_logged(tmp_path: Path, monkeypatch):
     warnings: list[str] = []
-    monkeypatch.setattr(recorder.logger, "warning", lambda text, *values: warnings.append(text % values))
+    monkeypatch.setattr(recording.logger, "warning", lambda text, *values: warnings.append(text % values))
     first, second = (ComputedBy(device=device, kernels=["UnquantizedLinearMethod"]) for device in ("A100", "H200"))
     sizes = {"stored_dtype": "bfloat16", "weight_bytes": 270, "num_parameters": 135}
     async with client_of_model(tmp_path, computed_by=first, **sizes) as client:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from scoremode_server.engine.admission import EngineSize
-from scoremode_server.references import comparer, recorder, service
+from scoremode_server.references import comparer, recording, service
 from scoremode_server.references.files.directory import StoredReference
 from scoremode_server.references.worker import lease, reads
 from tests.bad_inputs import KLD, REFERENCES
@@ -134,7 +134,7 @@ async def test_a_manifest_that_does_not_answer_holds_up_its_reference_alone(
 
 
 async def test_a_disk_that_does_not_answer_holds_up_its_reference_alone(root: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(recorder, "SECONDS_TO_WRITE", 5)
+    monkeypatch.setattr(recording, "SECONDS_TO_WRITE", 5)
     let_go, write_shard = Event(), StoredReference.write_shard
 
     def hang(reference: StoredReference, *arguments: Any) -> None:
