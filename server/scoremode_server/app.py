@@ -29,6 +29,7 @@ from scoremode_server.scoring.conversations import MAX_MESSAGES, Conversations
 from scoremode_server.scoring.core import Core
 from scoremode_server.scoring.limits import MAX_VALUES, MAX_VALUES_PER_SEQUENCE, Limits
 from scoremode_server.scoring.model_files import model_identity
+from scoremode_server.scoring.model_identity import ModelIdentity
 from scoremode_server.scoring.scorer import Pacer, Scorer, check_engine, served_lanes
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.settings import BYTES_AHEAD, EXPORTED_BYTES, logprob_bytes
@@ -89,17 +90,8 @@ async def start(client: EngineClient, state: State, settings: Namespace, *, has_
         conversations.ends,
         conversations.templates(),
     )
-    info = ServerInfo(
-        model=(await models.resolve(None)).name,
-        max_model_len=limits.max_model_len,
-        vocab_size=limits.vocab_size,
-        max_top_logprobs=limits.max_top_logprobs,
-        max_num_seqs=client.vllm_config.scheduler_config.max_num_seqs,
-        bos_token_id=tokenizer.special_token_id("bos"),
-        eos_token_id=tokenizer.special_token_id("eos"),
-        adds_bos=await tokenizer.adds_bos(),
-        bounds=published_bounds(limits, engine.admission.size),
-        **identity.model_dump(exclude={"model", "tokenizer_fingerprint"}),
+    info = await _server_info(
+        client, models, tokenizer, limits, published_bounds(limits, engine.admission.size), identity
     )
     guard_rows(client)
     state.scoremode = core = Core(
@@ -117,6 +109,28 @@ async def start(client: EngineClient, state: State, settings: Namespace, *, has_
     start_extensions(core, state)
     page_path = "" if settings.no_page else ", /scoremode (in a browser)"
     logger.info("%s can be scored: POST /v1/score, POST /v1/perplexity%s", info.model, page_path)
+
+
+async def _server_info(
+    client: EngineClient,
+    models: ServedModels,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    bounds: Bounds,
+    identity: ModelIdentity,
+) -> ServerInfo:
+    return ServerInfo(
+        model=(await models.resolve(None)).name,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        max_top_logprobs=limits.max_top_logprobs,
+        max_num_seqs=client.vllm_config.scheduler_config.max_num_seqs,
+        bos_token_id=tokenizer.special_token_id("bos"),
+        eos_token_id=tokenizer.special_token_id("eos"),
+        adds_bos=await tokenizer.adds_bos(),
+        bounds=bounds,
+        **identity.model_dump(exclude={"model", "tokenizer_fingerprint"}),
+    )
 
 
 def published_bounds(limits: Limits, size: EngineSize) -> Bounds:

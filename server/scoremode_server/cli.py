@@ -32,8 +32,6 @@ def serve(arguments: list[str]) -> None:
     except RuntimeError as error:
         raise SystemExit(f"scoremode: {error}") from None
     keep_tensors_off_the_heap()
-    from pydantic import ValidationError
-
     # vLLM's command-line module needs distribution metadata that the CPU build lacks; the subcommand itself does not.
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.logger import configure_logging_from_args
@@ -50,6 +48,19 @@ def serve(arguments: list[str]) -> None:
     configure_references(namespace)
     configure_logging_from_args(namespace)
     command.validate(namespace)
+    _run(command, namespace)
+    # vLLM's command returns as it does after a shutdown. A supervisor would not restart a server that exits with status
+    # 0.
+    from scoremode_server.vllm_compat.engine_client import engine_died
+
+    if engine_died.is_set():
+        raise SystemExit("scoremode: the engine has died: its error is further up")
+
+
+def _run(command: Any, namespace: argparse.Namespace) -> None:
+    """Run vLLM's command, a `ServeSubcommand`. SystemExit with one line for errors that the user can mend."""
+    from pydantic import ValidationError
+
     try:
         command.cmd(namespace)
     except NoKernelError as error:
@@ -68,12 +79,6 @@ def serve(arguments: list[str]) -> None:
             f"scoremode: no tokenizer can be loaded from {namespace.tokenizer or namespace.model}: copy the original's "
             f"tokenizer files into it, or name the original with --tokenizer ({' '.join(str(error).split())})"
         ) from None
-    # vLLM's command returns as it does after a shutdown. A supervisor would not restart a server that exits with status
-    # 0.
-    from scoremode_server.vllm_compat.engine_client import engine_died
-
-    if engine_died.is_set():
-        raise SystemExit("scoremode: the engine has died: its error is further up")
 
 
 def parse(command: Any, arguments: list[str]) -> argparse.Namespace:

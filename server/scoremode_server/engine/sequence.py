@@ -57,13 +57,13 @@ class ScoreSettings:
     context: int | None = None
     """Limit on tokens prefilled before the first chunk. If None, all tokens before the first wanted row are
     prefilled."""
-    is_answer: bool = False
-    """Whether the targets are a generated answer, whose first token comes from the step that prefills."""
+    prefills_first_target: bool = False
+    """Whether the first target comes from the step that prefills, as in generation."""
 
     def num_prefilled(self, first: int) -> int:
         """How many tokens at the start are prefilled, in lanes with chunks. Rows from position `first` on then come
-        from steps of at most one chunk, except an answer's first row."""
-        most = first if self.is_answer else first - 1
+        from steps of at most one chunk, except the first if `prefills_first_target`."""
+        most = first if self.prefills_first_target else first - 1
         return max(1, most if self.context is None else min(self.context, most))
 
 

@@ -243,7 +243,7 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
             # The top tokens of both models are always compared.
             top_logprobs=max(1, request.top_logprobs),
             options=options,
-            is_answer=comparison.reference.manifest.answers is not None,
+            prefills_first_target=comparison.reference.manifest.answers is not None,
             **lane,
         )
         async with aclosing(comparison.rows(settings)) as in_order:

@@ -212,11 +212,7 @@ def _result(
     if request.return_ranks:
         result["ranks"] = [*[None] * num_without, *rows.ranks.tolist()]
     if request.return_ranks or sequence.continuation_index is not None:
-        result["is_greedy"] = bool(
-            (rows.ranks[:-1] == 1).all() and _is_most_likely(rows, sequence, first_top)
-            if sequence.column
-            else (rows.ranks == 1).all()
-        )
+        result["is_greedy"] = _is_greedy(rows, sequence, first_top)
     if request.return_tokens:
         result["tokens"] = strings.texts_of(token_ids)
     if sequence.sink_columns:
@@ -240,8 +236,11 @@ def _result(
     return result
 
 
-def _is_most_likely(rows: Rows, sequence: TokenSequence, first_top: int) -> bool:
-    """Whether a sequence's last token, which is a candidate in the last row of a shared pass, is the only most likely
-    one."""
+def _is_greedy(rows: Rows, sequence: TokenSequence, first_top: int) -> bool:
+    """Whether each target is the only most likely token."""
+    if not sequence.column:
+        return bool((rows.ranks == 1).all())
+    # The last token is a candidate in the last row of a shared pass, so that row's rank is another token's.
     first, second = rows.logprobs[-1, first_top : first_top + 2]
-    return bool(rows.token_ids[-1, first_top] == sequence.last_token and first > second)
+    is_last_greedy = rows.token_ids[-1, first_top] == sequence.last_token and first > second
+    return bool(is_last_greedy and (rows.ranks[:-1] == 1).all())

@@ -83,6 +83,24 @@ class RowScorer:
         if self.waiting and not any(request.can_wait for request in self.requests.values()):
             # All requests with waiting rows were aborted: this drops their logits.
             self._compute_waiting(head)
+        pieces, ended = self._pieces(parts, targets)
+        for group in self._groups(pieces, head):
+            if not (group[0].request.can_wait and self._let_wait(group, hidden_states, targets, head, logits)):
+                self._compute(group, hidden_states, targets, head)
+        if any(self.requests[request_id].can_wait for request_id in ended):
+            self._compute_waiting(head)
+        results = {}
+        for request_id in ended:
+            request = self.requests.pop(request_id)
+            for sink in request.sinks.values():
+                sink.finish()
+            if request.parts:
+                results[request_id] = LogprobsTensors.cat(request.parts)
+        return results
+
+    def _pieces(self, parts: Iterable[StepPart], targets: torch.Tensor) -> tuple[list[RowPiece], list[str]]:
+        """Find the wanted rows of each part, and the ids of requests whose prompt ends in this step. Fills their last
+        target in."""
         pieces, ended, last_rows, last_tokens = [], [], [], []
         for part in parts:
             request = self.requests[part.request_id]
@@ -101,19 +119,7 @@ class RowScorer:
         if last_rows:
             last = async_tensor_h2d([last_rows, last_tokens], device=targets.device, dtype=torch.int64)
             targets.scatter_(0, last[0], last[1])
-        for group in self._groups(pieces, head):
-            if not (group[0].request.can_wait and self._let_wait(group, hidden_states, targets, head, logits)):
-                self._compute(group, hidden_states, targets, head)
-        if any(self.requests[request_id].can_wait for request_id in ended):
-            self._compute_waiting(head)
-        results = {}
-        for request_id in ended:
-            request = self.requests.pop(request_id)
-            for sink in request.sinks.values():
-                sink.finish()
-            if request.parts:
-                results[request_id] = LogprobsTensors.cat(request.parts)
-        return results
+        return pieces, ended
 
     def reserve(self, runner: Any, hidden_states: torch.Tensor) -> None:
         """Compute the largest chunks, so that vLLM counts their memory while it profiles."""

@@ -58,6 +58,23 @@ def patch_v1(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
             self._scoremode_early = prompt_logprobs(self, scorer_of(self), hidden_states, step.num_scheduled_tokens)
         return stock_sample_tokens(self, grammar_output)
 
+    def reserve(runner: Any, hidden_states: torch.Tensor) -> None:
+        # A step still holds the logits that it sampled from when it computes prompt logprobs.
+        sampled_logits = runner.model.compute_logits(hidden_states)
+        scorer_of(runner).reserve(runner, hidden_states)
+        del sampled_logits
+
+    GPUModelRunner._get_prompt_logprobs_dict = get_prompt_logprobs_dict
+    GPUModelRunner.sample_tokens = sample_tokens
+    GPUModelRunner._scoremode_sinks = sinks
+    if current_platform.is_cpu():
+        Sampler.compute_logprobs = staticmethod(exact_logprobs)
+    _hook_forward_v1(scorer_of, sinks)
+    _add_to_profile(GPUModelRunner, budget_bytes, sinks, reserve)
+
+
+def _hook_forward_v1(scorer_of: Callable[[Any], RowScorer], sinks: Mapping[str, SinkMaker]) -> None:
+    """Run the V1 model runner's forward passes within the contexts of the sinks' `around_forward`."""
     stock_forward, stock_dummy_run = GPUModelRunner._model_forward, GPUModelRunner._dummy_run
 
     def model_forward(self: Any, *args: Any, **options: Any) -> Any:
@@ -76,20 +93,8 @@ def patch_v1(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
         with scorer_of(self).around_forward(self.model, []):
             return stock_dummy_run(self, *args, **options)
 
-    def reserve(runner: Any, hidden_states: torch.Tensor) -> None:
-        # A step still holds the logits that it sampled from when it computes prompt logprobs.
-        sampled_logits = runner.model.compute_logits(hidden_states)
-        scorer_of(runner).reserve(runner, hidden_states)
-        del sampled_logits
-
-    GPUModelRunner._get_prompt_logprobs_dict = get_prompt_logprobs_dict
-    GPUModelRunner.sample_tokens = sample_tokens
     GPUModelRunner._model_forward = model_forward
     GPUModelRunner._dummy_run = dummy_run
-    GPUModelRunner._scoremode_sinks = sinks
-    if current_platform.is_cpu():
-        Sampler.compute_logprobs = staticmethod(exact_logprobs)
-    _add_to_profile(GPUModelRunner, budget_bytes, sinks, reserve)
 
 
 def exact_logprobs(logits: torch.Tensor) -> torch.Tensor:
@@ -174,6 +179,19 @@ def patch_v2(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
             input_batch._scoremode_logits = logits
         return call_sampler(self, logits, input_batch)
 
+    def reserve(runner: Any, hidden_states: torch.Tensor) -> None:
+        runner.prompt_logprobs_worker._scoremode_scorer.reserve(runner, hidden_states)
+
+    SamplerV2.__call__ = keep_logits_and_call
+    GPUModelRunnerV2.load_model = load_model_then_set_scorer
+    GPUModelRunnerV2._scoremode_sinks = sinks
+    _hook_forward_v2(sinks)
+    _patch_worker(prompt_logprob.PromptLogprobsWorker)
+    _add_to_profile(GPUModelRunnerV2, budget_bytes, sinks, reserve)
+
+
+def _hook_forward_v2(sinks: Mapping[str, SinkMaker]) -> None:
+    """Run the V2 model runner's forward passes within the contexts of the sinks' `around_forward`."""
     prepare_inputs, execute_model = GPUModelRunnerV2.prepare_inputs, GPUModelRunnerV2.execute_model
 
     def execute_within_hooks(self: Any, *args: Any, **options: Any) -> Any:
@@ -195,16 +213,8 @@ def patch_v2(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
             self._scoremode_hooks.enter_context(scorer.around_forward(self.model, parts))
         return input_batch
 
-    def reserve(runner: Any, hidden_states: torch.Tensor) -> None:
-        runner.prompt_logprobs_worker._scoremode_scorer.reserve(runner, hidden_states)
-
-    SamplerV2.__call__ = keep_logits_and_call
-    GPUModelRunnerV2.load_model = load_model_then_set_scorer
     GPUModelRunnerV2.execute_model = execute_within_hooks
     GPUModelRunnerV2.prepare_inputs = prepare_inputs_then_hook
-    GPUModelRunnerV2._scoremode_sinks = sinks
-    _patch_worker(prompt_logprob.PromptLogprobsWorker)
-    _add_to_profile(GPUModelRunnerV2, budget_bytes, sinks, reserve)
 
 
 def _patch_worker(worker_class: Any) -> None:

@@ -35,7 +35,7 @@ def body(engine: ReferenceEngine, **changes: Any) -> dict[str, Any]:
 
 async def test_answers_are_windows_and_keep_their_places(engine, client, monkeypatch):
     request, are_answers, compare = body(engine), [], Comparer.compare
-    monkeypatch.setattr(Comparer, "compare", lambda *given: are_answers.append(given[3].is_answer) or compare(*given))
+    monkeypatch.setattr(Comparer, "compare", lambda *given: are_answers.append(given[3].prefills_first_target) or compare(*given))
     recorded = (await client.post(REFERENCES, json=request)).json()
     windows = (await client.get(f"{REFERENCES}/base/windows")).json()
     assert (await client.post(KLD, json={"reference": "base", "as_noise_floor": True})).status_code == 200

@@ -70,7 +70,7 @@ def test_no_wanted_row_comes_from_a_prefill_step(first: int, context: int | None
     settings = ScoreSettings(request_id="", queue=None, chunk=1, context=context)
     spec, spec_of_answer = (
         EnginePass(TokenSequence(context=TOKENS, first=first)).begin(each, "id", block_size=4).spec
-        for each in (settings, replace(settings, is_answer=True))
+        for each in (settings, replace(settings, prefills_first_target=True))
     )
     assert (spec.first, spec.context, spec.chunk) == (max(1, first), prefilled, 1)
     assert spec_of_answer.context == of_answer
