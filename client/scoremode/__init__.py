@@ -1,4 +1,4 @@
-"""Client of Scoremode: exact log-probabilities of given text from a model that is served, and what follows from them.
+"""Client of Scoremode: scores given text with a served model, exactly, and computes perplexity and KL divergence.
 
     from scoremode import ScoreClient
 
@@ -6,7 +6,7 @@
         [score] = client.score("The capital of France is Paris.")
         print(score.sum_logprob, score.logprobs)
 
-Importing it needs neither torch nor vLLM.
+This package imports neither torch nor vLLM.
 """
 
 from scoremode._sync_client import ScoreClient

@@ -169,24 +169,25 @@ class ScoreClient:
         """Score every token of one or several texts, or of their continuations: exact log-probabilities, in nats.
 
         Args:
-            prompt: A text, several, the token ids of a text, or those of several.
-            continuations: Score these instead of the prompts: each after every prompt, or one list per prompt.
+            prompt: One text or several, as strings or as token ids.
+            continuations: Texts or ids to score instead of the prompts: one list for all prompts, or one per prompt.
             add_special_tokens: Let the tokenizer add its special tokens (BOS) to a text.
             top_logprobs: Return the k most likely tokens at every position. k is at most 256, and at most the server's
                 `--max-logprobs`.
-            candidate_token_ids: Score these tokens too: one list for all positions. With one prompt, it may be one list
-                per returned position; with several prompts, that for each prompt. All lists have one length.
+            candidate_token_ids: Tokens to score at every position in addition to the text's: one list for all
+                positions. For a single prompt, it may also be one list per returned position; for several prompts, a
+                list of such lists per prompt. All lists must have the same length.
             temperature: T of the scored distribution, softmax(logits / T); 1 when left out.
-            statistics: Return figures of the whole distribution at every position, in `columns`: "entropy", and
-                "std_logprob", the standard deviation of the logprobs under it.
-            sinks: Return figures that packages installed on the server compute, in `columns`: the settings of each
-                sink, by its name.
-            logprobs_from: Return only positions from this one on; one for all prompts, or a list with one per prompt.
-            return_ranks: Return the rank of every token in the vocabulary.
+            statistics: Return figures of the whole distribution at every position, in `Score.columns`: "entropy", and
+                "std_logprob", the standard deviation of the logprobs under this distribution.
+            sinks: Settings of sinks, by name. A sink is code in a package on the server that computes more figures at
+                every position; they are returned in `Score.columns`.
+            logprobs_from: First position to return, from 0: one for all prompts, or a list with one per prompt.
+            return_ranks: Return each scored token's rank in the vocabulary, 1 for the most likely.
             return_tokens: Return every token as text.
             use_cache: Accept logprobs that were computed for an earlier request.
-            lane: Tokens per step: as many as fit ("prefill"), one ("decode"), or as many as in speculative decoding
-                ("verify").
+            lane: How many tokens of a sequence one engine step takes: as many as fit ("prefill"), one ("decode"), or as
+                many as speculative decoding verifies at once ("verify").
             context: For "decode" and "verify": prefill at most this many tokens. Returned logprobs never come from the
                 prefill step.
             model: Model to use in place of the client's.
@@ -196,14 +197,14 @@ class ScoreClient:
         """
         sequences = scored_sequences(prompt, continuations)
         num_values = top_logprobs + len(statistics or ())
-        # A sink's column may have up to MAX_CANDIDATES numbers per row.
+        # A sink may return up to MAX_CANDIDATES numbers per position.
         num_values += MAX_CANDIDATES * ((candidate_token_ids is not None) + len(sinks or ()))
         return self.send(
             call(
                 "POST",
                 "/v1/score",
                 lambda body: parse_scores(body, sequences, logprobs_from or 0),
-                # The limit is by sequences, not by bytes of the request: a continuation may follow many prompts.
+                # The limit grows with the scored tokens, not the request: one continuation may follow many prompts.
                 fixed_bytes=FIXED_BYTES + (BYTES_PER_BYTE + VALUE_BYTES * num_values) * most_tokens(sequences),
                 model=model or self.model,
                 prompt=prompt,
@@ -240,7 +241,7 @@ class ScoreClient:
             prompt: One text, or its token ids.
             texts: Several texts, in place of `prompt`.
             on_window: A synchronous function, called with each window's NLL and the running perplexity.
-            lane: As for `score`, with its `context`.
+            lane: As for `score`; likewise `context`.
             model: Model to use in place of the client's.
             **windows: The fields of `WindowSettings`, which set how the text is cut into windows.
 
@@ -284,12 +285,12 @@ class ScoreClient:
             name: The reference's name.
             prompt: One text, or its token ids.
             texts: Several texts, in place of `prompt`.
-            messages: Conversations in place of a text, one window per scored turn, with `tools` and
-                `chat_template_kwargs` as for `turns`.
+            messages: Conversations in place of a text; each scored turn is one window. `tools` and
+                `chat_template_kwargs` are as for `turns`.
             labels: One label per text or conversation, such as its language, stored with the reference.
             corpus: The source of the text, stored with the reference.
             return_ranks: Give `on_window` the logprobs and ranks of each window's targets.
-            layers: Record the residual stream at the boundaries of the decoder layers too, for `kld` to resume from.
+            layers: Record the residual stream at the decoder layers' boundaries too, for `from_boundary` of `kld`.
             answers: Prompts and the model's answers, in place of a text; only the answers' tokens are scored.
             on_window: A synchronous function, called with each recorded window and the running perplexity.
             model: Model to use in place of the client's.
@@ -333,8 +334,8 @@ class ScoreClient:
         )
 
     def layers(self) -> ServedLayers:
-        """Look up the boundaries between decoder layers at which `kld` can resume, and the free space for references.
-        `BadRequestError` says why it cannot resume at any."""
+        """Look up the boundaries of decoder layers that `from_boundary` of `kld` can name, and the free space for
+        references. If the server supports none, `BadRequestError` says why."""
         return self.send(call("GET", "/v1/layers", ServedLayers.model_validate))
 
     def reference(self, name: str) -> Reference:
@@ -349,7 +350,7 @@ class ScoreClient:
         )
 
     def llama_cpp_base(self, name: str, first: int, write: Callable[[bytes], object]) -> None:
-        """Fetch a reference as llama.cpp's base file, from one window on. The header comes only before window 0.
+        """Fetch a reference as llama.cpp's base file, from window `first` on. Only window 0 comes with a header.
 
         Args:
             name: Name of a complete reference that was recorded with method `llama.cpp`.
@@ -392,15 +393,15 @@ class ScoreClient:
             windows: The range [first, end) of windows, from 0; all when left out.
             top_logprobs: Return the k most likely tokens of both models at every position. k is at most 256, and at
                 most the server's `--max-logprobs`.
-            statistics: Return figures of both whole distributions at every position, in `columns`, as for `score`. The
-                cross-entropy with the reference is KL divergence plus `reference_entropy`.
+            statistics: Return figures of both whole distributions at every position, as for `score`, in each window's
+                `columns`. The cross-entropy with the reference is the KL divergence plus `reference_entropy`.
             num_positions: Limit on positions, at most 8,388,608. The client stops reading a much longer answer.
-            as_noise_floor: Store the result with the reference as its noise floor in this lane. Only for all windows,
-                and the reference's own model.
+            as_noise_floor: Store the result with the reference as its noise floor in this lane. Allowed only for all
+                windows, on a server of the recorded model.
             from_boundary: Replace the served model's residual stream with the reference's at this boundary of its
-                decoder layers; 0 is before the first. The reference must be recorded with `layers`.
+                decoder layers; boundary 0 is before the first layer. The reference must be recorded with `layers`.
             on_window: A synchronous function, called with each compared window.
-            lane: The served model's lane, as for `score`, with its `context`. References use the prefill lane.
+            lane: The served model's lane, as for `score`; likewise `context`. References are recorded in prefill.
             model: Model to use in place of the client's.
 
         The answer is streamed. With `on_window`, a connection lost after the first window is an error without a retry.
@@ -515,7 +516,7 @@ class ScoreClient:
 
     def token_texts(self, token_ids: Collection[int]) -> TokenTexts:
         """Look up the text of single tokens. A token that ends within a character has U+FFFD in its text, and its bytes
-        in `contents`."""
+        in the result's `contents`."""
         wanted = sorted(set(token_ids))
         return self.send(
             call("POST", "/v1/tokens", lambda body: parse_token_texts(body, wanted), model=self.model, token_ids=wanted)

@@ -11,8 +11,8 @@ Parameters = ParamSpec("Parameters")
 
 
 async def results_of(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run coroutines at once and return their results in order. If one fails, the others are cancelled, and its
-    exception is raised without an ExceptionGroup."""
+    """Run coroutines at once and return their results in order. If a coroutine fails, the others are cancelled, and
+    the failure's exception is raised without an ExceptionGroup."""
     try:
         async with TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
@@ -39,7 +39,7 @@ async def in_thread(
     function: Callable[Parameters, Result], /, *arguments: Parameters.args, **fields: Parameters.kwargs
 ) -> Result:
     """Run a function in a thread, as `asyncio.to_thread` does. A cancelled call waits for the thread to end, so that
-    the caller can then close its files."""
+    the caller can then close files that the function uses."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **fields))
     try:
         return await asyncio.shield(running)

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from scoremode.errors import CorpusError
 
-# Control characters such as line ends and direction marks, invisible ones, lone surrogates, and those that XML forbids.
+# Matches control characters (line ends too), invisible ones, direction marks, surrogates, and U+FFFE and U+FFFF.
 _HIDDEN = re.compile(
     "[\0-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff\ufffe\uffff]"
 )
@@ -52,7 +52,7 @@ MAX_SHOWN = 1000
 
 
 def excerpt(message: object) -> str:
-    """The beginning of a server's message, as text."""
+    """Convert a server's message to text, cut after `MAX_SHOWN` characters."""
     text = str(message)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
 
@@ -80,7 +80,7 @@ def faults(error: ValidationError) -> Iterator[str]:
 
 
 def first_fault(error: ValidationError) -> str:
-    """The first of `faults`: foreign input may have millions."""
+    """Return only the first of `faults`, because foreign input may have millions."""
     return next(faults(error))
 
 

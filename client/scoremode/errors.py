@@ -16,7 +16,7 @@ class MissingPackageError(ScoremodeError):
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Wrap imports of packages in an extra: raise MissingPackageError with the extra to install if one is missing."""
+    """Wrap the imports of an extra's packages. If one is missing, MissingPackageError names the extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -33,7 +33,7 @@ _EXTRAS = {
     "datasets": ("datasets",),
     "cuda": ("vllm",),
 }
-"""The packages of each extra that Scoremode imports."""
+"""Maps extras to the packages that Scoremode imports from them."""
 
 
 def require_extras(*names: str) -> None:
@@ -49,7 +49,7 @@ def require_extras(*names: str) -> None:
 
 @contextmanager
 def file_errors(kind: type[ScoremodeError], action: str) -> Iterator[None]:
-    """Turn an OSError into an error of this kind, with the action that failed, such as `read run.json`."""
+    """Turn an OSError into an error of type `kind`. `action` says what failed, such as `read run.json`."""
     try:
         yield
     except OSError as error:
@@ -57,11 +57,11 @@ def file_errors(kind: type[ScoremodeError], action: str) -> Iterator[None]:
 
 
 class TransportError(ScoremodeError):
-    """The server gave no answer: refused, dropped or timed out, after all retries."""
+    """No answer came: the connection was refused, dropped or timed out. Retries have failed, or would not help."""
 
 
 class APIStatusError(ScoremodeError):
-    """The server answered with an HTTP error. The attributes are its status and the fields of its body."""
+    """The server answered with an HTTP error. The attributes are the status and the fields of the error's body."""
 
     def __init__(self, message: str, *, status_code: int, param: str | None = None, type: str | None = None) -> None:
         super().__init__(message)
@@ -95,11 +95,11 @@ class ResponseError(ScoremodeError):
 
 
 class CorpusError(ScoremodeError):
-    """A text to be scored cannot be read."""
+    """A text to score cannot be read, or does not have the required form."""
 
 
 class RunError(ScoremodeError):
-    """The file of a finished run cannot be read, or runs cannot be compared."""
+    """A finished run, a model card or a checkpoint cannot be used, or runs cannot be compared."""
 
 
 class OutputError(ScoremodeError):
@@ -107,4 +107,4 @@ class OutputError(ScoremodeError):
 
 
 class ServersDifferError(ScoremodeError):
-    """Servers that share a run serve different models, or one came back different after a failure."""
+    """Servers that share a run serve different models, or a server changed its model during the run."""

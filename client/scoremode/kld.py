@@ -1,8 +1,8 @@
 """Computes statistics of KL divergence from its values at every position: llama.cpp's, and more.
 
 docs/kld.md has the formulas. `p` is the reference's distribution, `q` the compared model's. Sums are in float64. An
-infinite or undefined figure is None, because JSON has neither. Standard errors of paired figures come from the
-differences at each position.
+infinite or undefined figure is None, because JSON has neither. The standard error of a figure that compares both models
+comes from their differences at each position.
 """
 
 import math
@@ -20,10 +20,10 @@ from scoremode.wire import ConfidenceBucket, DeltaPFigures, DivergentPosition, K
 Floats = NDArray[np.float64]
 
 CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
-"""Edges of the confidence buckets, as in ExLlamaV3."""
+"""Edges of the buckets for the probability that `p` gives its top token, as in ExLlamaV3."""
 NUM_MOST_DIVERGENT = 20
 NEGLIGIBLE_KLD = 1e-9
-"""Mean KL divergence in nats that is too small for float32 logits to resolve; it is shown as 0."""
+"""A smaller mean KL divergence, in nats, is only the rounding of float32 logits, and is shown as 0."""
 _QUANTILES = {
     "median": 0.5,
     "p999": 0.999,
@@ -41,7 +41,7 @@ _QUANTILES = {
 class KldPositions:
     """A comparison's values at n positions, in the order of windows: arrays of shape [n].
 
-    The fields have the names and meanings of `references.KldWindow`. `POSITION_DTYPES` has their types on the wire.
+    `KldWindow` in `wire.references` explains the fields. `POSITION_DTYPES` has their types on the wire.
     """
 
     token_ids: NDArray[Any]
@@ -139,9 +139,10 @@ def statistics(positions: KldPositions, window_sizes: Sequence[int], first_windo
 
 
 def agreement_lengths(is_same: NDArray[np.bool_], window_sizes: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """How many targets of each window come before its first that is not the same; all targets if there is none.
+    """Count the targets of each window before the first that is not the same; all of its targets if there is none.
 
-    `is_same` is [n], in the order of windows; a window may have no target.
+    `is_same` [n] says whether a target equals the compared model's own choice, in the order of windows. `window_sizes`
+    has the number of targets in each window, perhaps 0.
     """
     ends = np.cumsum(window_sizes, dtype=np.int64)
     differing = np.flatnonzero(~is_same)
@@ -154,16 +155,17 @@ def agreement_lengths(is_same: NDArray[np.bool_], window_sizes: NDArray[np.integ
 def follows_stop(
     token_ids: NDArray[Any], window_sizes: NDArray[np.integer[Any]], stops: Sequence[int]
 ) -> NDArray[np.bool_]:
-    """Whether each of [n] targets follows a stop token in the same window."""
+    """For each of [n] targets, whether the target directly before it in the same window is a stop token."""
     follows = np.roll(np.isin(token_ids, stops), 1)
     follows[(np.cumsum(window_sizes) - window_sizes)[window_sizes > 0]] = False
     return follows
 
 
 def num_ties(ties: NDArray[np.bool_], lengths: NDArray[np.int64], window_sizes: NDArray[np.integer[Any]]) -> int:
-    """Count the ties [n] in each window up to and including the first target that is not the same.
+    """Count ties, in each window up to and including the first target that is not the same, and return their sum.
 
-    `lengths` is what `agreement_lengths` returns.
+    `ties` [n] says whether a target has the top token's logit, but is another token; `lengths` [windows] is from
+    `agreement_lengths`.
     """
     starts = np.cumsum(window_sizes) - window_sizes
     places = np.arange(len(ties)) - np.repeat(starts, window_sizes)
@@ -179,7 +181,8 @@ def of_answers(values: NDArray[np.int64], documents: Sequence[int], num_answers:
 
 
 def over_noise_floor(mean: float | None, floor: float | None) -> float | None:
-    """A mean as a multiple of the noise floor; None if the floor is None or too small for a meaningful multiple."""
+    """A mean KL divergence as a multiple of the noise floor, which is the recorded model's divergence from itself. None
+    if either is None, or the floor is too small for a meaningful multiple."""
     return mean / floor if mean is not None and floor is not None and floor >= NEGLIGIBLE_KLD else None
 
 
@@ -216,7 +219,7 @@ def bucket_of(confidence: Floats) -> NDArray[np.intp]:
 
 
 def quantile(ordered: Floats, fraction: float) -> float:
-    """Interpolate linearly between the order statistics of [n] ascending values, which may be infinite."""
+    """Compute a quantile of `ordered`, [n] ascending values, by linear interpolation. Values may be infinite."""
     position = fraction * (len(ordered) - 1)
     below = math.floor(position)
     share = position - below
@@ -264,7 +267,8 @@ def _delta_p_figures(values: Floats, window_sizes: NDArray[Any]) -> DeltaPFigure
 
 
 def _tail_share(kld: Floats) -> float:
-    """The largest 1 % of positions' share of the sum; NaN if the sum is 0. Their number is rounded up."""
+    """The share of the sum that comes from the 1 % of positions with the largest values; NaN if the sum is 0. The
+    number of these positions is rounded up."""
     num_tail = -(-len(kld) // 100)
     total = float(kld.sum())
     return float(np.sort(kld)[-num_tail:].sum()) / total if total else math.nan

@@ -26,8 +26,9 @@ class Perplexity:
 def perplexity(nlls: Iterable[float]) -> Perplexity:
     """Perplexity exp(mean NLL) of per-token NLLs in nats.
 
-    The standard error of the mean is s / sqrt(n) with the sample standard deviation s. The delta method gives that of
-    the perplexity, ppl * s / sqrt(n), which llama-perplexity shows after ±. Both treat tokens as independent.
+    The standard error of the mean is s / sqrt(n) with the sample standard deviation s. The delta method gives
+    the perplexity's standard error, ppl * s / sqrt(n), which llama-perplexity shows after ±. Both treat tokens as
+    independent.
 
     Raises:
         ValueError: no NLLs, or one is NaN.
@@ -86,7 +87,7 @@ def count_words(text: str) -> int:
 
 def exp(value: float) -> float:
     """Compute e**value: infinity instead of an overflow, NaN for NaN."""
-    # exp overflows above 709.8.
+    # math.exp overflows above 709.78.
     return math.inf if value >= 709 else math.exp(value)
 
 

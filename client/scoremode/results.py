@@ -1,4 +1,4 @@
-"""Answers of `/v1/score` and `/v1/kld` as arrays, and their readers."""
+"""Reads answers of `/v1/score` and `/v1/kld` into arrays, and defines the form in which journals store windows."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -93,13 +93,13 @@ class Score:
     top_logprobs: _Top | None = None
     """The most likely tokens at each position; None if not requested."""
     candidate_logprobs: Annotated[NDArray[np.float32] | None, PlainValidator(_candidate_logprobs)] = None
-    """[n, m], the logprobs of the candidates at each position, in the order given; NaN without context. None if not
-    requested."""
+    """[n, m], the logprobs of the request's m candidate tokens at each position; NaN for a text's first token, which
+    has no context. None if not requested."""
     columns: Annotated[dict[str, NDArray[Any]], PlainValidator(_columns)] = field(default_factory=dict)
-    """The figures of `statistics` and `sinks`, by name: [n] or [n, width]. A position without context has NaN in
-    float32, -1 in int32."""
+    """The figures that `statistics` and `sinks` requested, by name: [n] or [n, width]. A position without context has
+    NaN in a float32 array, -1 in an int32 array."""
     mean_batch: float | None = None
-    """Mean number of decode and verify sequences in the engine while the request ran; None in the prefill lane."""
+    """Mean number of decode-lane and verify-lane sequences in the engine during the request; None for prefill."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
@@ -152,13 +152,13 @@ def parse_scores(body: object, sequences: Sequence[str | list[int]], first: int 
 
 
 NUM_TOP = 5
-"""Top tokens per position that commands store, for the most divergent positions."""
+"""How many top tokens commands store for each of the most divergent positions."""
 MAX_TOP_POSITIONS = 20_000
 TOP_DTYPES = {"positions": "<i4", "token_ids": "<i4", "logprobs": "<f4"}
 
 
 class JournalLine(BaseModel):
-    """The form in which a journal stores a window."""
+    """One window's result, as a journal stores it in a line of JSON."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -166,7 +166,7 @@ class JournalLine(BaseModel):
     """The window's index in the run."""
 
     def to_line(self) -> dict[str, object]:
-        """The window as JSON, exact to the last bit."""
+        """Return the fields for JSON, with numbers exact to the last bit."""
         return self.model_dump()
 
 
@@ -195,8 +195,8 @@ class KldWindowValues(JournalLine):
     tops: list[_Top] = Field([], max_length=2)
     """The served model's top tokens and the reference's; empty if not requested."""
     columns: Annotated[dict[str, NDArray[Any]], PlainValidator(_columns), Field(exclude=True)] = {}
-    """The figures of `statistics` by name, [scored] float32 in nats; the reference's have "reference_" before the
-    name. Journals do not keep them."""
+    """The figures that `statistics` requested, by name: [num_scored] float32, in nats. The reference's have
+    "reference_" before the name. Journals do not store columns."""
     mean_batch: float | None = None
     """As in `Score`."""
 
@@ -223,15 +223,15 @@ class KldWindowValues(JournalLine):
 
 
 def _window(event: Any) -> KldWindowValues:
-    # Position in `tops` tells the two apart, so a missing one stays in it as None, which is an error.
+    # The order in `tops` tells the two models apart. If only one is missing, its place has None, which is refused.
     tops = [event.get(name) for name in ("top_logprobs", "reference_top_logprobs")]
     values = {"index": event.get("index"), "num_scored": event.get("num_scored"), "columns": event.get("columns", {})}
     return KldWindowValues.model_validate({**values, "positions": event, "tops": [] if tops == [None, None] else tops})
 
 
 class ResumedKld(JournalLine):
-    """The sum of KL divergences in a window, of the whole model or resumed from a boundary of its layers. In a journal,
-    each window has one line for the whole model, then one per boundary."""
+    """The sum of KL divergences in a window: of the whole model, or with its residual stream replaced at a boundary of
+    its decoder layers. `index` counts, for each window, the whole model and then each boundary."""
 
     num_scored: int
     kld_sum: float
@@ -273,7 +273,10 @@ _RESULT = TypeAdapter(KldResult)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopTokens:
-    """Top tokens of the served model and of the reference, [m, 2, k], at m of the `num_scored` positions."""
+    """The k top tokens of the served model and of the reference at m of the `num_scored` positions.
+
+    `positions` is [m], ascending; `token_ids` and `logprobs` (nats) are [m, 2, k], the served model first.
+    """
 
     positions: NDArray[Any]
     token_ids: NDArray[Any]
@@ -297,7 +300,8 @@ class TopTokens:
 
 
 def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> TopTokens:
-    """The top tokens at the positions with the largest `kld` in all windows; a ValueError if any are missing."""
+    """Select the top tokens at the `MAX_TOP_POSITIONS` positions of all windows that have the largest `kld` [n].
+    ValueError if a window has no top tokens."""
     ids = np.concatenate([np.stack([top.token_ids for top in window.tops], axis=1) for window in windows])
     logprobs = np.concatenate([np.stack([top.logprobs for top in window.tops], axis=1) for window in windows])
     largest = np.argsort(-kld, kind="stable")[:MAX_TOP_POSITIONS]
@@ -307,8 +311,8 @@ def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> Top
 def kld_reader(
     on_window: Callable[[KldWindowValues], object] | None, requested: Sequence[int] | None = None
 ) -> EventReader[KldWindowValues, KldResult]:
-    """Make the reader of a stream of compared windows, which it puts into the result. ResponseError if they are not the
-    windows of the range `requested`, or without it, the result's range."""
+    """Make a reader of a stream of compared windows that puts the windows into the result. The reader raises
+    ResponseError if they are not the windows of the range `requested`, or, if that is None, of the result's range."""
     windows: list[KldWindowValues] = []
 
     def collect(window: KldWindowValues) -> None:

@@ -33,7 +33,7 @@ class WindowSettings(TypedDict, total=False):
     method: Method
     """One of `METHODS`; `sliding` when left out."""
     context_length: int | None
-    """Tokens per window; by default 2,048, or the model's context if that is shorter."""
+    """Tokens per window (`rolling`: targets per window); by default 2,048, or fewer if the model takes fewer."""
     stride: int | None
     """Tokens from one window to the next; by default a quarter of the context, for methods that take a stride."""
     max_tokens: int | None
@@ -58,7 +58,8 @@ class Window:
     end: int
     first_target: int
     leading_token: int | None = None
-    """A token that is not part of the text: the BOS that replaces a chunk's first token, or the prefix of a text."""
+    """A token that is not part of the text: BOS in place of a chunk's first token (`llama.cpp`), or the token that
+    `rolling` puts before a text."""
 
     @property
     def num_scored(self) -> int:
@@ -94,7 +95,7 @@ def turn_prompts(windows: Iterable[tuple[int, list[int], int]]) -> list[list[int
     """For each window, the part of its context that is new compared with the conversation's previous window.
 
     Args:
-        windows: The conversation's index, the window's tokens, and the position of its first target among them.
+        windows: One tuple per window: its conversation's index, its tokens, and its first target's position in them.
     """
     prompts: list[list[int]] = []
     last_conversation, last_tokens = -1, list[int]()
@@ -160,7 +161,7 @@ def cut_windows(
 ) -> list[Window]:
     """Cut a text of `num_tokens` tokens into the windows of `method`.
 
-    `prefix_token_id` goes before the first window of `rolling`; `bos_token_id` replaces the first token of each
+    `prefix_token_id` is put before the text for `rolling`; `bos_token_id` replaces the first token of each
     `llama.cpp` chunk, and is None for a model whose tokenizer adds no BOS. A text too short for the method gives no
     windows.
 
@@ -184,9 +185,10 @@ def cut_windows(
 
 
 def _sliding(num_tokens: int, context_length: int, stride: int) -> list[Window]:
-    """Hugging Face, "Perplexity of fixed-length models": each window scores the tokens after the previous window's end.
+    """Cut as in Hugging Face's "Perplexity of fixed-length models".
 
-    If the stride is as long as the context, a window's first token has no context and is not scored.
+    A window scores the tokens after the previous window's end. If the stride is as long as the context, a window's
+    first token has no context and is not scored.
     """
     windows, reached = [], 0
     for start in range(0, num_tokens, stride):
@@ -199,7 +201,7 @@ def _sliding(num_tokens: int, context_length: int, stride: int) -> list[Window]:
 
 
 def _llama_cpp(num_tokens: int, context_length: int, bos_token_id: int | None) -> list[Window]:
-    """`llama-perplexity -c L`: only whole chunks, whose second half is scored."""
+    """Cut as `llama-perplexity -c L` does: only whole chunks, of which the second half is scored."""
     begin = 0 if bos_token_id is None else 1
     chunk = Window(begin, context_length, context_length // 2 + 1, bos_token_id)
     starts = range(0, num_tokens - context_length + 1, context_length)
@@ -207,7 +209,7 @@ def _llama_cpp(num_tokens: int, context_length: int, bos_token_id: int | None) -
 
 
 def _rolling(num_tokens: int, context_length: int, prefix_token_id: int) -> list[Window]:
-    """lm-eval's `get_rolling_token_windows` with a context of one: the last window reaches back until it is full."""
+    """Cut as lm-eval's `get_rolling_token_windows` with `context_len=1`: the last window reaches back to be full."""
     first = Window(0, min(context_length, num_tokens), 0, prefix_token_id)
     ends = [min(reached + context_length, num_tokens) for reached in range(first.end, num_tokens, context_length)]
     later = [Window(end - context_length - 1, end, reached) for reached, end in pairwise([first.end, *ends])]
