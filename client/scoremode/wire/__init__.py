@@ -1,4 +1,4 @@
-"""The client's side of the HTTP API: types, which the server shares, requests, and readers of their answers."""
+"""The client's side of the HTTP API: requests, readers of their answers, and types that the server uses too."""
 
 from scoremode.wire.arrays import (
     TopLogprobs,

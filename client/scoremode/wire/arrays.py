@@ -1,4 +1,4 @@
-"""Arrays as the server sends them: little-endian numbers in base64."""
+"""Encodes and decodes arrays as the server sends them: little-endian numbers in base64."""
 
 import base64
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ _RANGES = {
     **dict.fromkeys(("acceptance", "reference_confidence"), (0, 1 + ROUNDING)),
     **dict.fromkeys(("ranks", "reference_ranks"), (1, np.inf)),
 }
-"""The smallest and largest valid value per position, by the field names of `KldPositions`. All other numbers, such as
-token ids, are at least 0."""
+"""The smallest and largest valid values of an array, by its field name in `KldPositions`. Arrays that are not listed
+have token ids, sizes or indices, all at least 0."""
 
 
 def wrong_value(name: str, values: NDArray[Any]) -> str | None:
@@ -44,7 +44,7 @@ def wrong_value(name: str, values: NDArray[Any]) -> str | None:
 
 
 def check_logprobs(name: str, logprobs: NDArray[np.float32]) -> None:
-    """Raise ResponseError if a logprob is above 0, or NaN after the first position, which may lack context."""
+    """Raise ResponseError if a logprob exceeds 0 by more than rounding, or is NaN. The first position may have NaN."""
     later = logprobs[1:]
     num_right = int((later <= ROUNDING).sum())
     if num_right < later.size or (logprobs[:1] > ROUNDING).any():
@@ -62,8 +62,8 @@ def decode_top_logprobs(sent: object) -> TopLogprobs:
 
 
 def decode_arrays(name: str, sent: object, **dtypes: str) -> list[NDArray[Any]]:
-    """Decode two-dimensional arrays of one shape from the field `name` of an answer. `dtypes` maps their names there to
-    their types."""
+    """Decode two-dimensional arrays of one shape from the field `name` of an answer. `dtypes` maps the arrays' names in
+    this field to their types."""
     match sent:
         case {"shape": [_, _] as shape, **arrays}:
             return [decode_array(name, arrays.get(part), dtype, shape) for part, dtype in dtypes.items()]

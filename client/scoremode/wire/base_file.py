@@ -1,5 +1,4 @@
-"""Sizes in llama.cpp's base file (`llama-perplexity --kl-divergence-base`), which a server computes and a client
-writes.
+"""Computes sizes in llama.cpp's base file (`llama-perplexity --kl-divergence-base`), for the server and the client.
 
 The file begins with the bytes `_logits_`. Context length, vocabulary size, number of windows, and the windows' tokens
 follow as int32. Then each target has its distribution in 4 + 2 ceil(vocabulary / 2) numbers of 16 bits

@@ -1,5 +1,5 @@
-"""Requests of the API, and readers of their answers: JSON and server-sent events, in chunks as the network cuts them.
-Nothing here is sent; the synchronous and the asynchronous client do that."""
+"""Describes requests of the API, and reads their answers: JSON or server-sent events, in chunks as the network cuts
+them. This module sends nothing; the synchronous and the asynchronous client do that."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -20,8 +20,8 @@ Answer = TypeVar("Answer")
 FIXED_BYTES = 1 << 20
 """Size limit of any answer that does not grow with its request: the description of a run or a server, or an error."""
 BYTES_PER_BYTE = 512
-"""Added to an answer's size limit for each byte of its request. Each token has at least one such byte, and its answer
-an id, a logprob, a rank, a text, and a part of a window's event."""
+"""Added to an answer's size limit for each byte of its request. A token takes at least one byte of a request. In the
+answer it has an id, a logprob, a rank, a text, and a part of a window's event."""
 REFERENCE_BYTES = 1 << 22
 """Size limit of a reference's description, whose noise floors have a number for each of up to 65,536 answers."""
 LISTING_BYTES = 1 << 26
@@ -113,8 +113,7 @@ class BytesReader(Reader[None]):
 
 @dataclass(eq=False)
 class EventReader(Reader[Answer], Generic[Event, Answer]):
-    """Reads a stream of windows, which it passes to `on_window`, and a result. The field `object` tells which is
-    which."""
+    """Reads a stream of windows, which it passes to `on_window`, and a result. An event's `object` tells them apart."""
 
     kinds: tuple[str, str]
     """The values of `object` in a window and in the result."""
@@ -122,7 +121,7 @@ class EventReader(Reader[Answer], Generic[Event, Answer]):
     read_result: Callable[[object], Answer]
     on_window: Callable[[Event], object] | None
     repeatable: bool = False
-    """Whether a repeated request does not report the first request's windows again."""
+    """Whether the server, if a request is repeated, leaves out the windows that it has already reported."""
     _parser: EventParser = field(default_factory=EventParser)
     _result: Answer | None = None
 
@@ -159,7 +158,10 @@ class EventReader(Reader[Answer], Generic[Event, Answer]):
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Answer]):
-    """One request, and the reader of its answer. Each attempt uses a new reader."""
+    """One request, and the reader of its answer. Each attempt uses a new reader.
+
+    The answer may have `fixed_bytes`, and `bytes_per_byte` more for each byte of the request.
+    """
 
     method: str
     path: str

@@ -72,7 +72,7 @@ def _exception(status_code: int, failure: _Failure, hint: str = "") -> APIStatus
             "or make the windows smaller (--context-length)"
         )
     error_class = _CLASSES.get(status_code, ServerError if status_code >= 500 else APIStatusError)
-    # On one line, because an uncaught exception is shown on a terminal.
+    # Keep the message on one line, because a terminal shows it if nothing catches the exception.
     message = printable(" ".join(f"{excerpt(failure.message)} (HTTP {int(status_code)}){hint}".split()))
     return error_class(message, status_code=int(status_code), param=failure.param, type=failure.type)
 

@@ -1,5 +1,5 @@
-"""Limits how much a server sends before an answer: httpx reads any number of informational responses, such as
-`103 Early Hints`. h11 and the readers limit the later parts."""
+"""Limits what a client reads before an answer's body: httpx itself reads any number of informational responses, such as
+`103 Early Hints`. h11 limits the size of each head, and `wire.calls` that of the body."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def end_head(response: httpx.Response) -> None:
 
 
 def _bound(stream: Any) -> None:
-    """Count the reads of a network stream, which may be synchronous or asynchronous."""
+    """Limit a network stream's reads until `end_head` lifts the limit. The stream may also be asynchronous."""
     read, write = stream.read, stream.write
 
     def write_request(*data: Any, **options: Any) -> Any:

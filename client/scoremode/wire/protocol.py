@@ -1,4 +1,4 @@
-"""The wire types of Scoremode's HTTP API, shared by client and server; those of references are in `wire.references`.
+"""The wire types of Scoremode's HTTP API, shared by client and server. `wire.references` has those of references.
 
 Log-probabilities are natural logarithms (nats). Requests are validated strictly: an unknown field or a value of
 another type is an error, and nothing is converted. The responses of `/v1/score` are typed dictionaries, because a model
@@ -29,13 +29,13 @@ from scoremode.windows import Method, adds_special_tokens
 MAX_TOP_LOGPROBS = 256
 """Limit on top tokens per position; a server's own `--max-logprobs` may be lower."""
 MAX_CANDIDATES = 256
-"""Limit on chosen tokens per position."""
+"""Limit on candidate tokens (`candidate_token_ids`) per position."""
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks; vLLM's OpenAI API uses this value too."""
 
 ROUNDING = 1e-3
-"""Nats by which rounding may lift a logprob above 0, or a divergence below it. Logits are float32 numbers below 8,192,
-so the difference of two is off by at most 2**-11."""
+"""Nats by which rounding may lift a logprob above 0, or lower a divergence below 0. Logits are float32 numbers below
+8,192, so the difference of two logits is off by at most 2**-11."""
 
 T = TypeVar("T")
 
@@ -52,8 +52,8 @@ Nats = Annotated[float, Field(ge=-ROUNDING, allow_inf_nan=False)]
 
 
 def one_message(message: str) -> WrapValidator:
-    """Replace a union's errors, one per branch, with a single one. It says which forms are allowed, and names the first
-    wrong value in the branch that got furthest."""
+    """Replace a union's errors, one per branch, with a single error. It says which forms are allowed, and names the
+    first wrong value in the branch that got furthest."""
 
     def validate(value: object, handler: Callable[[object], object]) -> object:
         try:
@@ -100,24 +100,24 @@ class Request(BaseModel):
 
 
 Lane = Literal["prefill", "decode", "verify"]
-"""How many tokens of a sequence one step has. `prefill`: as many as fit. `decode`: one, as in generation. `verify`: one
-more than speculative decoding drafts, as in verification."""
+"""How many tokens of a sequence one engine step takes. `prefill`: as many as fit. `decode`: one, as in generation.
+`verify`: one more than speculative decoding drafts, as in verification."""
 LANES: tuple[Lane, ...] = get_args(Lane)
 
 
 class LaneFields(Request):
-    """How many tokens of a sequence a step has, which decides the kernels that compute them."""
+    """How many tokens of a sequence one engine step takes. This decides which kernels compute them."""
 
     lane: Lane = "prefill"
-    """`decode`: feed one token per step, as in generation; `verify`: as many as a step of speculative decoding has.
-    Neither uses the cache."""
+    """`prefill`: feed as many tokens per step as fit; `decode`: one, as in generation; `verify`: as many as speculative
+    decoding verifies at once. `decode` and `verify` do not use the cache."""
     context: int | None = Field(None, ge=1)
     """For `decode` and `verify`: prefill at most this many tokens. By default, prefill every token before the one whose
     step gives the first returned logprob."""
 
 
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*$")]
-"""A salt that vLLM accepts. Some of its KV connectors use it in file names."""
+"""A salt that vLLM accepts. Some of vLLM's KV connectors use the salt in file names."""
 
 Messages = Many[dict[str, Any]]
 """The messages of one conversation."""
@@ -138,7 +138,7 @@ class MessagesFields(Request):
     tools: ToolLists | None = None
     """Tools: one list for all conversations, or one list per conversation."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Passed to the chat template."""
+    """Variables for the chat template."""
     roles: Many[str] = Field(["assistant"], min_length=1)
     """Roles whose turns are scored."""
 
@@ -157,14 +157,14 @@ class TurnsRequest(MessagesFields):
 
 
 class Turn(TypedDict):
-    """A scored turn: the tokens that the model generates for it. For another role, the tokens of its message."""
+    """A scored turn. For the assistant, it is the tokens that the model generates; else the message's tokens."""
 
     role: str
     first: int
     end: int
     """The turn's tokens are at the positions [first, end) of the sequence."""
     is_merged: NotRequired[bool]
-    """Whether the turn's first token also has characters of the prompt before it."""
+    """Whether the turn's first token begins with the last characters of the prompt before the turn."""
 
 
 class TurnSequence(TypedDict):
@@ -177,7 +177,7 @@ class TurnSequence(TypedDict):
 
 class TurnsResponse(TypedDict):
     """Response of `POST /v1/turns`. A conversation has several sequences if the template renders a turn differently
-    once others follow: without its reasoning, for example."""
+    once other turns follow: without its reasoning, for example."""
 
     object: Literal["turns"]
     data: list[TurnSequence]
@@ -191,35 +191,37 @@ Statistic = Literal["entropy", "std_logprob"]
 
 
 class ScoreRequest(MessagesFields, LaneFields):
-    """Body of `POST /v1/score`: `prompt` or `messages`."""
+    """Body of `POST /v1/score`, which has either `prompt` or `messages`."""
 
     prompt: Prompt | None = None
     """One text or several, as text or as token ids."""
     continuations: Continuations | None = None
-    """Score these instead of the prompts: each after every prompt, or one list per prompt. If both are text, they are
-    tokenized together."""
+    """Continuations to score instead of the prompts: one list, each scored after every prompt, or one list per prompt.
+    A prompt and a continuation that are both text are tokenized together."""
     add_special_tokens: bool = True
     """Let the tokenizer add its special tokens (BOS) to a text."""
     top_logprobs: TopLogprobsCount = 0
-    """The k most likely tokens at every position."""
+    """How many of the most likely tokens to return at every position."""
     candidate_token_ids: Candidates | None = None
-    """Score these tokens too: one list for all positions, or lists of one length, one per position."""
+    """Tokens to score at every position in addition to the text's: one list for all positions. For a single
+    prompt, it may also be one list per position; for several prompts, a list of such lists per prompt. All lists must
+    have the same length."""
     temperature: float = Field(1.0, ge=0.01, le=1000)
     """T of the scored distribution, softmax(logits / T)."""
     statistics: list[Statistic] = []
     """Figures of the whole distribution at every position, at this temperature, in nats: its entropy, and the standard
     deviation of the logprobs under it."""
     sinks: dict[str, JsonValue] = {}
-    """Figures that packages installed on the server compute: the settings of each sink, by its name."""
+    """Settings of sinks, by name. A sink is a class on the server that computes more figures at every position."""
     logprobs_from: Positions = 0
-    """Return only positions from this one on; one for all prompts, or one per prompt."""
+    """First position to return, from 0: one for all prompts, or one per prompt."""
     return_ranks: bool = False
-    """Return the rank of every token in the vocabulary, 1 for the most likely."""
+    """Return each scored token's rank in the vocabulary, 1 for the most likely."""
     return_tokens: bool = False
     """Return every token as text."""
     encoding_format: Literal["float", "base64"] = "float"
     """`base64`: arrays as little-endian float32 and int32. A position without context has NaN as its logprob, and -1 as
-    its ids."""
+    the ids of its top tokens."""
     use_cache: bool = True
     """Accept logprobs that were computed for an earlier request."""
     cache_salt: CacheSalt | None = None
@@ -264,7 +266,7 @@ class TopLogprobArrays(TypedDict):
 
 
 class CandidateLogprobArrays(TypedDict):
-    """The m chosen tokens of n positions, in the order in which they were given, with `base64`."""
+    """Logprobs of the m candidate tokens at n positions, in the order of the request, with `base64`."""
 
     shape: list[int]
     """[n, m]."""
@@ -273,7 +275,7 @@ class CandidateLogprobArrays(TypedDict):
 
 
 class ColumnArray(TypedDict):
-    """A column of n positions, with `base64`."""
+    """A figure of a statistic or a sink at n positions, with `base64`."""
 
     dtype: Literal["float32", "int32"]
     shape: list[int]
@@ -282,7 +284,7 @@ class ColumnArray(TypedDict):
 
 
 class ScoreResult(TypedDict):
-    """One scored sequence, or one continuation. Lists run over `token_ids`; a text's first token has no logprob."""
+    """One scored sequence, or one continuation. Lists run over `token_ids`; a text's first logprob is null."""
 
     index: int
     prompt_index: int
@@ -321,7 +323,8 @@ class ScoreResponse(TypedDict):
     lane: NotRequired[Lane]
     """The lane, if it is not prefill; `mean_batch` comes with it."""
     mean_batch: NotRequired[float | None]
-    """Mean number of decode and verify sequences in the engine while the request ran; null if it had none there."""
+    """Mean number of sequences that the engine had in the decode or verify lane while it computed sequences of this
+    request; null if it computed none."""
 
 
 SATURATES = "saturates"
@@ -355,7 +358,7 @@ class ComputedBy(BaseModel):
     data_parallel_size: int | None = None
     expert_parallel: bool | None = None
     speculative_method: str | None = None
-    """"none" without speculative decoding."""
+    """vLLM's name of the method of speculative decoding; "none" without it."""
     batch_invariant: bool | None = None
 
     @property
@@ -381,8 +384,7 @@ class ServedModel(BaseModel):
     computed_by: ComputedBy | None = None
     """Model runner, kernels, GPUs and parallelism; None from an older server."""
     stored_dtype: str | None = None
-    """The dtype of most weights in the checkpoint, which `dtype` may convert; None if unknown, and from an older
-    server."""
+    """The dtype of most weights in the checkpoint, converted to `dtype` when loaded; None if unknown."""
     weight_bytes: NonNegativeInt | None = None
     """Size of the weight files that the server loads; None if unknown, and from an older server."""
     num_parameters: NonNegativeInt | None = None
@@ -429,7 +431,7 @@ class Bounds(BaseModel):
     lists: PositiveInt = 100_000
     """Lists and objects in one field."""
     values: PositiveInt = 500_000
-    """Values in one field, or names in one that has tokens or texts."""
+    """Values in one field. In a field that has tokens or texts, only the names in objects count."""
     messages: PositiveInt = 1024
     """Messages of a conversation."""
     sequences: PositiveInt = 65_536
@@ -443,7 +445,7 @@ class Bounds(BaseModel):
     top_logprobs: NonNegativeInt = 20
     """Top tokens at a position."""
     candidates: PositiveInt = MAX_CANDIDATES
-    """Chosen tokens at a position."""
+    """Candidate tokens at a position."""
     float_values: PositiveInt = 2**23
     """Logprobs of an answer with `encoding_format` `float`, or tokens of rendered conversations."""
     base64_values: PositiveInt = 2**26
@@ -456,7 +458,7 @@ class Bounds(BaseModel):
     """Bytes of an export that the engine has computed and the client has not read; one larger window is allowed if it
     is alone."""
     all_exports_bytes: PositiveInt = 512 * 1024**2
-    """Total of such bytes over all exports in an API server process; one larger export is allowed if it is alone."""
+    """The same bytes over all exports in an API server process; one larger export is allowed if it is alone."""
     request_seconds: float | None = None
     """Seconds in which a request must be answered; null for no limit."""
 
@@ -494,7 +496,7 @@ class ServerInfo(ServedModel):
 
     @property
     def chunk_token_id(self) -> int | None:
-        """The token with which `llama.cpp` replaces a chunk's first: BOS; None if the tokenizer does not add it."""
+        """The token that replaces the first token of a `llama.cpp` chunk: BOS, or None if the tokenizer adds none."""
         return self.bos_token_id if self.adds_bos else None
 
 
@@ -511,11 +513,11 @@ class PerplexityRequest(MessagesFields, LaneFields):
     """Tokens per window. The default for a text is 2,048, or the model's context if that is shorter; for messages, the
     model's context."""
     stride: int | None = Field(None, ge=1)
-    """Tokens from one window to the next; by default a quarter of the context."""
+    """Tokens from one window to the next, for `sliding` and `overlapping`; by default a quarter of a window."""
     max_tokens: int | None = Field(None, ge=1)
     """Measure at most this many tokens of the text."""
     add_special_tokens: bool | None = None
-    """Let the tokenizer add its special tokens; yes, except for `rolling`, as in lm-eval."""
+    """Let the tokenizer add its special tokens; by default yes, except for `rolling`, as in lm-eval."""
     cache_salt: CacheSalt | None = None
     """Share cached prefixes only with requests that have the same salt."""
     stream: bool = False

@@ -1,4 +1,5 @@
-"""The wire types of references, of KL divergences from them, and of their statistics: see `wire.protocol`."""
+"""The wire types of references, of KL divergences from them, and of their statistics. `wire.protocol`
+says how requests are validated."""
 
 from typing import Annotated, ClassVar, Literal, NotRequired
 
@@ -25,7 +26,7 @@ from scoremode.wire.protocol import (
 )
 
 REFERENCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-"""A reference's name is a folder below `--reference-dir`, so it cannot be a path out of it."""
+"""Pattern of a reference's name, which is also its folder's name in `--reference-dir`. No name leads out of there."""
 
 ReferenceName = Annotated[str, StringConstraints(pattern=f"^{REFERENCE_NAME}$")]
 _LEAST_NOISE_FLOOR = {"float16": 1e-9, "bfloat16": 1e-7}
@@ -55,7 +56,7 @@ class CorpusInfo(BaseModel):
 
     @property
     def in_words(self) -> str:
-        """The dataset and the beginning of the hash."""
+        """The dataset, its rows and the beginning of the hash, as a phrase."""
         rows = None if self.num_rows in (None, 1) else f"{self.num_rows:,} rows"
         dataset = " ".join(filter(None, (self.name, self.config, self.split)))
         return ", ".join(filter(None, (dataset, rows, f"sha256 {self.sha256[:12]}")))
@@ -82,7 +83,7 @@ class AnswerSettings(BaseModel):
     temperature: Literal[0, 1] = 0
     """0 for greedy answers, 1 for sampled ones."""
     seed: NonNegativeInt | None = None
-    """Seed of the first answer; each later answer adds 1 to it. None for greedy answers."""
+    """Seed of the first answer; each later answer's seed is 1 larger. None for greedy answers."""
 
     @property
     def are_greedy(self) -> bool:
@@ -139,7 +140,7 @@ class NoiseFloor(BaseModel):
     num_scored: int
     created: int
     agreement_lengths: list[NonNegativeInt] | None = None
-    """Only for greedy answers: how many tokens of each come before the first that is not the model's top token."""
+    """Only for greedy answers: the number of each answer's tokens before the first that is not the top token."""
 
 
 BlockKind = Literal["attention", "linear_attention", "mamba", "mlp", "moe", "layer"]
@@ -170,8 +171,8 @@ class ReferenceLayers(BaseModel):
     hidden_size: PositiveInt
     blocks: list[LayerBlock]
     floor: list[Nats] | None = None
-    """Mean KL divergence of the recorded model from itself on the first window, resumed from each boundary; None until
-    it is measured."""
+    """Mean KL divergence of the recorded model from itself on the first window, in nats, resumed from each boundary;
+    None until it is measured."""
 
     @property
     def num_boundaries(self) -> int:
@@ -231,8 +232,8 @@ class Reference(KeptWithReference, ServedModel, TextInWindows):
         return self.fingerprint == server.fingerprint
 
     def other_stops(self, server: ServedModel) -> tuple[list[int], list[int]]:
-        """The tokens after which only this model stops, and those after which only the served one does. Both are empty
-        if the stop tokens of either model are not available."""
+        """The tokens after which only the recorded model stops, and those after which only the served model does. Both
+        lists are empty if the stop tokens of either model are not available."""
         if self.stop_token_ids is None or server.stop_token_ids is None:
             return [], []
         own, other = {*self.stop_token_ids}, {*server.stop_token_ids}
@@ -273,7 +274,7 @@ class WindowOrigins(BaseModel):
     roles: Many[str] | None
     """The role of the scored turn; None for a text."""
     prompts: list[Many[Int32]] | None = None
-    """The tokens between the last turn of a conversation and this one, which are not scored."""
+    """The tokens between a conversation's previous scored turn and the window's turn, which are not scored."""
 
 
 class ReferenceWindows(WindowOrigins):
@@ -300,22 +301,22 @@ class ReferenceDeleted(BaseModel):
 
 
 class KldRequest(LaneFields):
-    """Body of `POST /v1/kld`, which runs a reference's windows through the served model and compares."""
+    """Body of `POST /v1/kld`, which compares the served model with a reference on the reference's windows."""
 
     reference: ReferenceName
     """Name of a complete reference."""
     windows: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
     """The range [first, end) of windows, from 0; all when left out."""
     top_logprobs: TopLogprobsCount = 0
-    """The k most likely tokens of both models at every position."""
+    """How many of each model's most likely tokens to return at every position."""
     statistics: list[Statistic] = Field([])
-    """Figures of both whole distributions at every position, as in a `ScoreRequest`. The cross-entropy of q with p is
-    KL(p || q) plus the entropy of p."""
+    """Figures of both whole distributions at every position, as in a `ScoreRequest`. The cross-entropy with the
+    reference is the KL divergence plus the reference's entropy."""
     encoding_format: Literal["float", "base64"] = "float"
     """`base64`: arrays as little-endian float32 and int32."""
     as_noise_floor: bool = False
-    """Store the result with the reference as its noise floor in this lane. Only for all windows, and the reference's
-    own model."""
+    """Store the result with the reference as its noise floor in this lane. Allowed only for all windows, on
+    a server of the recorded model."""
     from_boundary: int | None = Field(None, ge=0)
     """Replace the served model's residual stream with the reference's at this boundary of its decoder layers: 0 is
     before the first layer. The reference must be recorded with `layers`."""
@@ -332,7 +333,7 @@ class KldWindow(TypedDict):
     num_scored: int
     token_ids: list[int] | str
     kld: list[float | None] | str
-    """KL(p || q); null (base64: infinity) at a position where q gives no probability to a token that p has."""
+    """KL(p || q); null (base64: infinity) where q gives a token probability 0 and p does not."""
     reverse_kld: list[float | None] | str
     """KL(q || p)."""
     acceptance: list[float] | str
@@ -361,9 +362,9 @@ class KldFigures(TypedDict):
 
     mean: float | None
     stderr: float | None
-    """Standard error of the mean, with positions as independent; None for one position."""
+    """Standard error of the mean, if positions are independent; None for one position."""
     stderr_clustered: float | None
-    """Standard error of the mean, with windows as independent; None for one window."""
+    """Standard error of the mean, if windows are independent; None for one window."""
     median: float | None
     max: float | None
     min: float | None
@@ -437,7 +438,7 @@ class KldStatistics(TypedDict):
     ppl_difference_stderr: float | None
     kld: KldFigures
     num_infinite_kld: int
-    """Positions where q gives no probability to a token that p has; a single one makes the mean infinite."""
+    """Positions where q gives a token probability 0 and p does not; a single one makes the mean infinite."""
     top_1_percent_share: float | None
     """Share of the sum of KL(p || q) that comes from the 1 % of positions with the largest values."""
     reverse_kld_mean: float | None

@@ -38,10 +38,12 @@ MAX_ORIGINS_BYTES = 1 << 27
 """Limit on the answer of `reference_windows`, even if the server announces more."""
 
 VALUE_BYTES, POSITION_BYTES, WINDOW_BYTES, OVERLAPS = 32, 64, 1024, 8
-"""Limits on the bytes in an answer: per top token or candidate at a position, per `kld` position without them, and per
-window without its positions. The server writes 11, 59 and 512. `OVERLAPS` multiplies the limit if windows overlap."""
+"""Limits on the bytes in an answer: per top token or candidate at a position, per `kld` position without its top
+tokens, and per window without its positions. The server writes 11, 59 and 512 bytes. `OVERLAPS` multiplies the limit if
+windows overlap."""
 ORIGIN_BYTES, TOKEN_BYTES = 4200, 11
-"""Limits on the bytes of a window with a role and a label of 1,024 characters, and of a token id in JSON."""
+"""Limits on the bytes in an answer of `reference_windows`: per window, with a role and a label of 1,024
+characters, and per token id."""
 
 OnWindow = Callable[[PerplexityWindow], object]
 
@@ -52,7 +54,7 @@ NEUTRAL_SAMPLING: dict[str, Any] = {
     **dict.fromkeys(("top_k", "min_tokens"), 0),
     **dict.fromkeys(("ignore_eos", "watermarking"), False),
 }
-"""Sampling parameters without effect. They are sent because vLLM takes missing ones from the model's files."""
+"""Sampling parameters with no effect. They are sent because vLLM takes missing ones from the model's files."""
 
 
 class _Choice(BaseModel):
@@ -120,9 +122,9 @@ def server_root(base_url: str) -> str:
 
 
 def connection_settings(api_key: str | None, timeout: float) -> dict[str, Any]:
-    """Settings of an httpx client. If `api_key` is None, the environment's is used."""
+    """Settings of an httpx client. If `api_key` is None, the environment's SCOREMODE_API_KEY is used."""
     key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
-    # No compression: a few bytes could unpack to any length.
+    # Refuse compression: a few bytes could unpack to any length.
     headers = {"User-Agent": f"scoremode/{__version__}", "Accept-Encoding": "identity"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
@@ -130,7 +132,7 @@ def connection_settings(api_key: str | None, timeout: float) -> dict[str, Any]:
         "headers": headers,
         # No timeout for a free connection: the caller decides how many requests are sent at once.
         "timeout": httpx.Timeout(timeout, connect=min(timeout, 10.0), pool=None),
-        # httpx's default is at most 100 requests at once.
+        # httpx would allow 100 connections at most by default.
         "limits": httpx.Limits(max_connections=None, max_keepalive_connections=None),
     }
 
@@ -138,7 +140,7 @@ def connection_settings(api_key: str | None, timeout: float) -> dict[str, Any]:
 def window_reader(
     kind: str, result: Callable[[object], Answer], on_window: OnWindow | None, *, repeatable: bool = False
 ) -> EventReader[PerplexityWindow, Answer]:
-    """Make the reader of a stream of scored windows and a result, whose `object` is `kind`."""
+    """Make the reader of a stream of scored windows and a result. The result's field `object` is `kind`."""
     return EventReader(("perplexity.window", kind), _read_window, result, on_window, repeatable)
 
 
@@ -151,8 +153,8 @@ def _read_window(event: object) -> PerplexityWindow:
 
 
 def parse_turns(body: object, num_conversations: int) -> list[TurnSequence]:
-    """Parse rendered conversations. ResponseError if a turn is outside its sequence, or a sequence of no
-    conversation."""
+    """Parse rendered conversations. ResponseError if a turn is outside its sequence, or a sequence belongs to none of
+    the `num_conversations`."""
     sequences = _TURNS.validate_python(body)["data"]
     for sequence in sequences:
         place, num_tokens = sequence["conversation"], len(sequence["token_ids"])
@@ -199,7 +201,7 @@ def most_tokens(sequences: Sequence[str | list[int]]) -> int:
 
 
 def kld_bytes(windows: tuple[int, int] | None, num_positions: int, top_logprobs: int) -> int:
-    """Size limit of the answer for these windows, or all of a reference. ResponseError if `num_positions` is more than
+    """Size limit of an answer of `kld` for these windows, or for all. ResponseError if `num_positions` is more than
     a client reads."""
     if num_positions > MAX_POSITIONS:
         raise ResponseError(
@@ -212,7 +214,7 @@ def kld_bytes(windows: tuple[int, int] | None, num_positions: int, top_logprobs:
 
 
 def origins_bytes(reference: Reference) -> int:
-    """Size limit of the answer of `reference_windows`, from the numbers of windows and tokens that the server says."""
+    """Size limit of the answer of `reference_windows`, from the reference's numbers of windows and tokens."""
     claimed = ORIGIN_BYTES * reference.num_windows + TOKEN_BYTES * reference.num_tokens
     return FIXED_BYTES + min(claimed, MAX_ORIGINS_BYTES)
 
@@ -222,7 +224,7 @@ def scored_sequences(prompt: Prompt, continuations: Continuations | None) -> lis
     prompts = _leaves(prompt)
     if not continuations:
         return prompts
-    # One list for all prompts, or one per prompt.
+    # The continuations are one list for all prompts, or one list per prompt.
     is_shared = _leaves(continuations[0]) == [continuations[0]]
     return _leaves(continuations) * (len(prompts) if is_shared else 1)
 

@@ -31,8 +31,8 @@ RETRIES_OF_INTERNAL_ERRORS = 5
 died, and then exits. A server that still answers 500 is alive and will do so again: the model computes NaN."""
 
 RETRIES_OF_TIMEOUTS = 2
-"""Retries of a request that ran into the server's `--request-timeout`: it will hardly be faster next time. Another type
-of 504 comes from a proxy, whose server may be restarting."""
+"""Retries of a request that ran into the server's `--request-timeout`: it will hardly be faster next time. A 504 of
+another type comes from a proxy, whose server may be restarting."""
 
 PATIENT_RETRY_FOR = 600.0
 """Default of `retry_for` in commands, whose runs take long; in seconds."""
@@ -54,15 +54,15 @@ class Retries:
         self.retry_for = retry_for
         """Keep retrying for this many seconds after a request's first failure, instead of counting `max_retries`."""
         self.grace: float | None = None
-        """Lower limit than `retry_for` for a server that is down, if others can take over its work. It does not apply
-        to a busy server."""
+        """A lower limit than `retry_for`, in seconds, for a server that is down while others can take over its work. It
+        does not apply to a busy server."""
         self.first_contact: float | None = None
-        """Lower limit than `retry_for` for a server that has not answered any request yet: it may not exist."""
+        """A lower limit than `retry_for`, in seconds, for a server that has not answered yet: it may not exist."""
         self.raises_timeouts = False
         """Whether a 504 is raised at once, for callers that then send fewer requests at once. A change does not affect
-        attempts that have begun."""
+        requests in flight."""
         self.num_failures = 0
-        """Attempts that failed because the server was down; a busy server does not count."""
+        """Attempts that failed with a lost connection or a temporary 5xx; a busy server (429) does not count."""
         self.address = address
         self.waiting_since: float | None = None
         """Time at which the log said that requests wait; None once an answer came."""
@@ -75,7 +75,7 @@ class Retries:
 
 
 class Attempts(AbstractContextManager["Attempts"]):
-    """The attempts of one request. After each failed one, gives the seconds to wait, or raises the final error."""
+    """The attempts of one request. After a failure, methods return the seconds to wait, or raise the final error."""
 
     def __init__(self, retries: Retries) -> None:
         self._retries = retries
@@ -105,9 +105,9 @@ class Attempts(AbstractContextManager["Attempts"]):
         if not self._is_passing(error):
             raise error
         asked_wait = _retry_after(response.headers.get("retry-after", ""))
+        # A 429 about `reference` is not a failure: the server compares with another reference first, and that ends.
         if response.status_code != BUSY or error.param != "reference":
             self._num_failures += 1
-        # Not a failure: the server is comparing other clients' windows with another reference, and this ends.
         return self._wait(error, asked_wait, busy=response.status_code == BUSY)
 
     def wait_after_failure(self, error: httpx.RequestError, *, can_restart: bool) -> float:
@@ -140,7 +140,7 @@ class Attempts(AbstractContextManager["Attempts"]):
             self._first_failure = now
         limit = retries.limit(busy=busy)
         if limit is None:
-            # Do not wait if the server asks for more than this, unless `retry_for` allows it.
+            # Without `retry_for`, do not wait if the server asks for more seconds than this.
             longest = 60.0
             is_over = self._num_failures > retries.max_retries
         else:
@@ -149,7 +149,7 @@ class Attempts(AbstractContextManager["Attempts"]):
         if is_over or (asked_wait is not None and asked_wait > longest):
             raise error
         if asked_wait is None:
-            # Random, so that clients that failed at the same time do not all return at the same time.
+            # The wait is random, so clients that failed at the same time do not all return at the same time.
             wait = min(random.uniform(self._backoff / 2, self._backoff), longest)
             self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
         else:
