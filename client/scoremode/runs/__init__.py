@@ -1,5 +1,5 @@
-"""Runs over the windows of a text: the measurements, recordings and exports of `ppl-client` as a library, with their
-journals, results, and pools of servers."""
+"""Measures, records and exports texts as `ppl-client` does, from Python. The package has the runs over a text's
+windows, their journals and results, and the pools of servers that they use."""
 
 from scoremode.runs.answers import record_answers
 from scoremode.runs.calibration import DEFAULT_THRESHOLD, Calibration, FinishedRun, Overlap, measure_overlap

@@ -26,17 +26,16 @@ from scoremode.wire import Answer, Answers, AnswerSettings, Reference, Reference
 _log = logging.getLogger(__name__)
 
 MAX_RECORDING_BYTES = 1 << 27
-"""Limit on the bytes of the request that records all answers, even if the server accepts more: the client later reads
-the prompts back."""
+"""Limit on the bytes of the request that records all answers: the client later reads its prompts back."""
 OTHER_BYTES = 4096
-"""Bytes of that request for names and settings."""
+"""Bytes of names and settings in the request that records all answers."""
 LISTS_PER_ANSWER = 3
 """Lists and objects of one answer in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswersPlan:
-    """The prompts that a model answers; the `Measurement` of their journal."""
+    """The prompts that a model answers, as the `Measurement` whose journal stores the answers."""
 
     server: ServerInfo
     model: str
@@ -86,8 +85,7 @@ class AnswersPlan:
         return self._num_bytes(self._joined([([], "")] * len(self.prompts))) + num_new * token_bytes
 
     def answers(self, generated: Sequence[GeneratedAnswer]) -> Answers:
-        """Make the answers to record. If the request would be too long, their texts, which are only stored, are left
-        out."""
+        """Make the answers to record. If the request would be too long, it has no texts, which are not scored."""
         answers = self._joined((answer.token_ids, answer.text) for answer in generated)
         if self._num_bytes(answers) <= self.most_bytes:
             return answers
@@ -95,9 +93,9 @@ class AnswersPlan:
         return self._joined((answer.token_ids, "") for answer in generated)
 
     def check_bounds(self) -> None:
-        """Raise CorpusError if a reference could not have all answers at their full length."""
+        """Raise CorpusError if answers of full length would exceed the server's limits on one recording."""
         bounds, num_prompts = self.server.bounds, len(self.prompts)
-        # 2 for the object and the list that contain the answers.
+        # The 2 are the object and the list that contain the answers.
         most_prompts = min(bounds.sequences, (bounds.lists - 2) // LISTS_PER_ANSWER)
         if num_prompts > most_prompts:
             raise CorpusError(
@@ -142,7 +140,7 @@ async def record_answers(
         prompts: Conversations or documents, from `load_prompts`.
         name: Name of the reference.
         settings: How the answers are generated.
-        concurrency: Prompts in flight at once; by default as many as the server runs sequences at once.
+        concurrency: Prompts in flight at once; by default as many sequences as the server runs at once, at most 64.
         folder: Folder of the journal, from which the same call resumes until the reference is complete.
         on_progress: Called for each generated answer; generating takes most of the time.
 
@@ -180,7 +178,8 @@ async def record_answers(
 async def _recorded(
     client: AsyncScoreClient, server: ServerInfo, prompts: Corpus, name: str, settings: AnswerSettings
 ) -> Reference | None:
-    """The server's reference, perhaps incomplete; None if there is none. OutputError if the name belongs to another."""
+    """Look up the reference of this name, which may be incomplete; None if there is none. OutputError if it has another
+    model, other prompts or other settings."""
     # If the server has no folder for references, this fails before anything is generated.
     reference = next((reference for reference in await client.references() if reference.name == name), None)
     if reference is None:
@@ -206,7 +205,7 @@ async def _tokenized(client: AsyncScoreClient, server: ServerInfo, prompts: Corp
                 return await client.tokenize(prompts.documents[row])
             messages, tools = prompts.conversations[row].messages, prompts.conversations[row].tools
             if server.chat_template_fingerprint is None:
-                # This server has no Jinja template, or is older.
+                # The server has no Jinja template, which `turns` needs, or is older.
                 return await client.tokenize_messages(messages, tools, prompts.chat_template_kwargs)
             [sequence] = await client.turns(messages, tools, prompts.chat_template_kwargs, add_generation_prompt=True)
             return sequence["token_ids"]

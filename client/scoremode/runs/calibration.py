@@ -1,4 +1,5 @@
-"""Finds windows that share text with a quantization's calibration data. Such windows make it look better than it is.
+"""Finds windows that share text with a quantization's calibration data. Such windows make the quantization
+look better than it is.
 
 Overlap is measured in common 13-grams (13 consecutive tokens), as GPT-3's authors searched training sets for test sets
 (arXiv 2005.14165, appendix C).
@@ -46,11 +47,11 @@ class Overlap:
     shares: NDArray[np.float64]
     """[windows], share of each window's n-grams that the calibration texts have too; 0 for a window without n-grams."""
     without: Any
-    """Figures, from the run's `figures_of`, over the windows that are not seen; None if there are none."""
+    """Figures, from the run's `figures_of`, over the windows that do not count as seen; None if all do."""
 
     @property
     def is_shared(self) -> NDArray[np.bool_]:
-        """[windows], whether each share exceeds the threshold."""
+        """[windows], whether each window counts as seen."""
         return self.shares > self.calibration.threshold
 
     def record(self) -> dict[str, object]:

@@ -32,7 +32,7 @@ _NAMES = {
         "bot",
         "model",
         "output",
-        # Tool calls as text.
+        # Messages of these two roles have tool calls as text.
         "function_call",
         "tool_call",
     ),
@@ -43,7 +43,7 @@ _ROLES = {name: role for role, names in _NAMES.items() for name in names}
 RENDERED = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "task", "tools"}
 """The fields of a message that vLLM passes to the chat template."""
 
-# All patterns take linear time: no match attempt scans text again that an earlier one has scanned.
+# All patterns take linear time: no attempt to match scans text that an earlier attempt has scanned.
 _KINDS = {
     # The opening tag may be part of the generation prompt.
     "reasoning": re.compile(r"(?:<think>|\A(?=(?:(?!<think>).)*?</think>)).*?(?:</think>|\Z)", re.DOTALL),
@@ -58,14 +58,15 @@ class Conversation:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     where: str = field(default="", compare=False)
-    """Its row in the dataset, as error messages name it."""
+    """The conversation's row in the dataset, as error messages name it."""
 
 
 def read_conversation(row: Mapping[str, Any], column: str, where: str, *, is_prompt: bool = False) -> Conversation:
-    """Read the messages and tools of a dataset's row, which are lists or JSON of lists. From a prompt, a last message
-    of the assistant is left out.
+    """Read the messages and tools of a dataset's row, which are lists or JSON of lists. If `is_prompt`, a last
+    message of the assistant is left out.
 
-    CorpusError with `where` if they have another format, the assistant says nothing, or the messages refer to images.
+    CorpusError, which names the row by `where`, if they have another format, there is nothing of the assistant to score
+    or nothing to answer, or the messages refer to images, video or audio.
     """
     try:
         cells: list[Any] = [row.get(column), row.get("tools")]
@@ -97,7 +98,7 @@ def read_conversation(row: Mapping[str, Any], column: str, where: str, *, is_pro
 
 
 def _message(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """Convert a message to OpenAI's format. Null fields, which tables have for other rows' sake, are left out."""
+    """Convert a message to OpenAI's format. Null fields, which only fill a table's row, are left out."""
     message = {name: value for name, value in fields.items() if value is not None}
     name = message.pop("from") if "from" in message else message["role"]
     role = _ROLES.get(str(name).lower().replace("-", "_"))
@@ -106,7 +107,7 @@ def _message(fields: dict[str, Any], where: str) -> dict[str, Any]:
     content = message.pop("value") if "value" in message else fields.get("content")
     message |= {"role": role}
     if content is not None or "content" in fields:
-        # Templates distinguish a call without content from a call with null as its content.
+        # Templates distinguish a tool call without content from a tool call with null as its content.
         message["content"] = content
     if not isinstance(content, str | list) and (content is not None or not _has_content(message)):
         raise CorpusError(f"{where} has no text: its content is {json.dumps(content, default=str)}")

@@ -151,20 +151,20 @@ def load_corpus(
     by: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Corpus:
-    """Load a corpus from one of `dataset`, `text` and `text_file` (UTF-8).
+    """Load a corpus from one of `dataset`, `text` and `text_file`; the preset `categories` needs none of them.
 
     Args:
         dataset: `pydoc` (the Python language reference in the standard library); an alias such as `wikitext`; a path
             to a parquet, jsonl or txt file, or to a folder of them laid out like the hub's; or a name on the hub.
-            A folder called `wikitext` is `./wikitext`.
+            Write `./wikitext` for a local folder of that name.
         text: The text itself.
-        text_file: Path of a file that has the text.
+        text_file: Path of a file that has the text, in UTF-8, or in UTF-16 or UTF-32 with a byte order mark.
         config: Configuration of the dataset; for a local dataset, a subfolder.
         split: Split of the dataset.
         column: Column of the dataset that has the text.
         num_samples: Read only this many rows.
-        preset: Join the rows as this tool does. `categories` has its own text, and takes no source.
-        max_windows: Only recorded in the corpus; `presets.window_settings` makes the limit.
+        preset: Join the rows as this tool does. `categories` has its own texts.
+        max_windows: Stored in the corpus, for its description; `presets.window_settings` applies the limit.
         messages: Column of the dataset that has conversations, used in place of `column`. A column `tools` may have
             their tools, and a column `system` a system message.
         by: Column of the dataset that has a label for each row. Rows are then not joined.
@@ -221,7 +221,7 @@ def load_corpus(
 
 
 def _load_categories() -> Corpus:
-    """Load the texts that come with the package. Their hash is over the files, joined in the order of their names."""
+    """Load the texts that come with the package. The hash is that of the files, joined in the order of names."""
     files = {file.stem: file.read_bytes().decode() for file in sorted(_CATEGORIES.glob("*.txt"))}
     rows = [(name, text) for name, file in files.items() for text in file.removesuffix("\n").split("\n%\n")]
     return Corpus(
@@ -249,7 +249,7 @@ def load_prompts(
     Args:
         path: A jsonl or parquet file.
         messages: Column that has conversations; by default the first of PROMPT_COLUMNS that has a value in any row.
-            Only `prompt` may have texts. A last message of the assistant is left out.
+            Only the column `prompt` may have texts instead. A last message of the assistant is left out.
         by: This and the arguments after it are as for `load_corpus`.
 
     Raises:
@@ -400,7 +400,7 @@ def read_rows(file: Path, column: str) -> list[str]:
 
 
 def read_file(file: Path, columns: list[str], optional: Collection[str] = ()) -> Iterator[_Row]:
-    """Yield the rows of a file. They have all `columns`, and the `optional` ones that exist in the file."""
+    """Yield the rows of a file. A row has all `columns`, and each of the `optional` ones that exists in the file."""
     if file.suffix == ".parquet":
         rows = _parquet_rows(file, columns, optional)
     elif file.suffix == ".jsonl":

@@ -60,7 +60,7 @@ class ComparedModel:
 
 @dataclass(frozen=True, slots=True)
 class KldPlan(ComparedModel):
-    """The model and the reference that a run compares; the `Measurement` of its journal."""
+    """The model and the reference that a run compares, as the `Measurement` of its journal."""
 
     top_logprobs: int = 0
     lane: Lane = "prefill"
@@ -114,7 +114,7 @@ class DivergentToken:
     top_token_id: int
     """The top token of the served model."""
     text_before: str | None
-    """The text of up to sixteen targets before it."""
+    """The text of up to sixteen targets before this token."""
     num_context: int
     """Tokens of its window before the first target, which are not scored."""
     token: str | None
@@ -124,11 +124,11 @@ class DivergentToken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KldMeasurement(ComparedModel):
-    """A served model compared with all windows of a reference, which was read again after the last window, with its
-    noise floor."""
+    """A served model compared with all windows of a reference. The client read `reference` again after the last window,
+    so it has the current noise floors."""
 
     concurrency: int | None
-    """Windows in flight at once, at all servers together; None if the server decided."""
+    """Windows in flight at once, at all servers together; None if the server decided, as for a noise floor."""
     as_noise_floor: bool
     window_sizes: list[int]
     """The number of targets of each window."""
@@ -153,8 +153,8 @@ class KldMeasurement(ComparedModel):
     @property
     def agreement_lengths(self) -> list[int] | None:
         """How many tokens of each greedy answer the served model agrees with, in the order of prompts; None for other
-        texts. Agreement ends at the first token that is not its top token, or follows a token that ends an answer only
-        for the served model."""
+        texts. Agreement ends at the first token that is not the served model's top token, or that follows a token after
+        which only the served model stops."""
         answers = self.reference.answers
         if answers is None or not answers.are_greedy or self.origins is None:
             return None
@@ -233,8 +233,8 @@ async def measure_kld(
         name: The name of a complete reference.
         return_token_texts: Include the text of every token that is a target or either model's top token. If the server
             cannot give them, the run has no texts, and the log says so.
-        top_logprobs: Include the k top tokens of both models where they diverge most, or as many as the server gives.
-        concurrency: Windows in flight at each server; by default as many as it runs sequences at once.
+        top_logprobs: Include the k top tokens of both models at the most divergent positions, up to the server's limit.
+        concurrency: Windows in flight at each server; by default as many sequences as it runs at once, at most 64.
         lane: The served model's lane, as for `AsyncScoreClient.score`.
         start_journal: Called with the plan; returns the journal. Windows in the journal are not measured again, and
             the others are added to it. The caller closes it.
@@ -283,7 +283,7 @@ async def measure_noise_floor(
     return_token_texts: bool = False,
     on_progress: OnProgress | None = None,
 ) -> KldMeasurement:
-    """Compare a reference with the model that it was recorded from, and store the result with it as its noise floor.
+    """Compare a recorded model with its own reference, and store the result with the reference as its noise floor.
 
     One request does this. The server, whose fingerprint must equal the reference's, scores all windows again in
     different batches. Each lane has its own floor. The arguments are those of `measure_kld`.
@@ -383,8 +383,8 @@ def _top_ties(windows: Sequence[KldWindowValues]) -> NDArray[np.bool_] | None:
 async def compared_window(
     client: AsyncScoreClient, server: ServerInfo, reference: Reference, index: int, **settings: Any
 ) -> KldWindowValues:
-    """Compare one window, with the settings of `AsyncScoreClient.kld`. ServersDifferError if the server's model is not
-    that of `server`."""
+    """Compare one window, with the settings of `AsyncScoreClient.kld`. ServersDifferError if the client's
+    server now has another model than `server` says."""
     result = await client.kld(reference.name, (index, index + 1), num_positions=reference.context_length, **settings)
     if server.fingerprint is not None and result.fingerprint != server.fingerprint:
         raise ServersDifferError(
@@ -435,7 +435,7 @@ async def _divergent_tokens(
     """Describe the most divergent positions. If the server cannot give texts, they are None, and the log says so."""
     firsts = np.cumsum([0, *window_sizes[:-1]])
     if method in EXHAUSTIVE_METHODS:
-        # Targets follow one another through a whole document with these methods, but only within a window with others.
+        # Targets of these methods are consecutive in the whole document; those of other methods only within a window.
         firsts = np.maximum.accumulate(np.where(np.diff(origins.documents, prepend=-1) != 0, firsts, 0))
     starts = np.repeat(firsts, window_sizes)
     places = [entry["index"] for entry in most_divergent]
@@ -448,7 +448,7 @@ async def _divergent_tokens(
     texts_before: list[str | None] = [None] * len(places)
     try:
         texts = await client.token_texts({*chain(*shown_ids)})
-        # One by one over one connection, because they are few and short.
+        # Request the texts one by one over one connection, because they are few and short.
         texts_before = [await client.detokenize(sequence) if sequence else "" for sequence in sequences_before]
     except ScoremodeError as error:
         _log.warning("the most divergent tokens are shown without their text: %s", error)

@@ -45,7 +45,7 @@ class Evaluation:
 
     @property
     def text_metrics(self) -> TextMetrics:
-        """Figures that do not depend on the tokenizer."""
+        """Bits per byte and word perplexity, which can be compared across tokenizers."""
         plan = self.plan
         return text_metrics(
             self.result,
@@ -84,7 +84,7 @@ class Evaluation:
                 "stride": plan.stride,
                 "max_tokens": plan.max_tokens,
                 "add_special_tokens": plan.add_special_tokens,
-                # True in files of earlier versions, if the server cut the windows.
+                # In files of earlier versions, this is true if the server cut the windows.
                 "server_side": False,
                 "concurrency": self.concurrency,
                 **lane_fields(plan.lane, self.mean_batch),
@@ -95,7 +95,7 @@ class Evaluation:
             **finite_or_none(asdict(result) | asdict(self.text_metrics)),
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
-            # Names as for the served model in a comparison with a reference.
+            # The names are those of the served model's figures in `KldStatistics`.
             "statistics": finite_or_none(
                 {
                     "num_scored": result.num_scored,
@@ -142,8 +142,8 @@ async def evaluate(
 ) -> Evaluation:
     """Measure the perplexity of a corpus. The client cuts the windows, and spreads them over servers of the same model.
 
-    `return_ranks` includes the rank of every target, and `return_token_texts` its text. The other arguments are those
-    of `measure_kld`.
+    `return_ranks` includes the rank of every target, and `return_token_texts` its text. `windows` are fields of
+    `WindowSettings`. The other arguments are those of `measure_kld`.
 
     Raises:
         WindowError: windows cannot be cut, or the text is too short for one.

@@ -31,7 +31,7 @@ async def export_llama_cpp(
     then a partial file is next to it, from which the same call resumes. `force` replaces an earlier file.
 
     Raises:
-        OutputError: the file exists, cannot be written, is being written, or does not fit on the disk.
+        OutputError: the file exists, cannot be written, is in use by another process, or does not fit on the disk.
         ScoremodeError: the server fails, or refuses the reference.
     """
     if not force and await in_thread(path.exists):

@@ -47,7 +47,7 @@ class Measurement(Protocol[Result]):
         """Have a server score a window."""
 
     def nats(self, window: Result) -> float:
-        """A window's part of the sum whose mean per token is `Progress.mean`."""
+        """A window's sum in nats, of NLLs or divergences: `Progress.mean` is the mean per token of all windows."""
 
     def header(self) -> dict[str, object]:
         """Everything that determines the windows and their values. Flat, so that each difference has a name."""
@@ -101,7 +101,7 @@ class Journal(AppendedFile, Generic[Result]):
         self.windows: dict[int, Result] = {}
         """The windows of earlier sessions, by their indices."""
         self.seconds = 0.0
-        """Scoring time of the earlier sessions."""
+        """Seconds that earlier sessions took."""
         self.plan = plan
         try:
             header = _read_header(path)
@@ -147,7 +147,7 @@ class Journal(AppendedFile, Generic[Result]):
 
 
 def check_same_run(path: Path, header: Mapping[str, object], wanted: Mapping[str, object], other_way: str) -> None:
-    """Raise OutputError if a file's header belongs to another run; `other_way` is an alternative for its message."""
+    """Raise OutputError if a file's header belongs to another run; `other_way` completes its message."""
     if differing := conflicts(path, header, wanted):
         raise OutputError(f"{path} belongs to another run: {differing}; use the options of that run, or {other_way}")
 
@@ -182,7 +182,7 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 def open_locked(path: Path) -> FileIO:
     """Open a file for appending, without a buffer, and lock it against every other `ppl-client` until it is closed.
 
-    Delete such a file before it is closed.
+    To delete the file, do it before you close it, while no other process can have locked it.
     """
     while True:
         if path.exists() and not path.is_file():
@@ -199,5 +199,5 @@ def open_locked(path: Path) -> FileIO:
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 return file
-        # Between opening and locking, its owner deleted it: open a new one.
+        # The process that had locked the file before deleted it: open a new one.
         file.close()

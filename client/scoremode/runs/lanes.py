@@ -30,7 +30,7 @@ def in_lane(name: str, lane: Lane) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LaneDifference:
-    """The other lane minus prefill in nats, in NLLs or in KL divergences from one reference."""
+    """How a lane differs from prefill at the same targets: its NLLs or KL divergences minus prefill's, in nats."""
 
     mean: float
     mean_absolute: float
@@ -55,8 +55,8 @@ class LaneDifference:
 def lane_difference(
     prefill: NDArray[np.floating], decode: NDArray[np.floating], positions: NDArray[np.integer]
 ) -> LaneDifference:
-    """Compare two lanes of one server, given their nats [n] for the same targets, and the targets' positions [n] in
-    their windows, at least 1. Targets with an infinite value in either lane are left out."""
+    """Compare two lanes of one server, given the NLLs or KL divergences [n] of the same targets in nats, and the
+    targets' positions [n] in their windows, at least 1. Targets with an infinite value in either lane are left out."""
     finite = np.isfinite(prefill) & np.isfinite(decode)
     off, positions = np.asarray(decode, np.float64)[finite] - prefill[finite], positions[finite]
     if not finite.any():
@@ -69,7 +69,7 @@ def lane_difference(
         significant.append(_is_different(part))
     differs_from = None
     if _is_different(off) or significant[-1]:
-        # The number of last ranges that all differ; 0 if only the overall mean does.
+        # `count` is the number of ranges at the end that all differ; 0 if only the overall mean differs.
         count = next((index for index, differs in enumerate(reversed(significant)) if not differs), len(significant))
         differs_from = ranges[-count][0] if count else ranges[0][0]
     return LaneDifference(float(off.mean()), float(np.abs(off).mean()), ranges, differs_from)

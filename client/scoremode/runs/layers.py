@@ -3,7 +3,7 @@ Python.
 
 D(k) is the mean KL divergence of the served model from a reference whose residual stream replaces the model's at
 boundary k. The cost of block k is D(k) - D(k + 1). The embeddings cost the whole divergence minus D(0), and the final
-norm and the LM head D of the last boundary. So costs add up to the whole divergence.
+norm and the LM head together cost D of the last boundary. So costs add up to the whole divergence.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ LEAST_WINDOWS = 4
 
 @dataclass(frozen=True, slots=True)
 class LayersPlan(ComparedModel):
-    """The divergences to measure; the `Measurement` of their journal."""
+    """The divergences to measure, as the `Measurement` of their journal."""
 
     @property
     def num_places(self) -> int:
@@ -72,7 +72,7 @@ class LayersPlan(ComparedModel):
 
 @checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore", allow_inf_nan=False))
 class Cost:
-    """A cost in nats per token, with its standard error if windows are independent; None for one window."""
+    """A cost in nats per token. `stderr` is its standard error if windows are independent, and None for one window."""
 
     cost: float
     stderr: float | None
@@ -91,7 +91,8 @@ class PartCost(Cost):
     kind: PartKind
     modules: list[str]
     floor: float
-    """The recorded model's own divergence at the part's boundaries, which rounding causes: the larger of both."""
+    """The recorded model's divergence from itself in nats per token, which only rounding causes, when it is resumed at
+    the part's two boundaries: the larger of both."""
 
     @property
     def is_above_floor(self) -> bool:
@@ -180,7 +181,7 @@ def few_windows(reference: Reference) -> list[str]:
 
 
 def shares(parts: Sequence[Cost]) -> list[float]:
-    """The share of each cost in the sum of positive costs, so that no sum of shares exceeds 1; 0 for other costs."""
+    """The share of each cost in the sum of positive costs, so that no sum of shares exceeds 1; 0 for negative costs."""
     total = sum(max(part.cost, 0) for part in parts)
     return [max(part.cost, 0) / total if total else 0.0 for part in parts]
 

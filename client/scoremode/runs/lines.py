@@ -18,11 +18,11 @@ server accepts a text this long."""
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a file's rows, each after its place, as error messages name it. CorpusError for a line that is not an
-    object; errors of reading, decoding and unpacking are raised unchanged.
+    """Yield (place, row) for each line; error messages name the line by its place. CorpusError for a line that is not
+    an object; errors of reading, decoding and unpacking are raised unchanged.
 
-    Lines end only at line feeds, because a row may contain U+2028. Bytes that are not text become surrogates, and a row
-    with surrogates in a column that is read is refused.
+    Lines end only at line feeds, because a row may contain U+2028. Bytes that are not text become surrogates;
+    `valid_text` refuses a column that has them.
     """
     content = _unpacked(path)
     # The first two characters of JSON show its encoding.

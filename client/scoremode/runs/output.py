@@ -75,7 +75,8 @@ class Output:
     def write(self, record: dict[str, object], arrays: Arrays) -> None:
         """Write the result and its arrays.
 
-        The result has the name and the checksum of the file of arrays, because a process may be killed between the two.
+        The result has the name and the checksum of the file of arrays, because a process may be killed between
+        replacing one and the other.
         """
         content = save(arrays)
         described = {"file": self._arrays_path.name, "sha256": hashlib.sha256(content).hexdigest()}
@@ -126,7 +127,7 @@ def _progress(journal: Journal[Any]) -> str:
 def write_whole(path: Path, content: bytes) -> None:
     """Replace a file's content as a whole; links to it stay links. OutputError if it cannot be written."""
     if path.exists() and not path.is_file():
-        # A device such as /dev/stdout.
+        # The path is a device such as /dev/stdout.
         path.write_bytes(content)
     else:
         write_together({path.resolve(): content})

@@ -35,7 +35,7 @@ TEXTS_AT_ONCE = 16
 """Texts that the server tokenizes at once."""
 CONVERSATIONS_AT_ONCE, CONVERSATION_BYTES = 64, 1 << 20
 """Limits on conversations per request and on their bytes; one larger conversation is allowed if it is alone. Without
-the second, 64 long conversations would exceed the server's limit."""
+the limit on bytes, 64 long conversations would exceed the server's limit."""
 
 
 class WindowNlls(JournalLine):
@@ -48,7 +48,7 @@ class WindowNlls(JournalLine):
     ranks: Many[Rank] | None = None
     """Rank of each target in the vocabulary, 1 for the most likely; None if not requested."""
     mean_batch: float | None = None
-    """As in `Score`."""
+    """The `mean_batch` of the window's `Score`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Plan:
     roles: list[str] | None = None
     """The role of each window's turn; None for a text."""
     prompts: list[list[int]] | None = None
-    """The tokens between the last window's turn and this one's; None for a text."""
+    """For each window, the tokens between the previous scored turn and the window's turn; None for a text."""
 
     @property
     def origins(self) -> WindowOrigins:
@@ -190,7 +190,6 @@ async def make_plan(
 
 
 async def tokenize_texts(client: AsyncScoreClient, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-    """Tokenize texts on a server."""
     return await results_for_each(texts, lambda text: client.tokenize(text, add_special_tokens), at_once=TEXTS_AT_ONCE)
 
 

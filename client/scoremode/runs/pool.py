@@ -105,8 +105,8 @@ class Pool:
 
     @contextmanager
     def taking_over(self) -> Iterator[None]:
-        """Set short retries while several servers are left, so that a failed one is dropped soon. A 504 halves a
-        server's requests in flight, down to one."""
+        """Within this context, retries are short while several servers are left, so a failed server is dropped soon. A
+        504 halves a server's requests in flight, down to one."""
         self._set_retries()
         servers = [*self._servers]
         try:
@@ -117,11 +117,11 @@ class Pool:
                 server.client.retries.raises_timeouts = False
 
     async def ask(self, job: Job, send: Callable[[AsyncScoreClient, Job], Awaitable[Result]]) -> Result:
-        """Send one request to the server with the fewest requests in flight, and to another if that fails. Callers get
-        servers in the order in which they called.
+        """Send one request to the server with the fewest requests in flight, and to another server if that one fails.
+        Callers get servers in the order in which they called.
 
-        Use it within `taking_over`, for runs whose requests depend on one another. Others use `score`, which has the
-        same errors.
+        If a run's requests depend on one another, call this within `taking_over`; otherwise call `score`, which raises
+        the same errors.
         """
         while True:
             async with self._next:

@@ -46,8 +46,8 @@ _TOOLS: dict[str, _Tool] = {
 
 
 def window_settings(preset: Preset, context_length: int | None, max_windows: int | None = None) -> WindowSettings:
-    """Arguments with which `evaluate` and `record_reference` cut windows as a tool does. Its context length is the
-    default. WindowError for `max_windows` with a preset that measures whole documents."""
+    """Arguments with which `evaluate` and `record_reference` cut windows as a tool does. The tool's context length is
+    the default. WindowError for `max_windows` with a preset that measures whole documents."""
     tool = _TOOLS[preset]
     if max_windows is not None and preset in ("lm-eval", CATEGORIES):
         raise WindowError(
@@ -89,7 +89,7 @@ def as_lines(rows: Sequence[str]) -> str:
 def lm_eval_pages(text: str) -> list[str]:
     """Split WikiText-2's file into articles, as in the dataset of lm-eval's task `wikitext`."""
     lines = text.split("\n")
-    # An article's title is ` = Title = `; titles of sections have more signs.
+    # An article's title is ` = Title = `; titles of sections have more equals signs.
     stripped = [line.replace("= = =", "===").replace("= =", "==").strip() for line in lines]
     titles = [at for at, line in enumerate(stripped) if line.startswith("= ") and line.endswith(" =")]
     starts = [0, *titles, len(lines)]
@@ -108,8 +108,8 @@ def detokenized(page: str) -> str:
 
 
 def _stripped(page: str, first: str, last: str) -> str:
-    """Strip the text between each pair of marks. A regular expression would take cubic time for long white space
-    without a second mark."""
+    """Strip white space around the text between each pair of marks. A regular expression would take cubic time for long
+    white space without a second mark."""
     parts, done = [], 0
     while (start := page.find(first, done) + 1) and (end := page.find(last, start)) >= 0:
         parts += [page[done:start], page[start:end].strip(), last]
@@ -119,7 +119,7 @@ def _stripped(page: str, first: str, last: str) -> str:
 
 _BEFORE = [
     ("s '", "s'"),
-    # As in lm-eval, which inserts the pattern itself.
+    # lm-eval has this fault too: it inserts the pattern's own characters.
     ("/' [0-9]/", "/'[0-9]/"),
     *[(f" @{mark}@ ", mark.replace("\\", "")) for mark in ("-", ",", r"\.")],
     *[(f" {re.escape(mark)} ", f"{mark} ") for mark in ":;.!?,"],

@@ -1,4 +1,4 @@
-"""Chooses the blocks of a quantized model that should stay in 16 bits, by the most nats per byte."""
+"""Chooses the blocks of a quantized model that should stay in 16 bits: those that save the most nats per byte."""
 
 import json
 import math
@@ -18,7 +18,7 @@ class KeptBlock:
     modules: list[str]
     """Names of its modules in the original checkpoint."""
     extra_bytes: int
-    """How much larger the block is in the original checkpoint."""
+    """How many bytes larger the block is in the original checkpoint than in the quantized one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class Recipe:
 
     @property
     def ignore(self) -> list[str]:
-        """llm-compressor's `ignore`: the modules that the copy has not quantized, then those of the recipe."""
+        """llm-compressor's `ignore`: the modules that the quantized checkpoint has not quantized, then the recipe's."""
         patterns = _patterns([module for choice in self.kept for module in choice.modules])
         return [*(self.scheme.get("ignore") or ["lm_head"]), *patterns]
 
     @property
     def modifier(self) -> str | None:
-        """A YAML recipe for llm-compressor with the copy's scheme, which leaves the blocks in 16 bits; None if the
-        scheme is unknown."""
+        """A YAML recipe for llm-compressor with the quantized checkpoint's scheme, which leaves the chosen blocks in 16
+        bits; None if the scheme is unknown."""
         if not self.scheme:
             return None
         names = ("config_groups", "kv_cache_scheme")
@@ -80,7 +80,7 @@ def _scheme(folder: Path) -> dict[str, Any]:
 
 
 def _patterns(modules: list[str]) -> list[str]:
-    # Each matches a module that is a linear layer itself, and one that contains some.
+    # Each pattern matches the module itself, if it is a linear layer, and the linear layers in it.
     return [rf"re:^{re.escape(module)}(\..*)?$" for module in modules]
 
 
@@ -100,7 +100,7 @@ def make_recipe(
         base_weights: The folder of the original checkpoint.
         weights: The folder of the quantized checkpoint.
         num_blocks: How many blocks to choose.
-        extra_bytes: How much larger the model may become.
+        extra_bytes: How many bytes larger the model may become.
 
     Raises:
         RunError: a checkpoint cannot be read, or does not have the blocks.
@@ -164,7 +164,6 @@ def _checkpoint_module(module: str, sizes: dict[str, int], folder: Path) -> str:
 
 
 def _bytes_of(module: str, sizes: dict[str, int], folder: Path) -> int:
-    """The bytes of a module's tensors."""
     tensor_sizes = [size for name, size in sizes.items() if name.startswith(f"{module}.")]
     if not tensor_sizes:
         raise RunError(f"{folder} has no tensors of {module}")

@@ -47,11 +47,11 @@ async def record_reference(
             says how much disk space this takes; a ScoremodeError if there is not enough.
         on_progress: Called for each window.
         on_window: Called with each window too, including its logprobs and ranks.
-        **windows: How the text is cut into windows.
+        **windows: Fields of `WindowSettings`, which set how the text is cut into windows.
 
     Raises:
-        ScoremodeError: the server fails twice without recording a window in between, refuses the windows, or has
-            another reference with that name.
+        ScoremodeError: an attempt fails before the server records another window, the server refuses the windows, or it
+            has another reference with that name.
     """
     try:
         num_resumed = (await client.reference(name)).num_recorded

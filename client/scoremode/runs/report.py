@@ -1,4 +1,4 @@
-"""The parts of a finished run's JSON and arrays that perplexity and KL divergence share."""
+"""Makes the parts of a finished run's JSON and arrays that perplexity and KL divergence share."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,7 +15,7 @@ from scoremode.runs.conversations import token_classes
 from scoremode.wire import Reference, ServedModel, ServerInfo, TokenTexts, WindowOrigins
 
 RECORD_VERSION = 1
-"""Version of the JSON of every `kind`. Within it, fields may be added, but not removed or changed in meaning."""
+"""Version of the JSON of every `kind` of run. A version may gain fields; no field is removed or gets a new meaning."""
 
 Arrays = dict[str, NDArray[Any]]
 """Arrays of a run by name."""

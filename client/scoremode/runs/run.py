@@ -19,9 +19,9 @@ class Progress:
     mean: float
     """Mean NLL, or mean KL divergence, of the tokens so far, in nats."""
     num_resumed: int = 0
-    """How many of these tokens an earlier session scored."""
+    """How many tokens of `num_scored` an earlier session scored."""
     seconds: float = 0.0
-    """Time since this session began, which is after the server's first answer."""
+    """Time since this session's run began, after the first answers of the servers."""
 
     @property
     def perplexity(self) -> float:
