@@ -40,19 +40,19 @@ async def score_corpus(
         column_prefix: Put before the names of the added columns.
         per_token: Add `token_ids` and `token_logprobs` (nats) too, both [num_tokens].
         figures: Add columns for some of "entropy", "min_k", "min_k++" and "fast_detect"; docs/corpora.md has formulas.
-        context_length: Tokens a window; as many as the model takes when left out.
+        context_length: Targets per window; by default as many as fit the model's context.
         concurrency: Requests in flight at once at each server, each of some 8,000 tokens.
-        resume: Resume an earlier run: finished files stay as they are, others continue after their last whole request.
+        resume: Resume an earlier run: finished files stay as they are, others continue after their last stored rows.
         on_progress: Called as requests and files are done.
 
     Returns:
         The figures of the run.
 
     Raises:
-        WindowError: the model takes no such windows, or has no token to put before a text.
-        ResponseError: the server is older than `statistics`, which figures need.
-        ScoremodeError: the last server failed, the servers differ, a file cannot be read or written, or the output is
-            of other settings or another model. What is finished stays, and so does what is needed to resume.
+        WindowError: windows of `context_length` do not fit the model, or it has no token to put before a text.
+        ResponseError: the server is too old to return statistics, which all figures but `min_k` need.
+        ScoremodeError: the last server failed, the servers differ, a file cannot be read or written, or the output
+            has other settings or another model. Finished files stay, and so do the journals from which a run resumes.
     """
     with extra("corpora"):
         from scoremode.corpus.pipeline import Pipeline

@@ -27,7 +27,7 @@ from scoremode.wire import INTERNAL_ERROR, Statistic
 _REQUEST_BYTES = 32_768
 """Bytes of text in a request of several documents: some 8,000 tokens, one step of the engine."""
 REQUESTS_IN_FLIGHT = 32
-"""Per server. Requests of this size then exceed what an engine is sent at once, but not what a server queues."""
+"""Requests in flight per server: more text than a server passes to its engine at once, but less than it queues."""
 _REFUSED = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY})
 
 Figure = Literal["entropy", "min_k", "min_k++", "fast_detect"]
@@ -44,7 +44,7 @@ _NO_STATISTICS = (
     "its Scoremode"
 )
 _ONE_OF = 5
-"""Min-K% and Min-K%++ average the lowest one of this many tokens: k = 20 %."""
+"""Min-K% and Min-K%++ average the lowest fifth of the tokens' values, so k is 20 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class ScoredDocument:
-    """A document's figures, natural logarithms."""
+    """A scored document's figures. Logarithms are natural."""
 
     num_bytes: int
     num_tokens: int
@@ -63,8 +63,8 @@ class ScoredDocument:
     """Nats, summed over all tokens."""
     token_ids: NDArray[np.int32]
     token_scores: NDArray[np.float32]
-    """[1 or 3, num_tokens] in nats: each token's logprob and, if a figure needs them, the entropy H of its distribution
-    and the standard deviation of ln p there."""
+    """[1 or 3, num_tokens] in nats: each token's logprob and, if a figure needs them, the entropy H of the
+    distribution at its position and the standard deviation of ln p under this distribution."""
 
     @property
     def perplexity(self) -> float:
@@ -81,18 +81,18 @@ class ScoredDocument:
 
     @property
     def entropy(self) -> float:
-        """Mean of the tokens' H."""
+        """Mean of H over the tokens, in nats."""
         return float(self.token_scores[1].mean(dtype=np.float64))
 
     @property
     def min_k(self) -> float:
-        """Min-K% Prob."""
+        """Min-K% Prob: the mean of the lowest 20 % of the logprobs."""
         return _mean_of_lowest(self.token_logprobs)
 
     @property
     def min_k_plus_plus(self) -> float:
-        """Min-K%++. A token counts as 0 if its deviation is 0: all tokens that can follow are then equally likely, so
-        each one's logprob is the mean."""
+        """Min-K%++: the mean of the lowest 20 % of (logprob + H) / deviation. A token counts as 0 if its deviation is
+        0: all tokens that can follow are then equally likely, so each one's logprob is the mean."""
         above_mean, deviations = self._spread()
         return _mean_of_lowest(np.divide(above_mean, deviations, out=np.zeros_like(above_mean), where=deviations > 0))
 
@@ -104,7 +104,7 @@ class ScoredDocument:
         return float(above_mean.sum() / deviation) if deviation else 0.0
 
     def _spread(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Each token's logprob minus its mean under the distribution, which is -H, and the deviation from this mean."""
+        """For each token, its logprob minus the mean of ln p, which is -H, and the standard deviation of ln p."""
         logprobs, entropies, deviations = self.token_scores.astype(np.float64)
         return logprobs + entropies, deviations
 
@@ -125,7 +125,7 @@ DocumentResult = ScoredDocument | UnscoredDocument
 
 
 def cut_into_requests(documents: Sequence[AnyDocument]) -> Iterator[tuple[int, int]]:
-    """Yield, in order, (first, last + 1) of consecutive documents that together have the length of a request."""
+    """Cut documents into consecutive groups, each about as long as a request. Yield (first, last + 1) of each group."""
     first = num_bytes = 0
     for index, document in enumerate(documents):
         num_bytes += document.num_bytes
@@ -185,13 +185,13 @@ class DocumentScorer:
         except _RefusalError:
             if len(documents) == 1:
                 return [await self._tokenize_and_score(documents[0])]
-            # One document is at fault, such as too long, or the request as a whole is too long.
+            # Either a document is at fault, perhaps too long, or the whole request is too long.
             half = len(documents) // 2
             first, second = await results_of(map(self._score_request, (documents[:half], documents[half:])))
             return first + second
         too_long = [len(answer.token_ids) > self.context_length for answer in answers]
         pairs = list(zip(documents, answers, strict=True))
-        # Only documents that are too long get a task: a task for each of the others would take longer than reading it.
+        # Only documents that are too long get a task: one task per document would take longer than reading the answers.
         again = (
             self._score_tokens(answer.token_ids, document.num_bytes) for document, answer in compress(pairs, too_long)
         )
@@ -241,7 +241,7 @@ class DocumentScorer:
         ]
 
     def _token_scores(self, answer: Score, first: int = 0) -> NDArray[np.float32]:
-        """Return the `token_scores` from a position on."""
+        """Return an answer's `token_scores`, as in `ScoredDocument`, from position `first` on."""
         columns = [answer.columns.get(name, np.array(None)) for name in self._statistics or ()]
         if any(column.ndim != 1 for column in columns):
             raise ResponseError(_NO_STATISTICS)

@@ -1,8 +1,7 @@
 """Writes one file's rows with their added columns, to a parquet file that appears whole or not at all.
 
-Until then a journal keeps the figures, in case the run is killed: a stream of Arrow record batches, in the order of the
-rows. A batch is handed to the operating system in one piece, so a process that is killed leaves at most one torn batch,
-the last.
+Until then a journal stores the figures, in case the run is killed. It is a stream of Arrow record batches, in the order
+of the rows. A batch is handed to the operating system in one piece, so a killed process tears at most the last batch.
 """
 
 import json
@@ -86,14 +85,14 @@ class OutputFile:
         self._waiting: list[pa.Table] = []
         self._waiting_rows = self._waiting_bytes = 0
         try:
-            # Most readers have zstd, which compresses thousands of rows well.
+            # Most readers of parquet support zstd, which compresses thousands of rows well.
             self._writer = pq.ParquetWriter(self._temporary, self._schema, compression="zstd")
         except OSError as error:
             self._journal.close()
             raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
     def take_earlier(self, num_rows: int) -> pa.Table:
-        """Take from the journal the figures of the next rows, or fewer if an earlier session left fewer."""
+        """Return the journal's figures of the next `num_rows` rows, or of fewer if it has no more."""
         figures, self._earlier = self._earlier.slice(0, num_rows), self._earlier.slice(num_rows)
         return figures
 
@@ -104,7 +103,7 @@ class OutputFile:
         table = pa.Table.from_arrays([*rows.columns, *figures.columns], schema=self._schema)
         self._waiting.append(table)
         self._waiting_rows += table.num_rows
-        # Read once per table, because pyarrow goes through all of its chunks.
+        # Read `nbytes` once per table, because pyarrow goes through all of the table's chunks.
         self._waiting_bytes += table.nbytes
         if self._waiting_rows >= _ROW_GROUP_ROWS or self._waiting_bytes >= _ROW_GROUP_BYTES:
             self._write_waiting()
@@ -137,19 +136,20 @@ class OutputFile:
 
 
 def check_finished(path: Path, header: Mapping[str, object]) -> None:
-    """Raise OutputError unless a finished file is this run's; delete a journal that is left."""
+    """Raise OutputError unless a finished file belongs to this run. Delete its journal if that still exists."""
     try:
         metadata = pq.read_schema(path).metadata or {}
         own_header = json.loads(metadata[_header_key(header)])
     except (OSError, pa.ArrowException, KeyError, ValueError, RecursionError) as error:
         raise OutputError(f"{path} is there, and is not of ppl-client corpus: choose another folder") from error
-    # The journal has the checksum of its input; a finished file is trusted by its name and size.
+    # For a finished file, only the name and size of its input are compared, and not the checksum.
     wanted = {"input_sha256": own_header.get("input_sha256"), **header}
     check_same_run(path, own_header, wanted, "choose another folder")
     journal_of(path).unlink(missing_ok=True)
 
 
 def _header_key(header: Mapping[str, object]) -> bytes:
-    """The metadata key of a header. It has the prefix of columns, so another model's figures keep their header."""
+    """The metadata key of a header. It includes the prefix of the added columns, so figures of another model
+    in the same file keep their header."""
     prefix = header["column_prefix"]
     return HEADER_KEY + f".{prefix}".encode() if prefix else HEADER_KEY

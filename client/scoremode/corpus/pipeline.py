@@ -64,7 +64,7 @@ class Pipeline:
         )
         self._most_pieces = _PIECES_PER_REQUEST * scorer.pool.concurrency
         self._pieces: deque[_Piece | OutputFile | ScoremodeError] = deque()
-        """Unwritten pieces. An output here marks its end, and an error why reading stopped."""
+        """Unwritten pieces. An `OutputFile` marks the end of its file; an error says why reading stopped."""
         self._held = 0
         self._open: list[OutputFile] = []
         self._started = time.perf_counter()
@@ -73,7 +73,7 @@ class Pipeline:
                 raise OutputError(f"{path} exists or was started: finish it with --resume, or choose another folder")
 
     async def run(self) -> CorpusProgress:
-        """Score all files. After a failure finished files stay, and the journal of each unfinished one."""
+        """Score all files. After a failure, finished files and the journals of unfinished ones stay."""
         try:
             async with aclosing(self._read()) as pieces:
                 async for piece in pieces:
@@ -106,7 +106,7 @@ class Pipeline:
                         yield piece
                 yield output
         except ScoremodeError as error:
-            # Yielded, to be raised after all rows before it are written.
+            # Yield the error, so that `_write` raises it after all rows before it are written.
             yield error
 
     def _open_file(self, file: InputFile) -> tuple[Iterator[pa.RecordBatch], OutputFile] | None:

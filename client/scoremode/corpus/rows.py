@@ -1,8 +1,8 @@
 """Reads the rows of parquet and JSON lines batch by batch, and makes the columns that are added to them.
 
-pyarrow infers the types of JSON lines from some rows at a time. They may not fit the next rows, where a column may be
-missing, or have floats after integers. So the file is read twice: first for types that fit all lines, then with these.
-That costs little compared with scoring.
+pyarrow infers the types of JSON lines from some rows at a time. These types may not fit the next rows, where a
+column may be missing, or have floats after integers. So the file is read twice: first to find types that fit all lines,
+then to read the rows with these types. Reading twice costs little compared with scoring.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ from scoremode.errors import CorpusError, ScoremodeError
 from scoremode.runs import json_lines
 
 _BATCH_ROWS = 256
-"""Few, because each row may be a long document."""
+"""Rows per batch; few, because each row may be a long document."""
 
 _Block = list[tuple[str, dict[str, Any]]]
 """Some rows of JSON lines: each one's place, as error messages name it, and its values."""
@@ -77,7 +77,7 @@ def _json_batches(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
 
 
 def _with_column(schema: pa.Schema, name: str, rows: Sequence[dict[str, Any]]) -> pa.Schema:
-    """Give a column of the schema a type that fits these rows too."""
+    """Give column `name` of the schema a type that fits these rows too."""
     column = pa.schema([(name, pa.array([row.get(name) for row in rows]).type)])
     return pa.unify_schemas([schema, column], promote_options="permissive")
 
@@ -95,7 +95,7 @@ def _converted(block: _Block, convert: Callable[[list[dict[str, Any]]], Any], na
 
 
 def _json_blocks(path: Path) -> Iterator[_Block]:
-    """Yield the rows, some at a time."""
+    """Yield the rows in blocks of up to `_BATCH_ROWS`."""
     with _read_errors(path):
         rows = ((where, _storable(row) or {}) for where, row in json_lines(path))
         while block := list(islice(rows, _BATCH_ROWS)):
@@ -118,7 +118,7 @@ def added_schema(prefix: str, *, per_token: bool, figures: Sequence[Figure] = ()
 
 def check_columns(schema: pa.Schema, text_column: str, added: Sequence[str], where: str) -> None:
     """Raise CorpusError if the text column is missing, or a column already has the name of an added one."""
-    if not schema.names:  # An empty file of JSON lines.
+    if not schema.names:  # This is an empty file of JSON lines.
         return
     if schema.names.count(text_column) != 1:
         raise CorpusError(f"no column {text_column!r} in {where}; there are: {', '.join(schema.names)}")

@@ -14,11 +14,11 @@ SUFFIXES = (".parquet", ".jsonl", ".jsonl.zst", ".jsonl.gz")
 class InputFile:
     path: Path
     name: str
-    """Path below the folder that was named, with `/`; for a file that was named, its own name."""
+    """Path relative to the input folder, with `/`; the file's own name if the file itself is the input."""
 
     @property
     def output_name(self) -> str:
-        """The path of its output below the output folder."""
+        """The path of this file's output, relative to the output folder."""
         return f"{self.name.removesuffix(_suffix(self.name) or '')}.parquet"
 
 
@@ -70,16 +70,16 @@ class CorpusProgress:
     num_files: int
     files_done: int = 0
     num_finished_before: int = 0
-    """Files among them that an earlier session had finished; their documents do not count below."""
+    """How many of `files_done` an earlier session had finished; the fields below do not count their documents."""
     num_documents: int = 0
     num_resumed: int = 0
-    """Documents among them that an earlier session had scored."""
+    """How many of `num_documents` an earlier session had scored."""
     num_unscored: int = 0
     num_tokens: int = 0
     num_tokens_resumed: int = 0
-    """Tokens among them that an earlier session scored."""
+    """How many of `num_tokens` an earlier session had scored."""
     nll: float = 0.0
-    """Nats, summed over these tokens."""
+    """NLL in nats, summed over `num_tokens` tokens."""
     seconds: float = 0.0
     """Duration of this session so far."""
     first_error: str | None = None
