@@ -8,7 +8,7 @@ try:
     with extra("lm-eval"):
         import lm_eval.api.model
 
-        # lm-eval registers its own models only while none is registered.
+        # Import lm-eval's own models first: it registers them only while no model is registered.
         import lm_eval.models
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.model import CachingLM
@@ -20,7 +20,7 @@ except MissingPackageError as error:
 
 
 class NamedCache(CachingLM):
-    """lm-eval's `--use_cache`. Its file is named after everything that an answer depends on, except the request."""
+    """Stores answers for `--use_cache`, in a file named after everything that they depend on, except the request."""
 
     def __init__(self, lm: object, cache_db: str) -> None:
         name = f"-{lm.cache_name}.db" if isinstance(lm, ScoremodeLM) else ".db"

@@ -29,7 +29,7 @@ from scoremode.runs import Job, Pool
 from scoremode.wire import DEFAULT_TIMEOUT, LISTING_BYTES, PATIENT_RETRY_FOR, call
 
 MAX_PROMPTS, MAX_TOKENS = 32, 65_536
-"""Limits of a request to `/v1/score`: contexts, and tokens of contexts and continuations."""
+"""Limits on the contexts in a request to `/v1/score`, and on the tokens of its contexts and continuations."""
 PROBE = "Scoremode, 1 + 2:\n  naïve “quotes” 你好\n"
 """The local tokenizer must encode this text as the server does."""
 
@@ -76,7 +76,7 @@ class ScoremodeLM(TemplateLM):
         **_: object,
     ) -> None:
         super().__init__()
-        # lm-eval's command line turns it off, but one core takes minutes to tokenize MMLU.
+        # lm-eval's command line turns parallel tokenization off, but one core takes minutes to tokenize MMLU.
         os.environ["TOKENIZERS_PARALLELISM"] = "true"
         self._url = base_url
         # lm-eval's command line turns a key of digits into a number.
@@ -147,7 +147,7 @@ class ScoremodeLM(TemplateLM):
         return list(encoded)
 
     def _encode(self, texts: list[str], add_special_tokens: bool | None = None) -> list[list[int]]:
-        """Tokenize texts. A text that begins with BOS gets no second one."""
+        """Tokenize texts. A text that begins with BOS gets no second BOS."""
         usual, bos = _add_special_kwargs(add_special_tokens, self._add_bos_token), None
         if add_special_tokens is None:
             bos = self.tokenizer.decode(self.prefix_token_id)
@@ -187,8 +187,8 @@ class ScoremodeLM(TemplateLM):
         return answers
 
     def _score(self, requests: Sequence[TokenRequest], keep: Callable[[int, Scored], object], disable: bool) -> None:
-        """Score continuations, those of one context in one request, and contexts with the same beginning one after
-        another. `keep` is called with the index of each request and its answer."""
+        """Score continuations: one context's in the same request, as far as it has room for them, and contexts with the
+        same beginning one after another. `keep` is called with the index of each request and its answer."""
         by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, (_, context, continuation) in enumerate(requests):
             if len(continuation) > self.max_length:
@@ -198,14 +198,14 @@ class ScoremodeLM(TemplateLM):
             by_context[tuple(context[-(self.max_length + 1 - len(continuation)) :])].append(index)
 
         def size(context: tuple[int, ...], places: Sequence[int], *, alone: bool = True) -> int:
-            """The number of tokens sent; or MAX_TOKENS times the used share of the server's bound, if that is more."""
+            """The number of tokens that a request sends for these places; or, if it is larger, MAX_TOKENS times the
+            share of the server's bound `scoring_tokens` that they use."""
             own = sum(len(requests[index][2]) for index in places)
             all_tokens = len(places) * len(context) + own
             return max(alone * len(context) + own, -(-all_tokens * MAX_TOKENS // self._info.bounds.scoring_tokens))
 
         def parts_of(context: tuple[int, ...]) -> Iterator[Part]:
-            """Split a context's continuations over requests. All documents' windows share one context: too many for
-            one."""
+            """Split a context's continuations over requests. All documents' first windows share one context."""
             for own in constrained_batches(
                 by_context[context],
                 MAX_TOKENS,
