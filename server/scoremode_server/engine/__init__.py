@@ -1,3 +1,2 @@
-"""vLLM's engine for scoring requests: the types (`sequence`, to read first), a queue (`admission`), rows of shared
-prefixes (`store`, `cached_request`), and the only calls of vLLM's `generate` (`passes`). Other packages call
-`engine`."""
+"""Feeds scoring requests to vLLM's engine. Read `sequence` first: it has the types. `admission` is the queue, `store`
+and `cached_request` reuse rows of shared prefixes, and `passes` calls vLLM's `generate`."""

@@ -1,7 +1,7 @@
-"""Admission: sequences enter the engine when it can use them soon. The others wait here.
+"""Limits how many token sequences are in vLLM's engine at once. The others wait here.
 
-HTTP requests take turns, one sequence each. Some space is reserved for requests with at most one sequence in the
-engine.
+Each waiting HTTP request lets one sequence in, then the next request does. Some space is reserved for requests with at
+most one sequence in the engine.
 """
 
 import asyncio
@@ -21,20 +21,21 @@ T = TypeVar("T")
 POLL_SECONDS = 0.05
 
 MAX_WAITING_SEQUENCES = 2**17
-"""Limit on sequences without an answer, of all requests together; one larger request is allowed if it is alone. Two of
-the largest requests fit. Each sequence takes three to seven kilobytes in addition to its tokens: under a gigabyte in
-all."""
+"""Limit on unanswered sequences of all requests together; a larger request is allowed if it is alone. Each sequence
+takes three to seven kilobytes in addition to its tokens, so all take less than a gigabyte."""
 
 _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
-"""When the current HTTP request is overdue, in seconds of the event loop's clock; None without a limit."""
+"""When the current HTTP request exceeds its timeout, in seconds of the event loop's clock; None without a timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """Limits on what is in the engine at once, all of its replicas together, and on what may wait for it."""
+    """Limits on the sequences that are in the engine at once, over all its data-parallel replicas, and on those that
+    wait."""
 
     tokens: int
-    """Limit on tokens to compute of the sequences in the engine. The last sequence that enters may exceed it."""
+    """Limit on tokens that the engine must compute for the sequences in it. The last sequence that enters may exceed
+    it."""
     sequences: int
     """Limit on sequences in the engine: twice as many as it runs in one step."""
     max_scoring_tokens: int
@@ -55,11 +56,10 @@ class _WaitingSequence:
 
 
 class Admission:
-    """Lets sequences into the engine in turns, and calls `show` when the number of sequences or of running ones
-    changes.
+    """Decides when each sequence enters the engine. Calls `show` with the numbers of unanswered sequences and of
+    sequences in the engine when one changes.
 
-    It counts accepted sequences that have no answer yet, their tokens, and how many of them are in the engine. Once
-    `is_stopped`, requests end with an error.
+    Once `is_stopped`, requests end with an error.
     """
 
     def __init__(
@@ -68,10 +68,11 @@ class Admission:
         self.size = size
         self.num_sequences = self.num_tokens = self.num_running = 0
         self._num_computing_tokens = 0
-        """Tokens to compute of the sequences in the engine, as far as this process knows."""
+        """Tokens that the engine must compute for the sequences that this process has in it."""
         self._num_decoding = 0
         self._decoding_seconds, self._decoding_until = 0.0, 0.0
-        """Seconds in the engine, summed over all sequences that decode, and when that sum was last updated."""
+        """Seconds in the engine, summed over all sequences outside the prefill lane, and when this sum was last
+        updated."""
         self.abort = abort
         self._show = show
         self._waiting: dict[RequestQueue, deque[_WaitingSequence]] = {}
@@ -102,8 +103,9 @@ class Admission:
 
     @asynccontextmanager
     async def request(self, num_sequences: int = 0, num_tokens: int = 0) -> AsyncGenerator["RequestQueue", None]:
-        """Accept an HTTP request and count all its sequences, or none if it counts each when it begins. The timeout
-        cancels the current task, so do not yield inside this in a generator: its consumer would be cancelled."""
+        """Accept an HTTP request with its sequences and tokens, or with none if `RequestQueue.add` counts each sequence
+        later. The timeout cancels the current task, so no generator may yield inside this context: its consumer would
+        be cancelled."""
         self.check(num_sequences, num_tokens)
         queue = RequestQueue(self)
         self._queues.add(queue)
@@ -117,16 +119,16 @@ class Admission:
                 queue.add(-queue.num_sequences, -queue.num_tokens)
 
     def until_stopped(self) -> "_TimeLimit":
-        """Limit this task's work on a request, such as tokenizing: UnavailableError when the server stops, OverdueError
-        when the request's time is over."""
+        """Limit the time of this task's work inside the context, such as tokenizing. UnavailableError when the server
+        stops, OverdueError when the request's timeout is over."""
         return _TimeLimit(self)
 
     @asynccontextmanager
     async def slot(
         self, queue: "RequestQueue", request_id: str, num_tokens: int, *, decodes: bool = False
     ) -> AsyncGenerator[None, None]:
-        """Wait until a sequence may enter the engine, which must compute `num_tokens` of it, and hold its slot inside.
-        `decodes` is for lanes other than prefill: the sequence then counts in `mean_batch`."""
+        """Wait until a sequence may enter the engine, and hold its slot inside this context. The engine must compute
+        `num_tokens` of its tokens. Set `decodes` outside the prefill lane: the sequence then counts in `mean_batch`."""
         waiting = _WaitingSequence(queue, asyncio.get_running_loop().create_future(), num_tokens, decodes)
         self._waiting.setdefault(queue, deque()).append(waiting)
         self.admit_waiting()
@@ -141,7 +143,7 @@ class Admission:
             queue.running.discard(request_id)
             if waiting.is_running:
                 self._count(waiting, -1)
-            # Others may enter now, also if this task was cancelled.
+            # Other sequences may enter now, even if this task was cancelled.
             self.admit_waiting()
 
     def admit_waiting(self) -> None:
@@ -161,7 +163,7 @@ class Admission:
         self._show(self.num_sequences, self.num_running)
 
     async def drain(self, seconds: float) -> None:
-        """Accept no more requests, give accepted ones this many seconds to finish, and end the others with an error."""
+        """Refuse new requests, give accepted requests this many seconds to finish, and end the rest with an error."""
         self._is_draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -182,7 +184,7 @@ class Admission:
             return None
         is_reserved = num_free == 1 or free_tokens <= self.size.reserved_tokens
         queues = (queue for queue in self._waiting if not is_reserved or queue.num_running <= 1)
-        # It may have been cancelled: the caller then only removes it.
+        # The sequence may have been cancelled: the caller then only removes it.
         return next((self._waiting[queue][0] for queue in queues), None)
 
     def _count(self, sequence: _WaitingSequence, num_running: int) -> None:
@@ -237,7 +239,7 @@ class RequestQueue:
         self.admission = admission
         self.accepted_at = time.monotonic()
         self.entered_at: float | None = None
-        """When its first sequence entered the engine."""
+        """When the request's first sequence entered the engine."""
         self.running: set[str] = set()
         """Ids of the sequences in the engine."""
         self.num_running = 0
@@ -245,15 +247,15 @@ class RequestQueue:
         self.num_sequences = self.num_tokens = 0
         """Sequences without an answer yet, and their tokens."""
         self.num_scored = self.num_scored_tokens = self.num_cached_tokens = 0
-        """Sequences with an answer, their tokens, and how many of these were cached."""
+        """Answered sequences, their tokens, and how many of these tokens were cached."""
         self.decoding_span: tuple[tuple[float, float], ...] = ()
-        """When the request's first decoding sequence entered the engine, and when one last entered or left: each a time
-        and `Admission._decoding_seconds`, which includes other requests."""
+        """Pairs of a time and `Admission._decoding_seconds` then: when the request's first sequence outside the prefill
+        lane entered the engine, and when such a sequence last entered or left."""
 
     @property
     def mean_batch(self) -> float | None:
-        """Mean number of this process's sequences in the engine outside the prefill lane, while this request had some
-        there; at most as many as the engine runs at once. None if the request had none there."""
+        """Mean number of this process's sequences outside the prefill lane in the engine, while this request had some
+        there; at most as many as one step runs. None if this request had none."""
         if not self.decoding_span or self.decoding_span[0][0] == self.decoding_span[1][0]:
             return None
         (began, before), (ended, after) = self.decoding_span
@@ -277,19 +279,20 @@ class RequestQueue:
     async def in_order(
         self, coroutines: Iterable[Coroutine[Any, Any, T]], loads: float = 1, most: int | None = None
     ) -> AsyncGenerator[T, None]:
-        """Yield the results of coroutines that score one sequence each, in order. At most `most` of them, by default
-        `size.sequences` + 1, run or wait for the reader. If sequences are counted when they begin, these have about
-        `loads` times `size.tokens` tokens at most. If one fails or the reader stops, the others are cancelled, and
-        aborted in one call, because vLLM rebuilds its queue on each."""
+        """Run coroutines that score one sequence each, and yield their results in order. At most `most` of them, by
+        default `size.sequences` + 1, run or have a result that was not read yet. If sequences are counted when they
+        begin, about `loads` times `size.tokens` tokens may have begun. If a coroutine fails or the reader stops, all
+        others are cancelled, and aborted in one call, because vLLM rebuilds its queue on each call."""
         if self.num_sequences == 1:
             # Most requests have one sequence, which needs no task.
             for coroutine in coroutines:
                 yield await coroutine
             return
         size = self.admission.size
-        # Sequences that were accepted with the request may all begin; others leave space for other requests.
+        # Sequences that were counted when the request was accepted may all begin. Otherwise, leave space for other
+        # requests.
         most_tokens = math.inf if self.num_sequences else loads * size.tokens
-        # One more than fits the engine: the first may have left it and wait for the reader.
+        # One more than fits the engine: the first sequence may have left it, and its result may wait for the reader.
         most_tasks = size.sequences + 1 if most is None else most
         tasks: deque[asyncio.Task[T]] = deque()
         try:
@@ -308,7 +311,7 @@ class RequestQueue:
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks, and wait until they have ended. If all already have, this does not yield to the event loop."""
+    """Cancel tasks, and wait until they have ended. If all have already ended, it does not yield to the event loop."""
     for task in tasks:
         task.cancel()
     ended = asyncio.gather(*tasks, return_exceptions=True)

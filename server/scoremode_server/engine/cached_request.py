@@ -1,4 +1,5 @@
-"""A pass that may use rows of the store and of other in-flight requests."""
+"""Runs one call of vLLM's `generate`, and fills in rows, each with one token's scores, from the store or other
+requests."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from scoremode_server.engine.store import RowStore
 
 @dataclass(eq=False)
 class CachedRequest:
-    """Runs one pass. Its rows come from the store or from other requests, and the engine computes the rest.
+    """Runs one pass. vLLM computes no rows for tokens that it reads from its prefix cache: they are looked up.
 
     `in_flight` maps a block's hash to the request that computes the block. Requests only wait for requests that
     registered earlier, so deadlocks cannot happen.
@@ -26,13 +27,13 @@ class CachedRequest:
     engine_pass: EnginePass
     block_hashes: Sequence[bytes]
     num_computed: int
-    """Tokens at the start that are probably in the prefix cache."""
+    """How many tokens at the start are probably in the prefix cache."""
     has_waited: bool = False
-    """Whether it waited for the rows of another request."""
+    """Whether this request waited for another request's rows."""
     num_evicted: int = 0
-    """Blocks that were evicted to store this request's."""
+    """How many blocks the store evicted for this request's blocks."""
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its blocks are in the store, or when it has failed."""
+    """Set when this request's blocks are in the store, or when it has failed."""
     _num_rows_found: int = 0
     _blocks_found: dict[bytes, bytes] = field(default_factory=dict)
 
@@ -42,7 +43,7 @@ class CachedRequest:
 
     @property
     def num_hits(self) -> int:
-        """Rows of the answer that were found, not computed for this request."""
+        """How many rows of the answer were found, not computed for this request."""
         return max(0, self._num_rows_found - self.engine_pass.first_row)
 
     @property
@@ -53,7 +54,7 @@ class CachedRequest:
     async def run(self) -> None:
         """Run the pass until it has every row that its sequence needs, or raise an error."""
         size, engine_pass = self.store.block_size, self.engine_pass
-        # The engine may leave out blocks whose rows are not needed, so no request may wait for those.
+        # The engine may compute no rows before `first_row`, so other requests must not wait for those blocks.
         registered = self.block_hashes[engine_pass.first_row // size :]
         self._blocks_found = self.store.get(self.block_hashes, self.columns)
         computing = self._register(registered)
@@ -75,8 +76,8 @@ class CachedRequest:
             self.has_ended.set()
 
     def _register(self, block_hashes: Sequence[bytes]) -> dict[bytes, "CachedRequest"]:
-        """Register for the blocks that were not found, unless another request computes them with at least as many top
-        tokens. Returns these other requests by block hash."""
+        """Register this request for the missing blocks, except blocks that another request computes with at least as
+        many top tokens. Returns the other requests by block hash."""
         computing = {}
         for block_hash in block_hashes:
             if block_hash in self._blocks_found:
@@ -89,7 +90,8 @@ class CachedRequest:
         return computing
 
     async def _compute(self, computing: Mapping[bytes, "CachedRequest"]) -> None:
-        """Run the pass, and find all rows that it left out. The engine starts before this waits for other requests."""
+        """Run the pass, then find the rows that it left out; this may wait for other requests. If rows are still
+        missing, run the pass again without the prefix cache."""
         engine_pass = self.engine_pass
         # Reading the prefix cache helps only if the first block's rows can be found elsewhere or are not needed.
         reads = engine_pass.first_row >= self.store.block_size or (
@@ -106,18 +108,18 @@ class CachedRequest:
             engine_pass.check()
 
     def _needed(self) -> range:
-        """The blocks with rows that the pass left out and its sequence needs."""
+        """Indices of the blocks with rows that the sequence needs and the pass left out."""
         size, first_row, num_missing = self.store.block_size, self.engine_pass.first_row, self.engine_pass.num_missing
         return range(first_row // size, -(-num_missing // size)) if num_missing > first_row else range(0)
 
     def _missing(self) -> list[int]:
-        """The needed blocks that were not found. Rows after the last whole block are never found."""
+        """Indices of the needed blocks that were not found. Rows after the last whole block are never stored."""
         hashes = self.block_hashes
         return [block for block in self._needed() if block >= len(hashes) or hashes[block] not in self._blocks_found]
 
     async def _find(self, computing: Mapping[bytes, "CachedRequest"]) -> None:
-        """Find the blocks that the pass left out: in the store, once earlier requests have stored theirs, and by a
-        short pass."""
+        """Find the blocks that the pass left out, once other requests have stored theirs. A short pass computes the
+        last block if only that is missing."""
         needed = self._needed()
         for other in {computing[key] for key in self.block_hashes[needed.start : needed.stop] if key in computing}:
             self.has_waited = True
@@ -130,9 +132,9 @@ class CachedRequest:
     async def _run_last_block(self, block: int) -> None:
         """Compute the only missing block, the last one that the pass left out, by scoring the tokens up to its end.
 
-        Such a block is missing if prompts differ right after it. All its keys and values are then cached, but no
-        request has scored the token after it. vLLM never reads a prompt's last block from its cache, so this computes
-        one block.
+        Such a block is missing if another prompt was the same up to its end and continued differently. Its keys and
+        values are then cached, but no request has scored the token after it. vLLM never reads a prompt's last block
+        from its cache, so the short pass computes one block.
         """
         end = (block + 1) * self.store.block_size
         start, whole = end - self.store.block_size, self.engine_pass

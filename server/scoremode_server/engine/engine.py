@@ -1,8 +1,8 @@
-"""The entry point to vLLM's engine for scoring requests: token sequences in, rows out.
+"""Scores token sequences on vLLM's engine. The result is a row of scores for each token.
 
 vLLM returns no prompt logprobs for positions that it reads from its prefix cache. Their rows, computed for an earlier
-request, are filled in from a store. The `cache_salt` has an id of this process and the store's generation, so that
-every prefix cache hit is of a request whose rows this process has computed.
+request, are filled in from a store. The `cache_salt` has an id of this process and the store's generation, so vLLM's
+prefix cache only finds tokens whose rows this process has computed.
 """
 
 import secrets
@@ -29,11 +29,11 @@ from scoremode_server.rows import Rows, missing_row, received_rows
 from scoremode_server.vllm_compat.engine_client import may_go_unnoticed, within_changes
 
 MAX_COMPUTED = 2**16
-"""Limit on blocks that are remembered as computed, which take some 13 MiB."""
+"""Limit on hashes of blocks that are remembered as computed. They take some 13 MiB."""
 
 
 class ScoringEngine:
-    """vLLM's engine client for scoring requests, with a store for rows of shared prefixes."""
+    """Runs scoring requests on vLLM's engine client, with a store for rows of shared prefixes."""
 
     def __init__(self, engine: EngineClient, store: RowStore, metrics: Metrics, size: EngineSize) -> None:
         self.admission = Admission(size, engine.abort, metrics.show_load)
@@ -42,13 +42,14 @@ class ScoringEngine:
         self._store = store
         self._metrics = metrics
         self._in_flight: dict[bytes, CachedRequest] = {}
-        # Not a `dict`, which steps over all deleted entries to find its oldest one.
+        # A `dict` would step over all deleted entries to find its oldest entry.
         self._computed: OrderedDict[bytes, None] = OrderedDict()
         self._process = secrets.token_hex(8)
         within_changes(engine, store.change, lambda: metrics.cache_bytes.set(store.num_bytes))
 
     async def rows(self, engine_pass: EnginePass) -> EnginePass:
-        """Compute the rows of a sequence's targets. If the caller is cancelled, the engine's requests are aborted."""
+        """Compute the rows of a pass's targets, and return the pass. If the caller is cancelled, the engine's requests
+        are aborted."""
         arrival, num_tokens = time.monotonic(), len(engine_pass.token_ids)
         if (token_ids := self._tokens_to_cache(engine_pass)) is None:
             await self._run_alone(engine_pass)
@@ -81,7 +82,7 @@ class ScoringEngine:
         try:
             return np.frombuffer(array("i", token_ids), np.int32)
         except OverflowError:
-            # The engine refuses tokens outside the vocabulary.
+            # A token does not fit int32. The engine refuses it, because it is outside the vocabulary.
             return None
 
     async def _run_alone(self, engine_pass: EnginePass) -> None:
@@ -110,14 +111,14 @@ class ScoringEngine:
         self._metrics.joined.inc(cached.has_waited)
         self._metrics.evictions.inc(cached.num_evicted)
         self._metrics.cache_bytes.set(self._store.num_bytes)
-        # JSON that is stored under hashes of an earlier generation may be of other weights.
+        # Completions store text and JSON under these hashes, so they must not be those of earlier weights.
         if cached.is_current:
             engine_pass.block_hashes = block_hashes
             engine_pass.num_cached_blocks = min(len(block_hashes), -(-engine_pass.num_missing // self.block_size))
 
     def _num_computed(self, block_hashes: Sequence[bytes]) -> int:
-        """How many tokens at the start have keys and values that other requests have computed or are computing. The
-        blocks after them are recorded as this request's to compute."""
+        """Count the tokens at the start whose keys and values are computed or being computed, and record the blocks
+        after them."""
         num_blocks = len(list(takewhile(self._computed.__contains__, block_hashes)))
         self._computed.update(dict.fromkeys(block_hashes[num_blocks:]))
         while len(self._computed) > MAX_COMPUTED:
@@ -125,7 +126,8 @@ class ScoringEngine:
         return num_blocks * self.block_size
 
     def _identity(self, engine_pass: EnginePass, salt: str, row_identity: tuple[Any, ...] | None = None) -> str:
-        """Everything except tokens that keys and values depend on or, given a `RowSpec.identity`, rows."""
+        """Everything except tokens that keys and values depend on. With `row_identity`, which is a `RowSpec.identity`:
+        everything that rows depend on."""
         lora = engine_pass.sequence.settings.options.get("lora_request")
         adapter = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
         return repr((self._store.generation, adapter, salt, row_identity))
@@ -134,13 +136,13 @@ class ScoringEngine:
         salt, owner = engine_pass.prompt.get("cache_salt") or "", engine_pass.sequence.settings.owner
         if not owner:
             return salt
-        # Short, because some of vLLM's connectors use it in file names.
+        # The hash is short, because some of vLLM's KV connectors use it in file names.
         return blake2b(f"{owner}.{salt}".encode(), digest_size=HASH_BYTES).hexdigest()
 
 
 def make_store(config: VllmConfig, max_bytes: int) -> RowStore:
     """Make a store of at most `max_bytes` for an engine. It is off if the engine has no prefix cache, or if its weights
-    may change without notice. Hits in vLLM's prefix cache end at multiples of the store's block size."""
+    may change unnoticed. Hits in vLLM's prefix cache end at multiples of the store's block size."""
     settings = config.cache_config
     is_on = settings.enable_prefix_caching and not may_go_unnoticed(config)
     return RowStore(settings.prefix_match_unit or settings.block_size, max_bytes if is_on else 0)

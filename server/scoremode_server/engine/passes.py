@@ -1,4 +1,5 @@
-"""One pass of a sequence through vLLM's engine: the only calls of its `generate`."""
+"""Runs passes: a pass is one call of vLLM's `generate` for a sequence. The server's scoring requests call it only
+here."""
 
 from typing import Any
 
@@ -31,13 +32,13 @@ async def in_engine(
     suffix: str = "",
 ) -> RequestOutput:
     """Run a pass in the engine and return the finished output. The engine's request has an id that ends in `suffix`; it
-    is aborted if the caller is cancelled. `num_known` tokens are probably in the prefix cache, so they are not
-    computed. UnavailableError if the engine has died."""
+    is aborted if the caller is cancelled. The first `num_known` tokens are probably in the prefix cache, so admission
+    does not count them. UnavailableError if the engine has died."""
     spec, settings, output = engine_pass.spec, engine_pass.sequence.settings, None
     request_id, queue = engine_pass.request_id + suffix, settings.queue
     engine_pass.params.skip_reading_prefix_cache = not reads_prefix_cache
     num_fed = len(engine_pass.token_ids) - (spec.last_token is not None)
-    # A chunk counts as the tokens of one step: the engine computes one per step.
+    # In lanes with chunks, only one chunk counts, because the engine computes one per step.
     num_tokens = spec.chunk or num_fed - num_known
     try:
         async with queue.admission.slot(queue, request_id, num_tokens, decodes=bool(spec.chunk)):

@@ -53,16 +53,17 @@ class ScoreSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `generate`, such as `lora_request`."""
     chunk: int = 0
-    """Tokens per step in a lane other than prefill; 0 in the prefill lane."""
+    """How many of a sequence's tokens the engine computes per step: 1 in the decode lane, a draft's tokens and one more
+    in the verify lane; 0 in the prefill lane, which has no limit."""
     context: int | None = None
-    """Limit on tokens prefilled before the first chunk. If None, all tokens before the first wanted row are
-    prefilled."""
+    """Limit on tokens prefilled before the first chunk, in addition to that of `num_prefilled`; None for no such
+    limit."""
     prefills_first_target: bool = False
     """Whether the first target comes from the step that prefills, as in generation."""
 
     def num_prefilled(self, first: int) -> int:
-        """How many tokens at the start are prefilled, in lanes with chunks. Rows from position `first` on then come
-        from steps of at most one chunk, except the first if `prefills_first_target`."""
+        """How many tokens at the start are prefilled, in lanes with chunks. The rows of the tokens from position
+        `first` on then come from steps of at most one chunk, except the first row if `prefills_first_target`."""
         most = first if self.prefills_first_target else first - 1
         return max(1, most if self.context is None else min(self.context, most))
 
@@ -72,8 +73,8 @@ class TokenSequence:
     """A sequence of n tokens to score. The tokens from position `first` on are its targets: they get logprobs."""
 
     context: list[int]
-    """The tokens before the targets, followed by the targets if `continuation` is None, else maybe by tokens that are
-    not used. Sequences may share this list: it is not copied until the engine needs it."""
+    """The tokens before the targets. If `continuation` is None, the targets follow; else any further tokens are
+    ignored. Sequences may share this list: it is not copied until the engine needs it."""
     first: int = 0
     """Position of the first target: `logprobs_from`, or where a continuation, a turn or a window's targets start."""
     continuation: list[int] | None = None
@@ -81,17 +82,18 @@ class TokenSequence:
     candidates: np.ndarray | None = None
     """More tokens to score at each position, int32: [m] for all positions, or [n - first, m]."""
     sinks: Mapping[str, Any] = field(default_factory=dict)
-    """Data for the sinks that compute more figures, by the sink's name: see `RowSpec.sinks`."""
+    """Data for sinks, by name. A sink computes more figures of each row in the workers."""
     sink_columns: Columns = ()
     may_be_cached: bool = True
     """False if a sink's figures depend on more than the tokens, the model and the sink's data."""
     prompt_index: int = 0
     """Index of its prompt or conversation in the request."""
     continuation_index: int | None = None
-    """Index of its continuation among those of its prompt, or of its turn in the conversation."""
+    """Index of its continuation among those of its prompt, or of its turn among those of its conversation; None for a
+    prompt."""
     column: int = 0
-    """Sequences that share a pass differ in their last token: this is that token's column in the pass's last row. 0 for
-    the pass's own sequence."""
+    """The column of the sequence's last token in the pass's last row. Sequences that share a pass differ in this token.
+    0 for the pass's own sequence."""
     settings: ScoreSettings = field(init=False)
 
     @property
@@ -114,7 +116,7 @@ class TokenSequence:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens: `context` itself if it has no others, else a new list."""
+        """All n tokens: the list `context` itself if `continuation` is None, else a new list."""
         return self.context if self.continuation is None else self.context[: self.first] + self.continuation
 
     @property
@@ -136,22 +138,23 @@ class TokenSequence:
 
 @dataclass(slots=True, eq=False, repr=False)
 class EnginePass:
-    """One pass through the engine. It scores a sequence, and others that differ from it only in their last token.
+    """One call of vLLM's `generate`. It scores a sequence, and other sequences that differ from it only in their last
+    token.
 
     To score tokens t[0..n), the engine is fed t[:-1], and `spec` tells the workers t[-1]. So a sequence may be as long
-    as the model's context. Completions feed t[-1] as well.
+    as the model's context. Completions that score feed t[-1] as well.
     """
 
     sequence: TokenSequence
     columns: dict[int, int] = field(default_factory=dict)
-    """Maps last tokens to their columns in the last row, the sequence's own first. May be empty if no other shares the
-    pass."""
+    """Maps last tokens to their columns in the last row, the sequence's own first. May be empty if no other sequence
+    shares the pass."""
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context manager for the time in the engine. If entering it raises an error, the engine is not called."""
 
     request_id: str = field(init=False)
     token_ids: Sequence[int] | np.ndarray = field(init=False)
-    """[n]: the prompt, and the last target if that is not fed."""
+    """[n]: the tokens that the engine is fed, and the last target if that is not fed."""
     spec: RowSpec = field(init=False)
     prompt: Mapping[str, Any] = field(init=False)
     """vLLM's engine input."""
@@ -163,8 +166,8 @@ class EnginePass:
     """[n - 1]: the rows of all tokens after the first. The first `num_missing` are unset until they are found
     elsewhere. `ScoringEngine.rows` drops all but the targets' rows."""
     num_missing: int = field(init=False)
-    """How many rows at the start are not valid: the engine left them out, or they hold a NaN, or the row's token is not
-    the one expected."""
+    """How many rows at the start are not valid. The engine left them out, or the last of them has a NaN or a wrong
+    token."""
     num_cached_tokens: int = field(init=False)
     """Tokens at the start whose keys and values were cached, not computed for this pass."""
     block_hashes: Sequence[bytes] = ()
@@ -204,8 +207,8 @@ class EnginePass:
         return self
 
     def _spec(self, block_size: int) -> RowSpec:
-        """Specify the rows that workers compute: those from `first` on, and those before it in the same block if that
-        can be stored."""
+        """Specify the rows that workers compute: those of the targets, and earlier rows in the first target's block if
+        the block can be stored."""
         sequence, settings = self.sequence, self.sequence.settings
         first, num_top, candidates = max(1, sequence.first), settings.top_logprobs, sequence.candidates
         if len(self.columns) > 1:

@@ -29,15 +29,15 @@ class RowStore:
     """Blocks of rows by block hash. The least recently used are evicted first.
 
     All blocks with their overhead take at most `max_bytes`; 0 turns the store off. A block serves requests for at most
-    as many top tokens as it has, and a block with more replaces it. Everything else that decides what a row has is part
-    of the hash.
+    as many top tokens as it has, and a block with more replaces it. Everything else that determines a row is part of
+    the hash.
     """
 
     block_size: int
     max_bytes: int
     num_bytes: int = 0
     generation: int = 0
-    """Increases when rows may have become wrong. Rows of an earlier generation are not used."""
+    """Increases when rows may have become wrong, such as by new weights. Rows of an earlier generation are not used."""
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(HASH_BYTES))
     """The key of hashes, so that no client can search for collisions."""
     _blocks: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
@@ -51,7 +51,8 @@ class RowStore:
     def get(self, block_hashes: Sequence[bytes], columns: Columns) -> dict[bytes, bytes]:
         """Look up a sequence's stored blocks that have at least as many top tokens as `columns`. Returns them by hash.
 
-        They become the most recently used. The first block becomes so last, because the others are useless without it.
+        They become the most recently used, the sequence's first block last of all, because the others are useless
+        without it.
         """
         hits: dict[bytes, bytes] = {}
         min_bytes = self._block_bytes(columns)
@@ -88,7 +89,7 @@ class RowStore:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Drop all rows while the weights change inside. None is read or stored meanwhile."""
+        """Drop all rows, and store none while the weights change inside this context."""
         self.clear()
         self._num_open_changes += 1
         try:
@@ -98,7 +99,7 @@ class RowStore:
             self.clear()
 
     def split(self, block_hashes: Sequence[bytes], rows: Rows) -> dict[bytes, bytes]:
-        """Split the first rows into blocks."""
+        """Split rows into blocks, one per hash. The rows after the last block are left out."""
         step = self._block_bytes(rows.columns)
         data = rows.table[: len(block_hashes) * self.block_size].tobytes()
         return {block_hash: data[index * step : (index + 1) * step] for index, block_hash in enumerate(block_hashes)}

@@ -1,9 +1,9 @@
-"""Computes prompt logprobs in one pass over the logits, in chunks of rows, and has sinks compute from the same logits.
+"""Computes prompt logprobs from logits, in chunks of rows. Sinks, which compute more columns, get the same logits.
 
 One kernel reads a row of logits once and reduces it to a few numbers. The rest is small and done for all rows together.
 
-Under tensor parallelism each rank reduces its own part of the vocabulary. To count ranks it needs the targets' logits,
-so these are exchanged for each chunk. The reduced numbers of all rows are exchanged at the end.
+Under tensor parallelism each process reduces its own part of the vocabulary. To find a target's rank it needs the
+target's logit, so these logits are exchanged for each chunk. The reduced numbers of all rows are exchanged at the end.
 """
 
 import math
@@ -33,7 +33,7 @@ class Chunk:
     """Rows whose logits are in memory. Sinks compute their columns from a chunk.
 
     Attributes:
-        place: where these rows are among all rows of the call.
+        place: where these rows are among all rows of the call of `compute`.
         logits: [rows, at least `num_columns`], in the model's dtype: this rank's part of the vocabulary, then padding.
         first: token id of the first column of logits.
         num_columns: how many columns of logits are tokens.
@@ -60,8 +60,8 @@ class Chunk:
         return self.scores.logprobs(self.temperature, logits)
 
     def add_up(self, sums: torch.Tensor) -> torch.Tensor:
-        """Add up the sums [rows, n] float32 that each rank has of its part of the vocabulary. Every rank must call
-        this."""
+        """Add up over all ranks the sums [rows, n] float32 that each has computed over its part of the vocabulary.
+        Every rank must call this."""
         return sums if self.shard is None else add_up(self.shard.group, sums)
 
 
@@ -70,8 +70,8 @@ SinkFunction = Callable[[Chunk], Mapping[str, torch.Tensor]]
 
 
 def kernels_for(device: torch.device, num_top: int = 0) -> Any:
-    """The module with the kernels for a device: Triton's for a GPU; PyTorch's elsewhere, and for more top tokens than
-    Triton's can find."""
+    """The module with the kernels for a device: Triton's for a GPU; PyTorch's elsewhere, and for more than `MAX_TOP`
+    top tokens, which Triton's cannot find."""
     if device.type != "cuda" or num_top > MAX_TOP:
         return torch_kernels
     from scoremode_server.kernels import triton_kernels
@@ -81,7 +81,7 @@ def kernels_for(device: torch.device, num_top: int = 0) -> Any:
 
 def in_chunks(rows: int, limit: int) -> Iterator[slice]:
     """Divide `rows` (at least one) into as few chunks of at most `limit` as possible. They have equal sizes in whole
-    tiles, because a short last chunk would read all weights for a few rows."""
+    tiles, because a short last chunk would read all weights of the LM head for a few rows."""
     share = math.ceil(rows / math.ceil(rows / limit))
     step = min(limit, math.ceil(share / TILE_ROWS) * TILE_ROWS)
     for start in range(0, rows, step):
@@ -110,7 +110,7 @@ def compute(
         shard: the part of the vocabulary that `logits_fn` returns; None for all. Every rank of its group must call this
             at the same time, with the same rows, `num_top`, `limit` and sinks.
         candidates: [rows, m] int32, more tokens to score in each row.
-        temperature: T of the distribution, the softmax of logits / T. Ranks do not depend on it.
+        temperature: T of the distribution, the softmax of logits / T. The ranks of tokens do not depend on it.
         sinks: compute more columns of each chunk.
 
     Returns:

@@ -1,5 +1,5 @@
-"""Rows of logits, reduced to the few numbers that logprobs need. Ranks that share a vocabulary exchange reduced rows
-and combine them here.
+"""Reduces rows of logits to the few numbers that logprobs need. Tensor-parallel ranks, each with a part of the
+vocabulary, exchange reduced rows and combine them here.
 
 Ranks exchange float32 only, because vLLM's collectives on a CPU take only floats.
 """
@@ -19,8 +19,8 @@ class ReducedRows:
     """Rows of logits, each reduced to a few numbers.
 
     Attributes:
-        tokens: [rows, 1 + k] int32: the target, then the tokens of the k highest logits, in descending order. The first
-            of these is the one of greedy decoding: if several logits are highest, the lowest token.
+        tokens: [rows, 1 + k] int32: the target, then the tokens of the k highest logits, in descending order of logits.
+            Among several highest logits, the lowest token comes first, as in greedy decoding.
         logits: [rows, 1 + k] float32, the logits of these tokens.
         maxima: [rows] float32, the highest logit m.
         sums: [rows] float64, the sum of exp((logit - m) / T) over the row, at a temperature T; NaN if the row has a
@@ -49,17 +49,17 @@ class ReducedRows:
         return int(self.tokens.shape[1]) - 1
 
     def logprobs(self, temperature: float = 1.0, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """Logprobs [rows, 1 + k] float32, in nats; with `logits`, those of other entries of the rows, [rows, any]. They
-        are (logit - m) / T - log(sum), which rounds less than logit / T - logsumexp, and are rounded to float32 once.
-        The temperature must be that of the sums."""
+        """Compute logprobs [rows, 1 + k] float32, in nats, of `tokens`; or of other entries of the rows, given their
+        `logits` [rows, any]. The formula (logit - m) / T - log(sum) rounds less than logit / T - logsumexp. The result
+        is rounded to float32 once. `temperature` must be the T of `sums`."""
         below = (self.logits if logits is None else logits).double().sub_(self.maxima[:, None]).div_(temperature)
         return below.sub_(self.sums.log()[:, None]).float()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedRows:
-    """Reads tensors [rows, ...] of one dtype as one, a slice at a time. Slices are copied to `device` if it is given;
-    tensors on the host should then be pinned."""
+    """Reads tensors [rows, ...] of one dtype as if they were joined, a slice at a time. Slices are copied to `device`
+    if it is given; tensors on the host should then be pinned."""
 
     parts: Sequence[torch.Tensor]
     device: torch.device | None = None
@@ -82,7 +82,7 @@ class Shard:
     first: int
     """Token id of this rank's first column."""
     columns: int
-    """How many columns are tokens; those after them are padding."""
+    """How many columns are tokens; later columns are padding."""
     group: Any
     """vLLM's group of the ranks that share the vocabulary."""
 
@@ -96,12 +96,12 @@ def true_on_every_rank(group: Any, answers: list[bool]) -> list[bool]:
 
 
 def share_targets(group: Any, rows: ReducedRows) -> None:
-    """Give each rank the targets' logits. For each target, all ranks but one have -inf."""
+    """Give each rank the targets' logits. Before, all ranks have -inf except the rank whose part has the target."""
     rows.logits[:, 0] = highest(group, rows.logits[:, 0].contiguous())
 
 
 def highest(group: Any, logits: torch.Tensor) -> torch.Tensor:
-    """The maximum of each entry over the ranks."""
+    """Compute the maximum of each entry over all ranks."""
     return _gathered(group, logits).amax(0)
 
 
@@ -123,7 +123,8 @@ def gather_rows(group: Any, rows: ReducedRows, temperature: float = 1.0) -> Redu
     order = comparable.topk(rows.num_top).indices
     chosen = top_tokens.gather(1, order)
     if rows.num_top:
-        # Ranks hold ascending parts of the vocabulary, and each has its lowest token first.
+        # Ranks hold ascending parts of the vocabulary, each with its lowest top token first, so the first maximum is
+        # the lowest token.
         put_first(chosen, top_tokens.gather(1, comparable.argmax(1, keepdim=True)))
     return ReducedRows(
         tokens=torch.cat((tokens[0, :, :1], chosen), 1),
@@ -135,8 +136,8 @@ def gather_rows(group: Any, rows: ReducedRows, temperature: float = 1.0) -> Redu
 
 
 def put_first(top_tokens: torch.Tensor, first: torch.Tensor) -> None:
-    """Move the token `first` [rows, 1] to the front of each row's top tokens [rows, k], in exchange for the one there,
-    whose logit is as high. If it is not among them, it replaces that one."""
+    """Put the token `first` [rows, 1] at the front of each row's top tokens [rows, k]. It swaps places with the token
+    there, whose logit is equal. If `first` is not among the top tokens, it replaces the token there."""
     replaced = top_tokens[:, :1].clone()
     top_tokens.copy_(torch.where(top_tokens == first, replaced, top_tokens))
     top_tokens[:, :1] = first

@@ -1,8 +1,10 @@
-"""The Triton kernels in float64 PyTorch, for servers on a CPU, which have no Triton, and as the reference in tests.
+"""Implements the Triton kernels in PyTorch, in float64: for servers on a CPU, which have no Triton, for more than
+`MAX_TOP` top tokens, and as the reference in tests.
 
 Whole rows are converted to float64 a block at a time. So the memory in addition to the logits depends neither on the
 number of rows nor, up to `BLOCK_ENTRIES`, on the vocabulary. All blocks use the same memory: a server on a CPU returns
-large tensors to the system at once (`cli.MMAP_THRESHOLD`), and new pages take longer than the arithmetic.
+large tensors to the operating system when they are freed (`cli.MMAP_THRESHOLD`), and new pages take longer than the
+arithmetic.
 """
 
 import math
@@ -16,18 +18,18 @@ from scoremode_server.kernels.working_memory import BLOCK_ENTRIES
 LARGEST = torch.finfo(torch.float64).max
 
 LOWEST_EXPONENT = -1e4
-"""Replaces -inf: exp of it is 0 in float64, and its square is finite in float32."""
+"""Replaces an exponent of -inf in `sum_moments`: its exp is 0 in float64, and its square is finite in float32."""
 
 
 def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, columns: int, out: ReducedRows) -> None:
-    """As `triton_kernels.take_targets`."""
+    """Do the same as `triton_kernels.take_targets`."""
     out.tokens[:, 0] = targets
     out.logits[:, 0] = take(logits, targets[:, None], first, columns)[:, 0]
 
 
 def take(logits: torch.Tensor, tokens: torch.Tensor, first: int, columns: int) -> torch.Tensor:
-    """Logits [rows, m] float32 of some tokens of each row, -inf for tokens outside these columns. Also used on a
-    GPU."""
+    """Read the logits [rows, m] float32 of `tokens` [rows, m]; -inf for tokens outside these columns, which start with
+    token `first`. Also used on a GPU."""
     column = tokens.long() - first
     held = (column >= 0) & (column < columns)
     values = logits.gather(1, column.clamp(0, logits.shape[1] - 1)).float()
@@ -35,7 +37,7 @@ def take(logits: torch.Tensor, tokens: torch.Tensor, first: int, columns: int) -
 
 
 def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows, temperature: float = 1.0) -> None:
-    """As `triton_kernels.reduce_rows`."""
+    """Do the same as `triton_kernels.reduce_rows`."""
     num_held = min(out.num_top, columns)
     out.tokens[:, 1 + num_held :] = -1
     out.logits[:, 1 + num_held :] = -math.inf
@@ -54,7 +56,7 @@ def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows
         rows.logits[:, 1 : 1 + num_held] = highest
         rows.ranks[:] = torch.ge(values, rows.logits[:, :1], out=as_high).sum(1)
         rows.maxima[:] = values.amax(1)
-        # If all are -inf, subtracting -inf would give NaN.
+        # If all logits are -inf, subtracting -inf would give NaN.
         base = rows.maxima.masked_fill(rows.maxima == -math.inf, 0.0)
         rows.sums[:] = values.sub_(base[:, None]).div_(temperature).exp_().sum(1)
 
@@ -71,10 +73,10 @@ def sum_divergences(
 
     Args:
         logits: [rows, at least `columns`], like `reference_logits`, of a floating dtype.
-        columns: how many columns count; those after them are padding.
+        columns: how many columns count; later columns are padding.
         served: maxima and sums over the whole vocabulary, like `reference`.
-        log_sum_ratios: [rows] float64, the logarithm of the reference's sum minus that of the served model's. If it is
-            not finite, the result is undefined.
+        log_sum_ratios: [rows] float64, log(the reference's sum) - log(the served model's sum). If it is not finite, the
+            result is undefined.
 
     Returns:
         [rows, 3] float32: the sum of p log(p/q) - p + q, for KL(p||q); of q log(q/p) - q + p, for KL(q||p); of |p - q|.
@@ -113,8 +115,8 @@ def sum_moments(logits: torch.Tensor, columns: int, scores: ReducedRows, tempera
 
 
 def _blocks(logits: torch.Tensor, columns: int, num_buffers: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield blocks of rows, each with memory [num_buffers, rows, columns] float64 to compute in, which all blocks
-    share."""
+    """Yield blocks of rows, each with buffers [num_buffers, rows, columns] float64 to compute in. All blocks share the
+    memory of the buffers."""
     step = max(1, BLOCK_ENTRIES // max(columns, 1))
     buffers = logits.new_empty((num_buffers, min(step, len(logits)), columns), dtype=torch.float64)
     for start in range(0, len(logits), step):
@@ -125,8 +127,8 @@ def _blocks(logits: torch.Tensor, columns: int, num_buffers: int) -> Iterator[tu
 def _excess(p: torch.Tensor, q: torch.Tensor, log_ratios: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
     """Sum p log(p/q) - p + q over each row, [rows]. An entry adds q if p = 0, and infinity if q = 0 and p > 0.
 
-    As p and q each add up to 1, this is the sum of p log(p/q). But an error of their normalizers, which makes all of p
-    or q a little too large or too small, cancels to the first order. `terms` is overwritten.
+    As p and q each add up to 1, this is the sum of p log(p/q). But in this form an error of their normalizers, which
+    makes all of p or q a little too large or too small, cancels to the first order. `terms` is overwritten.
     """
     torch.clamp(log_ratios, -LARGEST, LARGEST, out=terms).mul_(p)
     # A probability that underflows to 0 here is still more than 0.

@@ -24,7 +24,7 @@ CLOSE = tl.constexpr(0.25)
 
 NO_COLUMN = tl.constexpr(2**31 - 1)
 TARGET_ROWS = 128
-"""Rows whose targets one program reads."""
+"""How many rows' targets one program reads."""
 
 
 def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, columns: int, out: ReducedRows) -> None:
@@ -34,7 +34,7 @@ def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, column
         logits: [rows, at least `columns`], of a floating dtype, neighboring columns next to each other in memory.
         targets: [rows] int32 or int64 tokens.
         first: token id of the first column.
-        columns: how many columns count; those after them are padding.
+        columns: how many columns count; later columns are padding.
     """
     require_rows(logits)
     into = out.tokens, out.logits, out.tokens.stride(0)
@@ -46,13 +46,14 @@ def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, column
 def reduce_rows(
     logits: torch.Tensor, first: int, columns: int, out: ReducedRows, temperature: float = 1.0, tiling: Tiling = TILING
 ) -> None:
-    """Write everything else in `ReducedRows` for these columns, with -1 as the token where there are fewer than k.
+    """Write everything in `ReducedRows` except the target and its logit, for these columns. If there are fewer than k
+    columns, the other top tokens are -1.
 
     Each lane keeps its maximum, the sum of exponentials relative to it (online softmax, Milakov and Gimelshein 2018),
     and how many entries reach the target. The k lanes with the highest maxima contain the top k. Everything is computed
     in float32, to which the logits' dtypes convert exactly. A NaN in a row makes its sum NaN.
 
-    Arguments are as for `take_targets`. `out` must have the targets' logits. The temperature is that of the sums.
+    Arguments are as for `take_targets`. `out` must have the targets' logits already. `temperature` applies to the sums.
     `tiling` is for measurements.
     """
     require_rows(logits)
@@ -148,7 +149,7 @@ def _reduce_rows(
         padding = whole + tile - columns
     maximum = tl.max(maxima, 0)
     total = tl.sum((sums * _exp(maxima - _finite(maximum), scale, SCALED)).to(tl.float64), 0)
-    # Padding in the last tile also reaches a target of -inf, and must not count.
+    # If the target's logit is -inf, padding in the last tile was counted too.
     count = tl.sum(counts, 0) - tl.where(target == float("-inf"), padding, 0)
     tl.store(row_maxima + row, maximum)
     tl.store(row_sums + row, total)
@@ -169,7 +170,8 @@ def _reduce_rows(
 
 @triton.jit
 def _fold(seen, origin, target, maxima, sums, counts, origins, scale, SCALED: tl.constexpr):
-    """Add a tile [lanes, width], which starts at column `origin`, to what the lanes keep."""
+    """Add a tile [lanes, width], which starts at column `origin`, to the lanes' maxima, sums and counts. `origins` has
+    the tile of each maximum."""
     tile_maxima = tl.max(seen, 1)
     risen = tl.maximum(maxima, tile_maxima)
     base = _finite(risen)
@@ -253,16 +255,16 @@ def sum_divergences(
     """Compute `torch_kernels.sum_divergences` of rows whose columns are next to each other in memory.
 
     Each lane sums its entries in float32, and the lanes are summed in float64. If p and q are close, a term is the
-    small difference of large numbers. It is then p times a power series in log(p/q), whose error is only its own
-    rounding. Entries of -inf are rare, and checking for them takes a fifth of the arithmetic. So a row is summed as if
-    it had none, and again if the sums are not finite.
+    small difference of large numbers, which loses digits. It is then computed as p times a power series in log(p/q).
+    Entries of -inf are rare, and checking for them takes a fifth of the arithmetic. So a row is first summed without
+    checks, and again with them if the sums are not finite.
     """
     require_rows(logits)
     require_rows(reference_logits)
     sums = logits.new_empty((len(logits), 3), dtype=torch.float32)
     p = reference_logits, reference_logits.stride(0), reference.maxima, (1 / reference.sums).float()
     q = logits, logits.stride(0), served.maxima, (1 / served.sums).float()
-    # An error of the ratios cancels to the first order, like one of the sums.
+    # An error of the ratios in float32 cancels to the first order, like an error of the sums.
     _sum_divergences[(len(logits),)](sums, *p, *q, log_sum_ratios.float(), columns, **_shape(PAIR_TILING))
     return sums
 
@@ -295,7 +297,7 @@ def _sum_divergences(
         *(p_start, p_maximum, p_scale, q_start, q_maximum, q_scale, log_sum_ratio, columns),
         *(LANES, WIDTH, False),
     )
-    # NaN fails this comparison too.
+    # The comparison is also false if a sum is NaN.
     if not (forward + backward < float("inf")):
         forward, backward, distance = _add_up(
             *(p_start, p_maximum, p_scale, q_start, q_maximum, q_scale, log_sum_ratio, columns),
@@ -320,8 +322,8 @@ def _add_up(
     WIDTH: tl.constexpr,
     INFINITE: tl.constexpr,
 ):
-    """Compute the three sums over a row. If it has entries of -inf, they are NaN or infinite unless `INFINITE` is
-    set."""
+    """Compute the three sums over a row. If the row has entries of -inf, the sums are NaN or infinite unless `INFINITE`
+    is set."""
     tile: tl.constexpr = LANES * WIDTH
     entries = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     forward = tl.zeros([LANES], tl.float32)
@@ -338,7 +340,7 @@ def _add_up(
         )
     if whole < columns:
         held = whole + entries < columns
-        # Entries of -inf on both sides add nothing.
+        # Padding becomes -inf in both rows, which adds nothing.
         p_seen = tl.load(p_start + whole + entries, mask=held, other=float("-inf")).to(tl.float32)
         q_seen = tl.load(q_start + whole + entries, mask=held, other=float("-inf")).to(tl.float32)
         forward, backward, distances = _add_tile(
@@ -377,7 +379,7 @@ def _add_tile(
     forward = tl.where(close, p * square * (even - odd), p * finite - difference)
     backward = tl.where(close, q * square * (even + odd), difference - q * finite)
     if INFINITE:
-        # If one side is 0, the other may have underflowed: it is still more than 0.
+        # If one probability is 0, the other may have underflowed to 0, but is still more than 0: the sum is infinite.
         forward = tl.where(log_ratio == float("inf"), float("inf"), forward)
         backward = tl.where(log_ratio == float("-inf"), float("inf"), backward)
     return forwards + tl.sum(forward, 1), backwards + tl.sum(backward, 1), distances + tl.sum(tl.abs(difference), 1)
@@ -411,7 +413,7 @@ def _sum_moments(
         firsts, seconds = _add_moments(firsts, seconds, x, scale)
     if whole < columns:
         held = whole + entries < columns
-        # Entries of -inf add nothing.
+        # Padding becomes -inf, which adds nothing.
         rest = tl.load(start + whole + entries, mask=held, other=float("-inf")).to(tl.float32)
         firsts, seconds = _add_moments(firsts, seconds, (rest - maximum) * inverse_temperature, scale)
     tl.store(out + row * 2, tl.sum(firsts.to(tl.float64), 0).to(tl.float32))

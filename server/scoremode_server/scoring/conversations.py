@@ -1,9 +1,10 @@
 """Renders conversations to score, as vLLM does in `/v1/chat/completions`, and finds the tokens that the model
 generates.
 
-A turn of the assistant is the text within the template's `{% generation %}` marks. Without marks, and for other roles,
-it is the text that a message adds to the conversation before it, which ends in the generation prompt. If the template
-renders a turn differently once more messages follow, such as without its reasoning, the turn is a sequence of its own.
+If only the assistant's turns are scored and the template has `{% generation %}` marks, a turn is the text within the
+marks. Otherwise it is the text that a message adds to the messages before it, for the assistant after the generation
+prompt. If the template renders a turn differently once more messages follow, such as without its reasoning, the turn is
+a sequence of its own.
 """
 
 import json
@@ -38,7 +39,7 @@ from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.rendering import MarkedRendering, RenderingThreads, Span, TextEncoder
 
 MAX_MESSAGES = 1024
-"""Limit on messages of a conversation. Without marks, each turn takes up to three renderings of the messages before
+"""Limit on messages of a conversation. Without marks, each turn takes up to three renderings of the conversation up to
 it."""
 
 MAX_MERGED = 8
@@ -87,9 +88,10 @@ class Conversations:
     async def sequences(
         self, request: MessagesFields, excluded: Sequence[str] = (), *, are_prompts: bool = False
     ) -> list[TurnSequence]:
-        """Render a request's conversations to sequences, each with at least one turn to score; with `are_prompts`, to
-        sequences without turns that end where the assistant answers. TooLargeError if they have too many tokens,
-        BusyError if too many other requests have conversations. The fields `excluded` cannot be given with messages."""
+        """Render a request's conversations to token sequences. Each has turns to score; with `are_prompts`, it has
+        none, and ends where the assistant answers. RequestError if a conversation cannot be scored or a field in
+        `excluded` is set, TooLargeError if there are too many tokens, BusyError if too many requests are being
+        rendered."""
         for name in excluded:
             if getattr(request, name) is not None:
                 raise RequestError(f"{name} cannot be given with messages", name)
@@ -105,7 +107,7 @@ class Conversations:
             raise RequestError(
                 f"tools has lists for {len(tools)} conversations, and there are {len(conversations)}", "tools"
             )
-        # A conversation has at least as many messages as sequences.
+        # A conversation makes at most one sequence per message.
         self.limits.check_num_sequences(sum(map(len, conversations)), "messages")
         longest = max(map(len, conversations))
         if longest > MAX_MESSAGES:
@@ -116,7 +118,7 @@ class Conversations:
         return await self._threads.run(partial(self._rendered, request, roles))
 
     def _rendered(self, request: MessagesFields, roles: set[str], is_over: threading.Event) -> list[TurnSequence]:
-        """The sequences of a request. Runs in a thread, and ends early once `is_over` is set."""
+        """Make the sequences of a request. Runs in a thread, and ends early once `is_over` is set."""
         tools: Any = request.tools or []
         is_shared = not tools or isinstance(tools[0], dict)
         shared = self._params("tools", tools or None, request.chat_template_kwargs) if is_shared else None
@@ -127,7 +129,7 @@ class Conversations:
             conversation = _Conversation(self, name, *_read(name, messages), roles, params, is_over)
             for sequence in conversation.sequences(index):
                 sequences.append(sequence)
-                # Each sequence counts in full, also if several of a conversation begin alike.
+                # Each sequence counts in full, even if several sequences of a conversation begin alike.
                 num_tokens += len(sequence["token_ids"])
                 self.limits.check_num_values([num_tokens], "float", "messages")
         if not sequences:
@@ -142,7 +144,7 @@ class Conversations:
             name,
             messages=[],
             tools=tools,
-            # As one of the variables, a template would come after the server's own.
+            # vLLM would use the server's own template instead of one among the variables.
             chat_template=variables.pop("chat_template", None),
             chat_template_kwargs=variables,
             add_generation_prompt=False,
@@ -163,7 +165,7 @@ class _Conversation:
     tool_calls: list[list[dict[str, Any]]]
     """The tool calls of each message."""
     roles: set[str]
-    """Roles of the turns to score; none for a prompt, which ends where the assistant answers."""
+    """Roles of the turns to score; empty for a prompt, which ends where the assistant answers."""
     params: ChatParams
     is_over: threading.Event
     _parsed: list[Any] = field(init=False)
@@ -172,7 +174,8 @@ class _Conversation:
     """The encoder that has encoded the whole conversation."""
 
     def sequences(self, index: int) -> Iterator[TurnSequence]:
-        """The sequences with turns to score, or the prompt. `index` is the conversation's."""
+        """Yield the sequences with turns to score, or the prompt. `index` is the conversation's index in the
+        request."""
         self._parsed = self._parse()
         tokenizer, has_marks = self.shared.tokenizer, self.roles == {"assistant"} and self._has_marks()
         marked = MarkedRendering(tokenizer)
@@ -182,7 +185,7 @@ class _Conversation:
         self.shared.limits.check_length(len(whole), self.name)
         turns = self._marked_turns(text, marked.spans)
         for place, message in enumerate(() if has_marks else self.messages):
-            # The assistant's first message has no prompt before it, so it is context.
+            # An assistant's message that begins a conversation has no prompt before it, so it is only context.
             if message["role"] not in self.roles or (place == 0 and message["role"] == "assistant"):
                 continue
             until = self._tokens(place + 1) if place + 1 < len(self.messages) else whole
@@ -191,18 +194,19 @@ class _Conversation:
                 turns.append(turn)
             elif turn["first"] < turn["end"]:
                 yield {"conversation": index, "token_ids": until[: turn["end"]], "turns": [turn]}
-        # An empty message adds nothing.
+        # An empty message adds no tokens.
         turns = [turn for turn in turns if turn["first"] < turn["end"]]
         if turns or not self.roles:
             yield {"conversation": index, "token_ids": whole, "turns": turns}
 
     def _marked_turns(self, text: str, spans: list[Span]) -> list[Turn]:
-        """Make a turn of each span. RequestError if the assistant does not say what is in it."""
+        """Make turns from the marked spans of `text`. RequestError if a span contains no text of an assistant's
+        message."""
         texts = [_texts_of(message) for message in self.messages if message["role"] == "assistant"]
         place = 0
         for start, end in spans:
             span = text[start:end]
-            # Spans and messages come in the same order, so the search continues where the last one ended.
+            # Spans and messages come in the same order, so the search starts at the last span's message.
             places = chain(range(place, len(texts)), range(place))
             place = next((at for at in places if any(part in span for part in texts[at])), -1)
             if place < 0:
@@ -211,7 +215,7 @@ class _Conversation:
                     "generated, but no message of the assistant says it",
                     "messages",
                 )
-        # Spans that touch are parts of one message.
+        # If there are more spans than messages, spans that touch are parts of one message.
         turns: list[Turn] = []
         for start, end in _merge_touching(spans) if len(spans) > len(texts) else spans:
             first, last, is_merged = self._encoder.tokens_of((start, end))
@@ -220,12 +224,12 @@ class _Conversation:
         return turns
 
     def _turn(self, place: int, until: list[int]) -> Turn:
-        """Find the tokens that a message adds. `until` has the tokens up to the message's end."""
+        """Find the tokens that the message at `place` adds. `until` has all tokens up to the message's end."""
         role = self.messages[place]["role"]
         prompt = self._tokens(place, add_generation_prompt=role == "assistant") if place else []
         first, is_merged = _num_shared(prompt, until), False
         if first < len(prompt):
-            # The message replaces at least part of the generation prompt. It must not replace messages before it.
+            # The message changes tokens before it. It may change the generation prompt, but not messages.
             plain = self._tokens(place)
             if _num_shared(plain, until) < len(plain) - MAX_MERGED:
                 raise self._refused(place, "changes messages before it")
@@ -246,8 +250,8 @@ class _Conversation:
         return {"role": role, "first": first, "end": end, "is_merged": is_merged}
 
     def _num_redivided(self, prompt_end: list[int], added: list[int]) -> int:
-        """How many of a message's first tokens are still the prompt's end: a tokenizer may divide line breaks one way
-        at the end of a text, and another way before a word."""
+        """How many tokens at the start of `added` are still text of the prompt's end: a tokenizer may divide line
+        breaks one way at the end of a text, and another way before a word."""
         decode, text = self.shared.tokenizer.decode, self.shared.tokenizer.decode(prompt_end)
         num = 0
         while num < len(added) and (beginning := decode(added[: num + 1])) and text.startswith(beginning):
@@ -290,8 +294,8 @@ class _Conversation:
         return token_ids
 
     def _render_whole(self, tokenizer: Any) -> str:
-        """Render the whole conversation. If the template cannot render the arguments of tool calls as objects, it gets
-        them as the client sent them from now on: it may add JSON to a text."""
+        """Render the whole conversation. If the template fails for tool calls whose arguments are objects, it gets the
+        arguments as the client sent them from now on: it may join texts with JSON."""
         render = partial(self._render, len(self.messages), tokenizer, add_generation_prompt=not self.roles)
         try:
             return render()
@@ -317,7 +321,7 @@ class _Conversation:
             raise RequestError(f"{beginning}: {error}", "messages") from None
         most = self.shared.limits.max_model_len * self.shared.tokenizer.max_chars_per_token
         if len(text) > most:
-            # Too long, however it is tokenized, so do not encode it.
+            # The text is too long however it is tokenized, so do not encode it.
             raise RequestError(
                 f"{self.name} has {len(text)} characters, and the model takes at most {most} of them", "messages"
             )
@@ -328,7 +332,8 @@ class _Conversation:
 
 
 def _read(name: str, messages: Messages) -> tuple[Messages, list[list[dict[str, Any]]]]:
-    """Check a conversation's messages, which must be text. Returns them in vLLM's form, and the tool calls of each."""
+    """Check a conversation's messages, which must be text. Returns them in vLLM's form without tool calls, and the tool
+    calls of each message."""
     if not messages:
         raise RequestError(f"{name} is empty: there is no message to score", "messages")
     for place, message in enumerate(messages):
@@ -340,14 +345,14 @@ def _read(name: str, messages: Messages) -> tuple[Messages, list[list[dict[str, 
     tool_calls = [
         _read_calls(f"{name}[{place}]", message.pop("tool_calls", None)) for place, message in enumerate(messages)
     ]
-    # vLLM's model renames fields in these very messages.
+    # vLLM's model renames fields in place, so `messages` has vLLM's form then.
     _chat_request(name, messages=messages)
     return messages, tool_calls
 
 
 def _read_calls(message: str, tool_calls: Any) -> list[dict[str, Any]]:
-    """Check the tool calls of a message. vLLM's model would refuse calls without an id, and arguments that are
-    objects."""
+    """Check the tool calls of a message here, because vLLM's model would refuse calls without an id, and arguments that
+    are objects."""
     if tool_calls is not None and not isinstance(tool_calls, list):
         raise RequestError(f"{message}.tool_calls must be a list", "messages")
     for at, call in enumerate(tool_calls or ()):
@@ -362,8 +367,8 @@ def _read_calls(message: str, tool_calls: Any) -> list[dict[str, Any]]:
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with its JSON arguments as an object, as templates expect them. Other arguments stay texts; vLLM
-    would drop them."""
+    """Copy a tool call with its JSON arguments as an object, as templates expect them. Arguments that are not a JSON
+    object stay as they are; vLLM would drop them."""
     function = call["function"]
     try:
         arguments = json.loads("{}" if function["arguments"] == "" else function["arguments"])
@@ -393,7 +398,8 @@ def _chat_request(name: str, **fields: Any) -> ChatCompletionRequest:
         detail, *others = error.errors()
         field = str(detail["loc"][0]) if detail["loc"] else "messages"
         if field == "messages":
-            # There is an error for each type of message. The one for messages of any role tells what is wrong.
+            # There is an error for each type of message. The error for the type that allows any role tells what is
+            # wrong.
             detail = next((other for other in others if "CustomChatCompletionMessageParam" in other["loc"]), detail)
             _, place, _, part, *_ = detail["loc"]
             raise RequestError(f"{name}[{place}].{part}: {detail['msg']}", field) from None
@@ -404,13 +410,13 @@ def _chat_request(name: str, **fields: Any) -> ChatCompletionRequest:
 
 
 def _texts_of(message: dict[str, Any]) -> list[str]:
-    """The texts that a template may render of a message: reasoning, thoughts between tags, and the answer."""
+    """List the texts that a template may render of a message: reasoning, thoughts between `<think>` tags, and the
+    answer."""
     texts = [message[name] for name in ("reasoning", "content") if isinstance(message.get(name), str)]
     return [part.rpartition("<think>")[2].strip() for text in texts for part in text.split("</think>")] or [""]
 
 
 def _merge_touching(spans: list[Span]) -> list[Span]:
-    """Merge spans that touch."""
     joined: list[Span] = []
     for start, end in spans:
         if joined and joined[-1][1] == start:
@@ -420,7 +426,8 @@ def _merge_touching(spans: list[Span]) -> list[Span]:
 
 
 def _has_thoughts(text: str, message: dict[str, Any]) -> bool:
-    """Whether a text contains a message's reasoning, from a field of its own or from between tags, in this order."""
+    """Whether a text contains a message's reasoning: first the field `reasoning`, then thoughts between `<think>`
+    tags."""
     content = message.get("content")
     *thoughts, _ = _texts_of({**message, "content": content if isinstance(content, str) else ""})
     at = 0

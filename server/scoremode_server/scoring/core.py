@@ -22,7 +22,7 @@ from scoremode_server.vllm_compat.served_models import ResolvedModel, ServedMode
 
 @dataclass(slots=True)
 class Core:
-    """`app.state.scoremode`: made once when an API server starts."""
+    """Holds what all routes share, as `app.state.scoremode`. Made once when an API server starts."""
 
     client: EngineClient
     """vLLM's engine client."""
@@ -34,9 +34,9 @@ class Core:
     info: ServerInfo
     identity: ModelIdentity
     owner_key: bytes | None
-    """A secret of this process; None if the server has no API keys."""
+    """A secret of this process that hides API keys in owners' names; None if the server has no API keys."""
     lanes: Mapping[Lane, int]
-    """The `ScoreSettings.chunk` of each lane: see `served_lanes`."""
+    """The lanes that the engine has, with the `ScoreSettings.chunk` of each: see `served_lanes`."""
     answers: AnswerSpace = field(default_factory=AnswerSpace)
 
     @property
@@ -44,7 +44,8 @@ class Core:
         return self.scorer.engine.admission
 
     def owner(self, headers: Mapping[str, str]) -> str:
-        """The owner of a request with these headers, by its API key. Without keys all requests have one owner."""
+        """Name the owner of a request, by the API key in its headers. On a server without keys all requests have the
+        same owner."""
         key = headers.get("Authorization", "").encode()
         return "" if self.owner_key is None else hmac.new(self.owner_key, key, "sha256").hexdigest()
 
@@ -53,8 +54,8 @@ class Core:
 async def prepare(
     raw_request: Request, model: str | None
 ) -> AsyncGenerator[tuple[Core, ResolvedModel, dict[str, Any]], None]:
-    """Check that the server is not full. Yields the core, the resolved model and the engine's options. Work inside,
-    such as tokenizing, ends when the server stops."""
+    """Check that the server is not full. Yields the core, the resolved model and further arguments of the engine's
+    `generate`. Work inside this context, such as tokenizing, ends when the server stops."""
     core: Core = raw_request.app.state.scoremode
     core.admission.check()
     async with core.admission.until_stopped():

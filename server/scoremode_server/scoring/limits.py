@@ -1,4 +1,4 @@
-"""The limits of a request, which are checked before the engine gets it."""
+"""Checks a request against the server's limits, before the engine gets it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ class Limits:
     def check_num_values(
         self, num_values: Sequence[int], encoding_format: str = "base64", field: str = "prompt"
     ) -> None:
-        """Check the number of logprobs of each sequence of an answer, top tokens and candidates included."""
+        """Check how many logprobs each sequence has in the answer, including top tokens and candidates."""
         limit, largest = MAX_VALUES[encoding_format], max(num_values, default=0)
         if sum(num_values) > limit:
             raise TooLargeError(

@@ -1,5 +1,5 @@
-"""Facts about the served model from its files: a fingerprint of their contents, their size, the number of weights.
-Files are sampled, which takes seconds; docs/http-api.md lists what samples cannot see. No file is downloaded."""
+"""Finds facts about the served model in its files: a fingerprint of their contents, their size, the number of weights.
+Large files are sampled, which takes seconds; docs/http-api.md lists what samples cannot see. No file is downloaded."""
 
 import asyncio
 import copy
@@ -28,7 +28,7 @@ from xxhash import xxh3_128
 from scoremode.wire.protocol import ComputedBy
 from scoremode_server.scoring.model_identity import ModelIdentity
 
-# vLLM prints the messages of loggers below its own.
+# vLLM prints the messages of loggers below `vllm`.
 logger = init_logger("vllm.scoremode.model_files")
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -38,11 +38,12 @@ WHOLE_BYTES = 1 << 20
 """Files up to this size are read whole."""
 MIN_BLOCKS = 64
 MAX_SPACING = 64 << 20
-"""Blocks are evenly spaced, at least `MIN_BLOCKS` per file, and at most this many bytes apart."""
+"""Larger files are sampled in evenly spaced blocks of `BLOCK_BYTES`: at least `MIN_BLOCKS` per file, and at least one
+per this many bytes."""
 MAX_TENSORS = 4096
-"""Limit on tensors of a safetensors file of which a block is read. They are evenly chosen."""
+"""Limit on a safetensors file's tensors whose middle block is read too. They are evenly chosen."""
 _MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors format."""
+"""The safetensors format's limit on a file's header."""
 
 _CONFIG_FILES = (
     *("config.json", "params.json", "adapter_config.json"),
@@ -50,13 +51,14 @@ _CONFIG_FILES = (
 )
 """Configurations of models, adapters and quantizations that vLLM reads."""
 _WEIGHTS = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors"]
-"""A model's weights are the files of the first pattern that has any, except with these values of `--load-format`."""
+"""A model's weights are the files that match the first pattern with any match. For some values of `--load-format`,
+`_OTHER_WEIGHTS` has other patterns."""
 _OTHER_WEIGHTS = {"mistral": ["consolidated*.safetensors"], "pt": ["*.pt"], "npcache": ["*.bin"], "dummy": []}
 _NOT_NEEDED = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
-"""Files of training that vLLM does not load."""
+"""Files from training, which vLLM does not load."""
 
 _adapters: dict[str, tuple[Any, str]] = {}
-"""The request and the digest of each adapter, by the adapter's name."""
+"""The `LoRARequest` and the digest of the files of each adapter, by the adapter's name."""
 
 
 def model_identity(
@@ -66,7 +68,7 @@ def model_identity(
     stop_token_ids: list[int] | None = None,
     templates: list[Any] | None = None,
 ) -> ModelIdentity:
-    """The identity of a server's model, whose tokenizer may be None. Reads its files, which takes seconds."""
+    """Make the identity of a server's model. Reads the model's files, which takes seconds. `tokenizer` may be None."""
     model, load = config.model_config, config.load_config
     dtype = str(model.dtype).removeprefix("torch.")
     folder = model_folder(model.model, model.revision, load.download_dir)
@@ -91,18 +93,19 @@ def model_identity(
 
 
 async def with_adapter(fingerprint: str, lora: Any) -> str:
-    """The fingerprint of a model with an adapter, a `LoRARequest` or None. A thread reads the adapter's files once."""
+    """Make the fingerprint of a model with the adapter `lora`, a `LoRARequest` or None. A thread reads the adapter's
+    files once."""
     if lora is None:
         return fingerprint
     cached = _adapters.get(lora.lora_name)
-    # An adapter that is loaded again has another request, which compares equal because it has the same name.
+    # An adapter that is loaded again has another `LoRARequest`, which compares equal because it has the same name.
     if cached is None or cached[0] is not lora:
         cached = _adapters[lora.lora_name] = lora, await asyncio.to_thread(_adapter_digest, lora.lora_path)
     return f"{fingerprint}+{cached[1]}"
 
 
 def _stored_dtype(model: ModelConfig, files: Sequence[Path]) -> str | None:
-    """The dtype of most weights in safetensors files. For other files or dtypes it is the configuration's, which tools
+    """Find the dtype of most weights in safetensors files. For other files or dtypes it is the config's, which tools
     that convert weights do not update."""
     sizes = Counter[str]()
     for file in files:
@@ -117,11 +120,11 @@ def _stored_dtype(model: ModelConfig, files: Sequence[Path]) -> str | None:
 
 
 def num_parameters(config: Any, trust_remote_code: bool) -> int | None:
-    """The number of weights of the model that transformers makes of a config, without memory for them; None if
-    transformers has no such model. Runs a repository's code only if it is trusted."""
+    """Count the weights of the model that transformers makes from a config, without memory for them. None if
+    transformers has no such model. Runs the repository's code only if it is trusted."""
     try:
         config = copy.deepcopy(config)
-        # A quantized checkpoint has the weights of the model that it was made from.
+        # A quantized checkpoint has as many weights as the model that it was made from.
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         architecture = config.architectures[0]
@@ -139,7 +142,7 @@ def num_parameters(config: Any, trust_remote_code: bool) -> int | None:
 
 
 def digest_of(files: Sequence[Path]) -> str:
-    """A digest of the contents of files in this order, except for bytes between samples."""
+    """Make a digest of the contents of files in this order, except for bytes between samples."""
     # Threads help if storage is slow for each block.
     with ThreadPoolExecutor(16) as threads:
         return xxh3_128(b"".join(threads.map(_file_digest, files))).hexdigest()
@@ -149,7 +152,7 @@ def _fingerprint(model: ModelConfig, load: LoadConfig, dtype: str, folder: Path 
     dummy = load.load_format == "dummy"
     configs = _config_files(Path(model.hf_config_path) if model.hf_config_path else folder)
     overrides: Any = model.hf_overrides
-    # A function is identified by its name.
+    # `hf_overrides` may be a function, which is identified by its name.
     overrides = repr(overrides) if isinstance(overrides, dict) else str(getattr(overrides, "__qualname__", None))
     settings = [dtype, model.quantization, repr(model.quantization_config), overrides]
     try:
@@ -158,38 +161,39 @@ def _fingerprint(model: ModelConfig, load: LoadConfig, dtype: str, folder: Path 
         logger.warning("The fingerprint of the model does not cover its weights: %s", error)
         weights, contents = [], []
     if not weights and not dummy:
-        # Weights come from elsewhere, such as an object store.
+        # The weights are not in readable files: they may come from an object store.
         settings += [model.model, model.model_weights, _commit(folder) or model.revision]
     return ("v2-dummy-" if dummy else "v2-") + _digest(*settings, *contents)
 
 
 def _adapter_digest(path: str) -> str:
-    """A digest of an adapter's files in a folder or in the hub's cache, or of its path if there are none."""
+    """Make a digest of an adapter's files in a folder or in the hub's cache, or of its path if there are no files."""
     folder = model_folder(path, None, None)
     files = [] if folder is None else [*_config_files(folder), *sorted(folder.glob("adapter_model.*"))]
     return digest_of(files) if files else _digest(path)
 
 
 def model_folder(name: str, revision: str | None, cache: str | None) -> Path | None:
-    """The folder of a model or an adapter: its own, or the one in the hub's cache, whose name is the commit."""
+    """Find the folder of a model or an adapter: `name` itself, or the folder in the hub's cache, whose name is the
+    commit."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     try:
         return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
     except (OSError, ValueError):
-        # Not a model of the hub, or its weights come from elsewhere.
+        # The hub's cache does not have it.
         return None
 
 
 def weight_files(path: Path, folder: Path | None, load_format: str) -> list[Path]:
-    """The files that vLLM loads, sorted by name: from a folder, or all parts of a GGUF file."""
+    """List the weight files that vLLM loads, sorted by name: files in a folder, or all parts of a GGUF file."""
     if path.is_file():
         parts = re.fullmatch(r"(.*)-\d{5}(-of-\d{5}\.gguf)", path.name)
         return sorted(path.parent.glob(f"{escape(parts[1])}-*{parts[2]}")) if parts else [path]
     if folder is None:
         return []
-    # If a repository has its weights twice, vLLM reads these by default.
+    # If a repository has its weights twice, vLLM reads the consolidated files by default.
     if load_format == "auto" and any(folder.glob("consolidated*.safetensors")):
         load_format = "mistral"
     matches = (sorted(folder.glob(pattern)) for pattern in _OTHER_WEIGHTS.get(load_format, _WEIGHTS))
@@ -226,7 +230,6 @@ def _file_digest(path: Path) -> bytes:
         header = os.pread(descriptor, 8 + header_bytes if header_bytes <= _MAX_HEADER_BYTES else WHOLE_BYTES, 0)
         digest.update(header)
         num_blocks = max(MIN_BLOCKS, size // MAX_SPACING)
-        # The first and the last block of the file are included.
         evenly_spaced = ((size - BLOCK_BYTES) * number // (num_blocks - 1) for number in range(num_blocks))
         for position in sorted({*evenly_spaced, *_tensor_middles(header)}):
             digest.update(os.pread(descriptor, BLOCK_BYTES, position))
@@ -234,7 +237,8 @@ def _file_digest(path: Path) -> bytes:
 
 
 def _tensor_middles(header: bytes) -> Iterator[int]:
-    """Positions in the middle of tensors: an embedding begins with tokens that training does not change."""
+    """Yield the positions of blocks in the middle of tensors: an embedding begins with tokens that training does not
+    change."""
     try:
         tensors = json.loads(header[8:])
         offsets = sorted(tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__")

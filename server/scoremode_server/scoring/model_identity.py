@@ -1,4 +1,4 @@
-"""The identity of a served model. References store it."""
+"""Identifies a served model. References, which are recordings of a model's distributions, store this."""
 
 from pydantic import ConfigDict
 
@@ -14,7 +14,7 @@ class ModelIdentity(ServedModel):
     tokenizer_fingerprint: str
 
     def may_continue(self, recorded: "ModelIdentity") -> bool:
-        """Whether this model may continue what `recorded` recorded: fingerprints are equal, and so are commits if both
+        """Whether this model may continue a recording by `recorded`: fingerprints are equal, and so are commits if both
         are known."""
         commits = {self.revision, recorded.revision} - {None}
         return recorded.fingerprint == self.fingerprint and len(commits) < 2

@@ -1,4 +1,5 @@
-"""Tools for rendering conversations: threads, and an encoder of texts with a common beginning."""
+"""Helps to render conversations: threads, the spans between generation marks, and an encoder of texts that begin
+alike."""
 
 import asyncio
 import inspect
@@ -18,13 +19,14 @@ from scoremode_server.threads import CallThreads
 T = TypeVar("T")
 
 THREADS = 2
-"""Requests whose conversations are rendered at once. Templates run in Python, so more threads would not be faster."""
+"""How many requests' conversations are rendered at once. Templates run in Python, so more threads would not be
+faster."""
 
 MAX_REQUESTS = 32
-"""Limit on requests whose conversations are being rendered or wait for it."""
+"""Limit on requests whose conversations are being rendered or wait for a thread."""
 
 Span = tuple[int, int]
-"""Where characters begin and end in a text."""
+"""The positions of a span's first character in a text, and of the character after its last."""
 
 _FOR_TEMPLATES = {"tools", "documents", "chat_template", "add_generation_prompt"}
 """Arguments of `apply_chat_template` that a template can read, or that are the template."""
@@ -74,7 +76,7 @@ class MarkedRendering:
         """Render a conversation, and store its spans."""
         own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - _FOR_TEMPLATES
         variables = {name: value for name, value in options.items() if name not in own}
-        # All renderings of a template share the object with which transformers finds spans.
+        # All renderings of a template share the object with which transformers finds spans, so only one runs at a time.
         with _FINDING_SPANS:
             (text,), (self.spans,) = render_jinja_template(
                 [conversation], return_assistant_tokens_mask=True, **self._tokenizer.special_tokens_map | variables
@@ -83,9 +85,11 @@ class MarkedRendering:
 
 
 class TextEncoder:
-    """Encodes a text, and then others that begin like it. Only the rest of these is encoded.
+    """Encodes a text, then other texts that begin like it. For another text, the tokens of the common beginning are
+    reused.
 
-    A text can be cut before a special token: the tokenizer finds these first, and encodes the texts between separately.
+    Texts are cut before a special token: the tokenizer finds special tokens first, and encodes the text between them
+    separately.
 
     Args:
         count: Called with the number of characters that are encoded.
@@ -109,7 +113,7 @@ class TextEncoder:
         """Where special tokens start and end in the first text, and how many tokens come before each."""
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of another text."""
+        """Encode another text."""
         at = bisect_left(self._cuts, True, key=lambda cut: not text.startswith(self._text[: cut[1]]))
         start, _, num_tokens = self._cuts[at - 1] if at else (0, 0, 0)
         rest: list[int] = self._encoded(text[start:])["input_ids"]

@@ -1,6 +1,6 @@
-"""`/v1/perplexity`: the perplexity of a text, which the server cuts into windows. `/v1/score`: exact log-probabilities
-of prompts, or of continuations of them, or of turns of conversations, which `/v1/turns` shows. `/v1/tokens`: texts of
-tokens."""
+"""Defines the scoring routes. `/v1/score` returns log-probabilities of prompts, of continuations of prompts, or of
+turns of conversations. `/v1/turns` returns the tokens of these turns, `/v1/tokens` the texts of token ids.
+`/v1/perplexity` cuts texts into windows and returns their perplexity."""
 
 import asyncio
 import math
@@ -48,7 +48,7 @@ router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"], responses=ERROR
 )
 @until_disconnect
 async def create_perplexity(request: PerplexityRequest, raw_request: Request) -> Response:
-    """Score a text's windows and sum up their NLLs. If `stream` is set, each window is an event on the way."""
+    """Score a text's windows and sum up their NLLs. If `stream` is set, each window is sent as an event when scored."""
     async with prepare(raw_request, request.model) as (core, model, options):
         texts = await cut_texts(request, core)
         lane = lane_settings(core.lanes, request)
@@ -65,7 +65,7 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
         )
 
         def passes() -> Iterator[EnginePass]:
-            """The windows, each counted when it begins."""
+            """Make a pass of each window, and count the window when its pass begins."""
             for token_ids, first in texts:
                 queue.add(1, len(token_ids))
                 yield EnginePass(TokenSequence(context=token_ids, first=first))
@@ -104,13 +104,13 @@ async def score_info(raw_request: Request, model: str | None = None) -> ServerIn
 @router.post("/v1/score", response_model=ScoreResponse, summary="Log-probabilities of given text")
 @until_disconnect
 async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
-    """Score every token of every prompt, or every token of every continuation of every prompt."""
+    """Score the tokens of prompts, of continuations of prompts, or of turns of conversations."""
     async with prepare(raw_request, request.model) as (core, model, options):
         core.limits.check_top_logprobs(request.top_logprobs)
         sequences, pass_of_each = await read_sequences(request, core)
     passes = list(dict.fromkeys(pass_of_each))
     num_tokens = sum(engine_pass.sequence.num_tokens for engine_pass in passes)
-    # Logprobs in the answer for each sequence.
+    # A sink's figure counts as a logprob.
     num_values = [
         sequence.num_targets * (1 + sequence.num_candidates + request.top_logprobs + num_words(sequence.sink_columns))
         for sequence in sequences
@@ -147,14 +147,14 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
                 }
             )
 
-        # Write inside the request, so that a server that shuts down waits for it.
+        # Write inside the request, so that a server that shuts down waits for the answer.
         return await asyncio.to_thread(write) if sum(num_values) > WRITTEN_AT_ONCE else write()
 
 
 @router.post("/v1/turns", response_model=TurnsResponse, summary="Tokens of conversations")
 @until_disconnect
 async def create_turns(request: TurnsRequest, raw_request: Request) -> Response:
-    """Conversations as the chat template renders them, and where each scored turn is among their tokens."""
+    """Render conversations with the chat template, and find where each scored turn is among their tokens."""
     async with prepare(raw_request, request.model) as (core, _, _):
         sequences = await core.conversations.sequences(request, are_prompts=request.add_generation_prompt)
         await core.answers.reserve(raw_request, sum(len(sequence["token_ids"]) for sequence in sequences), "float")
@@ -163,7 +163,7 @@ async def create_turns(request: TurnsRequest, raw_request: Request) -> Response:
 
 @router.post("/v1/tokens", response_model=TokensResponse, summary="Texts of single tokens")
 async def create_tokens(request: TokensRequest, raw_request: Request) -> Response:
-    """The text of each token alone. An incomplete character becomes U+FFFD, and its bytes are in `bytes`."""
+    """Decode each token alone. An incomplete character becomes U+FFFD, and its bytes are in `bytes`."""
     core: Core = raw_request.app.state.scoremode
     await core.models.resolve(request.model)
     core.limits.check_token_list(request.token_ids)
@@ -173,7 +173,7 @@ async def create_tokens(request: TokensRequest, raw_request: Request) -> Respons
 
 
 def _figures(texts: TextWindows, running: RunningPerplexity) -> dict[str, Any]:
-    """The fields of a `PerplexityResponse` that follow from texts and NLLs."""
+    """Compute the fields of a `PerplexityResponse` that follow from texts and NLLs."""
     result = perplexity(np.concatenate(running.nlls).tolist())
     counts: dict[str, Any] = {name: getattr(texts, name) for name in ("num_tokens", "num_bytes", "num_words")}
     return {
@@ -190,7 +190,7 @@ def _figures(texts: TextWindows, running: RunningPerplexity) -> dict[str, Any]:
 def _result(
     request: ScoreRequest, strings: TokenStrings, sequence: TokenSequence, scored_by: EnginePass
 ) -> dict[str, Any]:
-    """One entry of `data`."""
+    """Make the entry of a sequence in the answer's `data`."""
     token_ids, rows = sequence.targets, scored_by.rows
     # A prompt's first token has no context, so no row.
     num_without = len(token_ids) - len(rows)
@@ -237,7 +237,7 @@ def _result(
 
 
 def _is_greedy(rows: Rows, sequence: TokenSequence, first_top: int) -> bool:
-    """Whether each target is the only most likely token."""
+    """Whether each target is more likely than all other tokens."""
     if not sequence.column:
         return bool((rows.ranks == 1).all())
     # The last token is a candidate in the last row of a shared pass, so that row's rank is another token's.

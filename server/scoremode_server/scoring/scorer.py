@@ -18,19 +18,19 @@ from scoremode_server.rows import Rows
 from scoremode_server.vllm_compat.scheduler import has_lanes
 
 WRITTEN_AT_ONCE = 32_768
-"""Logprobs that are written as JSON without a break, which takes some ten milliseconds."""
+"""Limit on logprobs that are written as JSON without a break on the event loop. It takes some ten milliseconds."""
 
 
 class Pacer:
     """Lets a few tasks continue at a time, first come, first served. In between, the event loop reads new requests.
-    Without this the engine, which finishes many requests in one step, would wait while all are answered, each in about
-    a millisecond."""
+    Without this the engine, which finishes many requests in one step, would wait while all of them are answered, in
+    about a millisecond each."""
 
     def __init__(self, at_once: int = 12) -> None:
         self._places = asyncio.Semaphore(at_once)
 
     async def wait(self) -> None:
-        """Wait until the caller may run, which it then does until its next await."""
+        """Wait until the caller may run. It then runs until its next await."""
         async with self._places:
             await asyncio.sleep(0)
 
@@ -44,11 +44,11 @@ class Scorer:
 
     def scores(self, passes: Iterable[EnginePass], settings: ScoreSettings) -> AsyncGenerator[EnginePass, None]:
         """Run passes of sequences of 1 to `max_model_len` tokens, in order, and yield each with its rows. The first
-        token has no context, so no row. The iterable is read as the engine can use passes. Closing the generator aborts
-        those in the engine."""
+        token has no context, so no row. `passes` is read only as fast as the engine can use them. Closing the generator
+        aborts the passes in the engine."""
         return settings.queue.in_order(
             (self._score(index, engine_pass, settings) for index, engine_pass in enumerate(passes)),
-            # A sequence that takes one chunk per step leaves the rest of the step to others.
+            # A sequence with one chunk per step leaves the rest of the step to other sequences.
             loads=math.inf if settings.chunk else 1,
         )
 
@@ -74,7 +74,7 @@ def served_lanes(config: VllmConfig) -> dict[Lane, int]:
 
 
 def lane_settings(lanes: Mapping[Lane, int], request: LaneFields) -> dict[str, Any]:
-    """Look up the `ScoreSettings` of a request's lane among those of the engine."""
+    """Look up the fields of `ScoreSettings` for a request's lane. RequestError if the engine does not have the lane."""
     if request.lane not in lanes:
         raise RequestError(f"lane: this server has {', '.join(lanes)}, not {request.lane}", "lane")
     if request.context is not None and request.lane == "prefill":

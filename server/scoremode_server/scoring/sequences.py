@@ -36,12 +36,12 @@ async def read_sequences(request: ScoreRequest, core: Core) -> tuple[list[TokenS
 
 
 async def _turns(request: ScoreRequest, core: Core) -> list[TokenSequence]:
-    """Make a sequence of each turn, after the tokens before it."""
+    """Make a sequence of each turn. The tokens before the turn are its context."""
     conversations = await core.conversations.sequences(request, ["prompt", "continuations"])
     sequences, counts = list[TokenSequence](), Counter[int]()
     for conversation in conversations:
         index, token_ids = conversation["conversation"], conversation["token_ids"]
-        # Its length, and the number of all turns, were checked when it was rendered.
+        # The conversation's length, and the number of all turns, were checked when it was rendered.
         core.limits.check_vocabulary(token_ids, f"messages[{index}]")
         for turn in conversation["turns"]:
             sequences.append(
@@ -115,7 +115,7 @@ def _continuations(request: ScoreRequest, num_prompts: int) -> list[list[Any]]:
 
 
 async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core: Core) -> list[TokenSequence]:
-    """Make a sequence of each continuation of each prompt. Equal contexts are the same list.
+    """Make a sequence of each continuation of each prompt. Sequences with equal contexts share one list.
 
     Texts are joined as in lm-eval: white space at a prompt's end goes to the continuation, both are encoded as one
     text, and the continuation begins after as many tokens as the prompt alone has.
@@ -154,7 +154,7 @@ async def _continued(prompts: list[str | list[int]], request: ScoreRequest, core
 async def _encode_joined(
     prompts: list[Any], continuations: list[Any], add_special_tokens: bool, core: Core
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """The tokens of each prompt alone, and of the prompt with each of its continuations."""
+    """Encode each prompt alone, and the prompt joined with each of its continuations."""
     pairs = list(zip(prompts, continuations, strict=True))
     num_characters = sum(len(prompt) * len(own) + sum(map(len, own)) for prompt, own in pairs)
     if num_characters > core.limits.max_request_bytes:
@@ -171,8 +171,7 @@ async def _encode_joined(
 async def _encode_apart(
     prompts: list[Any], continuations: list[Any], add_special_tokens: bool, core: Core
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """The tokens of each prompt and of each of its continuations, encoded separately because one of them is token
-    ids."""
+    """Encode each prompt and each of its continuations separately, because prompts or continuations are token ids."""
     shared = {id(own): own for own in continuations}
     encoded = {key: [await core.tokenizer.encode(text, False) for text in own] for key, own in shared.items()}
     return [
@@ -182,7 +181,7 @@ async def _encode_apart(
 
 
 def _set_candidates(request: ScoreRequest, sequences: list[TokenSequence], limits: Limits) -> None:
-    """Give sequences the candidates of their positions."""
+    """Set the candidates of each sequence from `candidate_token_ids`."""
     candidates: Any = request.candidate_token_ids
     if candidates is None:
         return
@@ -212,7 +211,7 @@ def _set_candidates(request: ScoreRequest, sequences: list[TokenSequence], limit
 
 
 def _set_sinks(request: ScoreRequest, sequences: list[TokenSequence]) -> None:
-    """Set the sequences' sinks, and the columns that these add."""
+    """Set the sequences' sinks, and the columns that the sinks add."""
     wanted: dict[str, Any] = dict(request.sinks)
     if request.statistics:
         wanted["statistics"] = request.statistics
@@ -238,7 +237,7 @@ def make_sink(name: str, data: Any) -> Sink:
 
 
 def _table(lists: Any, num_dimensions: int, limits: Limits) -> np.ndarray:
-    """Convert candidates to int32, one or more per position."""
+    """Convert candidates to int32, [m] or [positions, m], and check them."""
     try:
         table = np.array(lists, np.int32)
     except (ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""The windows of a request's texts, and sums over them."""
+"""Cuts a request's texts or conversations into windows, and sums up the negative log-likelihoods (NLLs) of windows."""
 
 import asyncio
 from collections.abc import Iterator
@@ -23,10 +23,10 @@ class TextDocument:
     text: str | None
     windows: list[Window] = field(default_factory=list)
     index: int = 0
-    """Index of its text or conversation in the request; several documents may be of one
-    conversation, if its template renders earlier turns differently later."""
+    """Index of the text or conversation in the request. One conversation may give several documents, if the template
+    renders a turn differently once more messages follow."""
     roles: list[str] = field(default_factory=list)
-    """The role of each window, for conversations."""
+    """The role of each window's turn, for conversations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class TextWindows:
     documents: list[TextDocument]
 
     def __iter__(self) -> Iterator[tuple[list[int], int]]:
-        """The tokens of each window, and the position of its first target among them."""
+        """Yield the tokens of each window, and the position of its first target among them."""
         for document in self.documents:
             for window in document.windows:
                 yield window.token_ids(document.token_ids), window.first_scored
@@ -54,22 +54,22 @@ class TextWindows:
 
     @property
     def num_bytes(self) -> int | None:
-        """Count the bytes of all texts in UTF-8; None if there are only token ids."""
+        """Count the bytes of all texts in UTF-8; None if there is no text."""
         return sum(len(document.text.encode()) for document in self.documents if document.text) or None
 
     @property
     def num_words(self) -> int | None:
-        """Count the words of all texts; None if there are only token ids."""
+        """Count the words of all texts; None if there is no text."""
         return sum(count_words(document.text) for document in self.documents if document.text) or None
 
 
 @dataclass(slots=True)
 class RunningPerplexity:
-    """Sums over the windows so far."""
+    """Sums up the NLLs of the windows so far."""
 
     num_windows: int
     nlls: list[np.ndarray] = field(default_factory=list)
-    """NLLs [num_scored] of each window's targets, float64, in nats."""
+    """For each window, the NLLs [num_scored] float64 of its targets, in nats."""
     _nll_sum: float = 0.0
     _num_scored: int = 0
 
@@ -90,7 +90,7 @@ class RunningPerplexity:
 
 
 async def cut_texts(request: PerplexityRequest, core: Core) -> TextWindows:
-    """Cut a request's texts, which are tokenized first, or its conversations into windows. WindowError if the method
+    """Tokenize a request's texts, or render its conversations, and cut them into windows. WindowError if the method
     does not allow the context length or stride, RequestError if fields contradict each other or nothing is scored."""
     if request.messages is not None:
         return await _turn_windows(request, core)

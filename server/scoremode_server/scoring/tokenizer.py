@@ -19,18 +19,19 @@ from scoremode_server.errors import RequestError
 from scoremode_server.vllm_compat.output_processor import INCOMPLETE, decode_within_character
 
 CHARACTER_CONTEXT = 4
-"""How many tokens before a position vLLM searches for the start of a character, except a prompt's first token."""
+"""How many tokens before a position vLLM searches for the start of a character. It leaves out a prompt's first
+token."""
 
 STORED_CHARACTERS = 16 * 1024**2
 
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
-"""The bytes that the characters of a byte-level BPE token stand for."""
+"""The byte for which each character of a byte-level BPE token stands."""
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 """SentencePiece's token for a single byte."""
 
 TEXT_CONTEXT = 8
-"""How many tokens before a position decide how the text continues: up to four can be part of a character, and one more
-decides about a space."""
+"""How many tokens before a position are enough to decode the tokens after it: up to four can be part of a character,
+and one more decides about a space."""
 
 
 class Tokenizer:
@@ -54,7 +55,7 @@ class Tokenizer:
         return [list(prompt["prompt_token_ids"]) for prompt in encoded]
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Decode token ids, special tokens included."""
         self._tokenizer()
         params = TokenizeParams(max_total_tokens=None, needs_detokenization=True)
         decoded = await self._renderer.tokenize_prompt_async(TokensPrompt(prompt_token_ids=list(token_ids)), params)
@@ -66,8 +67,8 @@ class Tokenizer:
         return self.strings.texts_of(token_ids)
 
     def bytes_of(self, token_ids: Sequence[int], texts: Sequence[str]) -> list[str | None]:
-        """The bytes, in hexadecimal, of each token whose text alone is incomplete; None for others, and if the
-        tokenizer does not tell."""
+        """The bytes, in hexadecimal, of each token whose text alone has an incomplete character. None for other tokens,
+        and for tokens whose bytes are not known."""
         pieces = self._tokenizer().convert_ids_to_tokens(list(token_ids))
         return [_hexadecimal(piece) if INCOMPLETE in text else None for piece, text in zip(pieces, texts, strict=True)]
 
@@ -87,8 +88,8 @@ class Tokenizer:
 
 
 def _hexadecimal(piece: str | bytes) -> str | None:
-    """The bytes, in hexadecimal, of a token in the vocabulary: byte-level BPE's, SentencePiece's single byte, or
-    bytes."""
+    """The bytes, in hexadecimal, of a vocabulary entry: of byte-level BPE, SentencePiece's single byte, or `bytes`.
+    None for other entries."""
     if isinstance(piece, bytes):
         return piece.hex()
     if match := _FALLBACK.fullmatch(piece):
@@ -107,10 +108,11 @@ def as_prompts(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[i
 
 
 class TokenStrings:
-    """A table of each token's text alone. `get_tokenizer` raises if the server has no tokenizer.
+    """Stores the text of each token, decoded alone. `get_tokenizer` raises if the server has no tokenizer.
 
     Attributes:
-        first_of_a_prompt: the text of a prompt's first token, which vLLM decodes as the start of a text.
+        first_of_a_prompt: a function from a prompt's first token to its text, which vLLM decodes as the start of a
+            text.
     """
 
     def __init__(self, get_tokenizer: Callable[[], TokenizerLike]) -> None:
@@ -139,19 +141,19 @@ class TokenStrings:
     def texts_within(
         self, prompt: Sequence[int], start: int, ids: np.ndarray, places: Sequence[int]
     ) -> list[tuple[int, str]]:
-        """The texts that tokens at `places`, which end within a character, complete with the tokens before them; they
-        may be empty. `ids` [rows, columns] are at positions from `start` of a prompt. A place is an index into all
-        ids."""
+        """Decode tokens that end within a character, together with the prompt's tokens before them. Row i of `ids`
+        [rows, columns] has tokens for position `start` + i of the prompt, and `places` are indices into `ids.ravel()`.
+        Returns each place with its text, which may be empty."""
         num_columns = ids.shape[1]
         contexts = {row: self._context(prompt, start + row) for row in {place // num_columns for place in places}}
-        # After a complete character there is nothing to complete.
+        # After a complete character the token has no text of its own.
         return [
             (place, self._completed(token_id, context) if (context := contexts[place // num_columns]) else "")
             for place, token_id in zip(places, ids.ravel()[places].tolist(), strict=True)
         ]
 
     def _context(self, prompt: Sequence[int], position: int) -> tuple[int, ...]:
-        """The tokens before a position that may be part of its character."""
+        """The tokens before a position that may be part of the same character."""
         context = prompt[max(1, position - CHARACTER_CONTEXT) : position]
         for index in range(len(context), 0, -1):
             (text,) = self.texts_of(context[index - 1 : index])
@@ -174,7 +176,8 @@ class PromptTexts:
         self._stored: LRUCache[bytes, str] = LRUCache(STORED_CHARACTERS, getsizeof=lambda text: len(text) + 256)
 
     def text(self, token_ids: Sequence[int], block_hashes: Sequence[bytes]) -> str:
-        """The text of a prompt. The text of its first blocks, which have these hashes, is stored for other prompts."""
+        """Decode a prompt. The text of its first blocks, whose hashes are `block_hashes`, is stored for other
+        prompts."""
         num_blocks = len(block_hashes)
         num_stored = next((count for count in range(num_blocks, 0, -1) if block_hashes[count - 1] in self._stored), 0)
         prefix = self._stored[block_hashes[num_stored - 1]] if num_stored else ""
@@ -185,11 +188,11 @@ class PromptTexts:
         return self._extended(prefix, token_ids, end)
 
     def _extended(self, text: str, token_ids: Sequence[int], start: int) -> str:
-        """The text of all tokens, given the `text` of those before `start`."""
+        """The text of all tokens, given the `text` of the tokens before `start`."""
         context = tuple(token_ids[max(0, start - TEXT_CONTEXT) : start])
         before = self._context_text(context)
         both = self._decode([*context, *token_ids[start:]])
-        # The context's first tokens may be the end of a character.
+        # The context may begin within a character, and then decodes to U+FFFD at its start.
         reads_alike = text.endswith(before.lstrip(INCOMPLETE))
         if before.endswith(INCOMPLETE) or not (reads_alike and both.startswith(before)):
             # A character, or something that the tokenizer cleans up, spans the cut. Or the context alone has another

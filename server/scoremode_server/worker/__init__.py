@@ -1,3 +1,3 @@
-"""Rows in an engine worker: the specification of a request's rows, their computation in the steps of both model
-runners, and the LM head.
+"""Computes the rows of scoring requests in an engine worker: their specification, their computation in the steps of
+vLLM's two model runners, and the LM head. A row has the scores of one token.
 """

@@ -1,8 +1,8 @@
 """Examines a model's `compute_logits` by calling it: how much memory it takes, and whether a rank can compute its part
 of the logits alone.
 
-Most models pass hidden states to vLLM's `LogitsProcessor` and return its result. Some then change it: their logits are
-gathered from all ranks, as vLLM does. The types of models do not tell the two kinds apart.
+Most models pass hidden states to vLLM's `LogitsProcessor` and return its result. Others change the result: their logits
+are gathered from all ranks, as vLLM does. The types of models do not tell the two kinds apart.
 """
 
 import inspect
@@ -32,7 +32,7 @@ _LOGIT_FIELDS = {
     "recurrent_gemma": ("logits_soft_cap", "capped at"),
     "vaultgemma": ("final_logit_softcapping", "capped at"),
 }
-"""The field of the transformers library's config that changes logits, and how it does, by prefix of the model type."""
+"""For each prefix of a model type: the field of the transformers library's config that changes logits, and how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ class LMHead:
     whole: LogitsFunction
     """[rows, hidden] -> logits [rows, vocabulary]."""
     project: LogitsFunction
-    """Like `whole`; with a shard, its tokens' logits alone, possibly followed by padding."""
+    """Like `whole`. With a shard: -> [rows, at least `shard.columns`], the logits of this rank's tokens, then
+    padding."""
     copies: int | None
     """How many copies of the logits exist at the peak of `project`; None if unknown."""
     shard: Shard | None
@@ -83,14 +84,15 @@ def examine(logits_fn: LogitsFunction, hidden_size: int, dtype: torch.dtype, gro
     if group.world_size > 1 and not true_on_every_rank(group, [is_local])[0]:
         logger.warning("Each rank gathers whole logits for prompt logprobs: how this model computes them is not known")
         project, shard = logits_fn, None
-    # Some models scale hidden states before they project them.
+    # If the model changes hidden states before it projects them, its logits are not one projection.
     source = call if call is not None and torch.equal(call.hidden_states, example) else None
     return LMHead(logits_fn, project, copies, shard, source)
 
 
 def wrong_logits(source: LogitsSource, config: Any) -> str | None:
     """Say which scale or soft cap in a model's config is not applied to its logits: vLLM's backend for the transformers
-    library leaves out those that it does not know. None if all are applied or the family is not in the table."""
+    library leaves out those that it does not know. None if all are applied or the model type is not in
+    `_LOGIT_FIELDS`."""
     scale, soft_cap = source.processor.scale, source.processor.soft_cap
     applied = {"scaled by": scale, "divided by": 1 / scale, "capped at": soft_cap}
     for beginning, (name, how) in _LOGIT_FIELDS.items():
@@ -111,13 +113,13 @@ def _observe(logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> LogitsSo
         if not named.get("skip_gather") and not processor.logits_as_input:
             bias = named.get("embedding_bias")
             calls.append(LogitsSource(processor, named["lm_head"], bias, named["hidden_states"], output))
-            # A copy, because the model may change the output in place afterwards.
+            # Store a copy, because the model may change the output in place afterwards.
             outputs.append(output.clone())
 
     model = getattr(logits_fn, "__self__", None)
     if not isinstance(model, torch.nn.Module):
         return None
-    # A subclass, or LoRA's wrapper, may do anything.
+    # Leave out subclasses and LoRA's wrapper, which may compute anything.
     processors = [module for module in model.modules() if type(module) is LogitsProcessor]
     hooks = [processor.register_forward_hook(record, with_kwargs=True) for processor in processors]
     try:
@@ -125,14 +127,14 @@ def _observe(logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> LogitsSo
     finally:
         for hook in hooks:
             hook.remove()
-    # A change to NaN or infinite logits would not show.
+    # NaN or infinite logits could hide a change.
     untouched = len(calls) == 1 and logits is calls[0].output and torch.equal(logits, outputs[0])
     return calls[0] if untouched and bool(logits.isfinite().all()) else None
 
 
 def _shard(call: LogitsSource, group: Any) -> Shard | None:
-    """The columns of the gathered logits that this rank computes. Gathering puts the ranks' columns side by side, and
-    cuts off those after the vocabulary."""
+    """Find the columns of the gathered logits that this rank computes; None if there is one rank, or another group
+    divides the LM head. Gathering puts the ranks' columns side by side, and cuts off padding."""
     lm_head = call.lm_head
     if group.world_size == 1 or not isinstance(lm_head, VocabParallelEmbedding):
         return None

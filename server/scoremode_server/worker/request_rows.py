@@ -15,9 +15,9 @@ from scoremode_server.worker.sinks import Sink
 
 @dataclass(slots=True)
 class StepPart:
-    """The part of a prompt that a step computes: `num_tokens` tokens from `position` on, whose hidden states start at
-    `row` of the step's. The prompt has `num_fed` tokens; tokens after it are placeholders for drafts and are
-    ignored."""
+    """The part of a prompt that a step computes: `num_tokens` tokens from `position` on. Their hidden states start at
+    row `row` of the step's hidden states. The prompt has `num_fed` tokens; later tokens are placeholders for drafts and
+    are ignored."""
 
     request_id: str
     position: int
@@ -34,11 +34,11 @@ class RequestRows:
     sinks: Mapping[str, Sink] = field(default_factory=dict)
     """Sinks by name, in the order of `spec.sink_columns`."""
     candidates: torch.Tensor | None = None
-    """[1 or rows, m] int32, if the request has any."""
+    """[1 or rows, m] int32: `spec.candidates` on the device; None if there are none."""
     end: int = 0
     """Position after the last computed token."""
     parts: list[LogprobsTensors] = field(default_factory=list)
-    """The rows to return: tables of ours, or tensors of vLLM's own prompt logprobs."""
+    """The rows to return, in order: packed tables, or tensors of vLLM's own prompt logprobs."""
 
     @cached_property
     def key(self) -> Hashable:
@@ -48,7 +48,8 @@ class RequestRows:
 
     @cached_property
     def can_wait(self) -> bool:
-        """Whether rows may wait for later steps' rows. In lanes other than prefill, a step has few rows per request."""
+        """Whether this request's rows may wait, to be computed with rows of later steps. Outside the prefill lane, a
+        step has few rows per request."""
         return self.spec.chunk > 0 and self._has_few_top
 
     @property
@@ -56,7 +57,8 @@ class RequestRows:
         return 0 <= self.spec.num_top <= working_memory.MAX_TOP
 
     def is_ready(self, *, local: bool) -> bool:
-        """Whether all sinks are ready on this rank."""
+        """Whether all sinks are ready on this rank. Set `local` if the LM head can compute this rank's part of the
+        vocabulary alone."""
         return all(sink.is_ready(self.end, local=local and self._has_few_top) for sink in self.sinks.values())
 
     def store_table(self, table: torch.Tensor) -> None:
@@ -79,8 +81,8 @@ class RequestRows:
 
 
 def pack(columns: Mapping[str, torch.Tensor], wanted: Columns) -> torch.Tensor:
-    """Pack columns into a table [rows, words] int32, each cut to its wanted width: see `Rows.table`. The table is on
-    the host if any column is."""
+    """Pack columns into a table [rows, words] int32, each column cut to its wanted width: see `Rows.table`. The table
+    is on the host if any column is."""
     parts = [columns[column.name].reshape(len(columns["ranks"]), -1)[:, : column.num_words] for column in wanted]
     if any(part.device.type == "cpu" for part in parts):
         parts = [part.cpu() for part in parts]
@@ -89,8 +91,9 @@ def pack(columns: Mapping[str, torch.Tensor], wanted: Columns) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class RowPiece:
-    """A request's rows in one group: `num_rows` rows from its row `first` on, whose hidden states start at `start` of
-    the step's. `num_wanted` of them have a target: all, or all but the last."""
+    """Consecutive rows of a request in one step: `num_rows` rows from the request's row `first` on. Their hidden states
+    start at row `start` of the step's hidden states. The first `num_wanted` rows have a target: all, or all but the
+    last."""
 
     request: RequestRows
     first: int

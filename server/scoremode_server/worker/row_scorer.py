@@ -1,9 +1,8 @@
-"""Scores the rows of a step: collects them from all of its requests, groups them, and computes one group at a time.
+"""Scores the rows of a step: collects them from all requests, groups them, and computes one group at a time.
 
-Tensors of the vocabulary's size exist only in `WaitingRows` and for one chunk of rows at a time, which fits the working
-memory.
-All ranks of a tensor-parallel group form the same groups and chunks in the same order: these depend on the step's
-requests alone, not on anything that only one rank knows.
+Logits are held only in `WaitingRows` and for one chunk of rows at a time, which fits the working memory. All ranks of a
+tensor-parallel group form the same groups and chunks in the same order, because these depend on the step's requests
+alone.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -52,7 +51,7 @@ class RowScorer:
         self.requests[request_id] = request
 
     def around_forward(self, model: torch.nn.Module, parts: Sequence[StepPart]) -> AbstractContextManager[Any]:
-        """Enter each maker's wrapper of a step's forward pass, given the parts of requests that have its sinks."""
+        """Enter the `around_forward` of each sink maker for a step, with the parts of requests that have its sinks."""
         stack = ExitStack()
         for name, maker in self.makers.items():
             sinks = ((self.requests[part.request_id].sinks.get(name), part) for part in parts)
@@ -99,8 +98,8 @@ class RowScorer:
         return results
 
     def _pieces(self, parts: Iterable[StepPart], targets: torch.Tensor) -> tuple[list[RowPiece], list[str]]:
-        """Find the wanted rows of each part, and the ids of requests whose prompt ends in this step. Fills their last
-        target in."""
+        """Find the wanted rows of each part, and the ids of requests whose prompt ends in this step. If their last
+        target is not fed, writes it into `targets`."""
         pieces, ended, last_rows, last_tokens = [], [], [], []
         for part in parts:
             request = self.requests[part.request_id]
@@ -140,8 +139,8 @@ class RowScorer:
         return self._lm_head
 
     def _groups(self, pieces: Sequence[RowPiece], head: LMHead) -> Iterable[list[RowPiece]]:
-        """Group pieces of requests with equal keys, which are computed together. Pieces that some rank is not ready for
-        get rows of NaN."""
+        """Group the pieces of requests with equal keys: a group is computed together. If a request's sinks are not
+        ready on every rank, its rows are NaN."""
         groups: dict[Hashable, list[RowPiece]] = {}
         ready = self._ready([piece.request for piece in pieces], head)
         for piece in pieces:
@@ -156,7 +155,6 @@ class RowScorer:
 
     def _ready(self, requests: Collection[RequestRows], head: LMHead) -> set[RequestRows]:
         """The requests whose sinks are ready on every rank. Ranks exchange this, so all must call it together."""
-        # Ranks exchange nothing if no request has a sink.
         with_sinks = [request for request in requests if request.sinks]
         answers = [request.is_ready(local=head.shard is not None) for request in with_sinks]
         on_all_ranks = true_on_every_rank(self.group, answers) if with_sinks else []
@@ -171,7 +169,7 @@ class RowScorer:
         slices, num_rows = slices_of(pieces)
         states = JoinedRows([hidden_states[rows] for rows in slices])
         columns = self._columns(pieces, states, JoinedRows([targets[rows] for rows in slices])[0:num_rows], head)
-        # Packed requests of a group with as many top tokens have the same columns, so they share a table.
+        # Packed requests of a group with the same number of top tokens have the same columns, so they share a table.
         specs = {piece.request.spec.num_top: piece.request.spec for piece in pieces if piece.request.spec.is_packed}
         tables = {num_top: pack(columns, spec.columns) for num_top, spec in specs.items()}
         start = 0
@@ -189,12 +187,12 @@ class RowScorer:
     def _columns(
         self, pieces: list[RowPiece], states: JoinedRows, targets: torch.Tensor, head: LMHead
     ) -> dict[str, torch.Tensor]:
-        """Compute the columns of a group's rows. The first request's sinks compute for all."""
+        """Compute the columns of a group's rows. The first request's sinks compute for all requests of the group."""
         request = pieces[0].request
         num_tops = [piece.request.spec.num_top for piece in pieces]
         num_top = self.shape.vocab_size if -1 in num_tops else max(num_tops)
         if num_top > working_memory.MAX_TOP:
-            # So many top tokens would make a rank send the others its whole part of the vocabulary anyway.
+            # So many top tokens, up to the whole vocabulary, are found in gathered logits.
             head = replace(head, project=head.whole, shard=None)
         candidates = torch.cat([piece.candidates() for piece in pieces]) if request.spec.num_candidates else None
         limits = [limit for sink in request.sinks.values() if (limit := sink.chunk_rows(self, head)) is not None]
@@ -212,8 +210,8 @@ class RowScorer:
         head: LMHead,
         logits: torch.Tensor | None,
     ) -> bool:
-        """Hold a group's logits for `_compute_waiting`; False if they do not fit. They are projected in their own step,
-        because the number of rows decides which kernel the model uses, and so the exact logits."""
+        """Hold a group's logits for `_compute_waiting`; False if they do not fit. Logits are projected in the step of
+        their rows, because the number of rows decides which kernel the model uses, and so the exact logits."""
         slices, num_rows = slices_of(pieces)
         num_bytes = num_rows * self.shape.padded * self.shape.logit_bytes
         if self.waiting.num_bytes + num_bytes > self.waiting.max_bytes:
@@ -237,15 +235,15 @@ class RowScorer:
             self._compute(pieces, logits, targets, projected)
 
     def chunk_rows(self, head: LMHead, num_top: int, num_candidates: int) -> int:
-        """Limit on the rows of one kernel call."""
+        """How many rows' logits fit the working memory at once."""
         row_bytes = working_memory.row_bytes_fused(self.shape, num_top, head.copies, head.shard is not None)
         return self.rows_within(
             row_bytes + working_memory.RESULT_BYTES * num_candidates, in_blocks=num_top > working_memory.MAX_TOP
         )
 
     def rows_within(self, row_bytes: int, num_budgets: int = 1, *, in_blocks: bool = False) -> int:
-        """How many rows of `row_bytes` fit `num_budgets` budgets. PyTorch's kernels, used on a CPU and if `in_blocks`,
-        also need memory for one block."""
+        """How many rows of `row_bytes` fit `num_budgets` times the budget. The kernels in PyTorch, which run on a CPU
+        and if `in_blocks`, also need memory for one block."""
         block_bytes = working_memory.block_bytes(self.shape) if in_blocks or self.group.device.type == "cpu" else 0
         return working_memory.rows_per_chunk(max(1, num_budgets * self.budget_bytes - block_bytes), row_bytes)
 
@@ -262,5 +260,5 @@ def slices_of(pieces: Sequence[RowPiece]) -> tuple[list[slice], int]:
 
 
 def zeros(rows: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make targets and hidden states of zeros. A dummy run's own hidden states may be NaN."""
+    """Make targets [rows] and hidden states [rows, hidden] of zeros, because those of a dummy run may be NaN."""
     return like.new_zeros(rows, dtype=torch.int64), like.new_zeros((rows, like.shape[-1]))

@@ -15,12 +15,12 @@ from vllm.sampling_params import SamplingParams
 from scoremode_server.rows import Columns, score_columns
 
 ROWS = "scoremode_rows"
-"""The key in `SamplingParams.extra_args`."""
+"""The key of a `RowSpec` in `SamplingParams.extra_args`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpec:
-    """The rows that a request wants: one per target, with the target, the candidates and the top tokens."""
+    """The rows that a request wants: one per target, with logprobs of the target, the candidates and the top tokens."""
 
     first: int = 1
     """Position of the first target."""
@@ -31,9 +31,10 @@ class RowSpec:
     temperature: float = 1.0
     num_candidates: int = 0
     candidates: bytes = b""
-    """Bytes of int32: [m] for all rows, or [rows, m] from the first target on."""
+    """More tokens to score, as bytes of int32: [m] for all rows, or [rows, m] from the first target on; m is
+    `num_candidates`."""
     sinks: Mapping[str, Any] = field(default_factory=dict)
-    """Data of the request's sinks by name, as msgspec encodes it: see `worker/sinks.py`."""
+    """Data of the request's sinks, by name. Sinks compute more columns: see `worker/sinks.py`."""
     sink_columns: Columns = ()
     """The columns that sinks add to the scores."""
     is_packed: bool = True
@@ -41,12 +42,12 @@ class RowSpec:
     chunk: int = 0
     """Limit on tokens per step after the context; 0 for no limit."""
     context: int = 1
-    """Tokens at the start to which this limit does not apply."""
+    """Tokens at the start to which the limit `chunk` does not apply."""
 
     @classmethod
     def read(cls, params: Any) -> "RowSpec | None":
-        """Read which rows sampling parameters want, for scoring or for vLLM's own prompt logprobs. None if they want
-        none."""
+        """Read the specification from a request's sampling parameters, or make one for vLLM's own prompt logprobs. None
+        if the request wants no rows."""
         marked = ((params and params.extra_args) or {}).get(ROWS)
         if marked is not None:
             return msgspec.convert(marked, cls)
@@ -60,7 +61,7 @@ class RowSpec:
 
     @property
     def width(self) -> int:
-        """Tokens in each row: 1 + m + k."""
+        """Tokens in each row: the target, m candidates and k top tokens."""
         return 1 + self.num_candidates + self.num_top
 
     @property
@@ -75,12 +76,12 @@ class RowSpec:
 
     @property
     def identity(self) -> tuple[Any, ...] | None:
-        """Everything that determines the rows of given tokens, except the number of top tokens. None for rows that
-        plain prompt logprobs have."""
+        """Everything that determines the rows of given tokens, except the number of top tokens. None if the rows are
+        those of plain prompt logprobs."""
         if self.temperature == 1.0 and not self.candidates and not self.sinks:
             return None
         digest = blake2b(self.candidates, digest_size=16).hexdigest()
-        # Candidates for each row start at `first`: with another `first`, the same ones belong to other rows.
+        # Candidates for each row start at `first`: with another `first`, the same candidates belong to other rows.
         first = self.first if self.has_own_candidates else None
         return self.temperature, self.num_candidates, digest, first, repr(sorted(self.sinks.items()))
 
@@ -93,8 +94,8 @@ class ScoringParams(SamplingParams):
 
     @classmethod
     def of(cls, params: SamplingParams, spec: RowSpec) -> Self:
-        """Copy parameters, which were already checked, and add `spec`. VLLMValidationError if a client has set a
-        `RowSpec` in them."""
+        """Copy parameters that vLLM has checked, and add `spec`. VLLMValidationError if a client has set a `RowSpec` in
+        them."""
         _check(params)
         marked = copy(params)
         marked.__class__ = cls
@@ -103,11 +104,11 @@ class ScoringParams(SamplingParams):
 
 
 def guard_rows(engine: Any) -> None:
-    """Make an engine client refuse requests whose client has set a `RowSpec`, since clients may set `extra_args`
-    (`vllm_xargs`).
+    """Make vLLM's engine client refuse requests in which an HTTP client has set a `RowSpec`: HTTP clients may set
+    `extra_args` (as `vllm_xargs`).
 
-    Most routes make parameters with `from_optional`, and the others call `generate` with them: both refuse before a
-    stream begins. `add_request` is guarded for all other callers.
+    Most of vLLM's routes make parameters with `SamplingParams.from_optional`, and the others pass theirs to `generate`.
+    Both refuse before an answer is streamed. `add_request` is guarded for all other callers.
     """
 
     def guarded(method: Callable[..., Any], name: str) -> Callable[..., Any]:

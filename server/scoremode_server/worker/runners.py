@@ -28,7 +28,7 @@ from scoremode_server.worker.row_spec import RowSpec
 from scoremode_server.worker.sinks import SinkMaker
 
 WAITING_SHARE = 4
-"""Waiting logits may take the budget divided by this: a quarter."""
+"""Limit on waiting logits (`WaitingRows`): the working memory divided by this."""
 
 
 def patch_v1(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
@@ -50,7 +50,7 @@ def patch_v1(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         # vLLM drafts before it computes prompt logprobs, and the drafter's CUDA graph overwrites the hidden states that
-        # they need (vLLM #53488). So they are computed first.
+        # prompt logprobs need (vLLM #53488). So they are computed first.
         state = self.execute_model_state
         if state is not None and self.speculative_config is not None:
             step = state.scheduler_output
@@ -112,8 +112,8 @@ def _has_hooks(runner: Any, sinks: Mapping[str, SinkMaker]) -> bool:
 
 
 def step_parts(runner: Any, scorer: RowScorer, num_scheduled_tokens: Mapping[str, int]) -> list[StepPart]:
-    """The parts of prompts that a step of the V1 runner computes, by row. Begins requests that are new to the
-    scorer."""
+    """List the parts of prompts that a step of the V1 runner computes, in the order of their rows. Begins requests that
+    are new to the scorer."""
     for request_id in scorer.requests.keys() - runner.requests.keys():
         del scorer.requests[request_id]
     parts = []
@@ -138,7 +138,7 @@ def step_parts(runner: Any, scorer: RowScorer, num_scheduled_tokens: Mapping[str
 def prompt_logprobs(
     runner: Any, scorer: RowScorer, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
 ) -> dict[str, LogprobsTensors]:
-    """The rows of the prompts that this step completes."""
+    """Score a step's rows. Returns the rows of the prompts that it completes, by request id."""
     parts = step_parts(runner, scorer, num_scheduled_tokens)
     if not parts:
         return {}
@@ -173,7 +173,7 @@ def patch_v2(budget_bytes: int, sinks: Mapping[str, SinkMaker]) -> None:
     call_sampler = SamplerV2.__call__
 
     def keep_logits_and_call(self: Any, logits: torch.Tensor, input_batch: Any) -> Any:
-        # Rows of lanes that can wait reuse the logits that their step samples from.
+        # Rows that can wait (`RequestRows.can_wait`) reuse the logits that their step samples from.
         is_whole = input_batch.num_reqs == input_batch.num_tokens
         if is_whole and logits.nbytes <= _waiting_bytes(budget_bytes, logits.device):
             input_batch._scoremode_logits = logits
@@ -244,7 +244,7 @@ def compute_prompt_logprobs(
     num_computed_tokens: torch.Tensor,
     prompt_lens: np.ndarray,
 ) -> dict[str, LogprobsTensors]:
-    """The rows of the prompts that this step completes."""
+    """Score a step's rows. Returns the rows of the prompts that it completes, by request id."""
     scorer = self._scoremode_scorer
     logits = input_batch.__dict__.pop("_scoremode_logits", None)
     parts = batch_parts(scorer, input_batch, prompt_lens)
@@ -253,14 +253,15 @@ def compute_prompt_logprobs(
     targets = prompt_logprob.get_prompt_logprobs_token_ids(
         input_batch.num_tokens, input_batch.query_start_loc, input_batch.idx_mapping, num_computed_tokens, all_token_ids
     )
-    # Only if all requests are in lanes: these are greedy, so vLLM samples from unchanged logits.
+    # Reuse logits only if all requests are outside the prefill lane: these are greedy, so vLLM samples from unchanged
+    # logits.
     if len(parts) < input_batch.num_reqs or not all(scorer.requests[part.request_id].can_wait for part in parts):
         logits = None
     return cast(dict[str, LogprobsTensors], scorer.score(parts, hidden_states, targets, logits_fn, logits))
 
 
 def batch_parts(scorer: RowScorer, input_batch: Any, prompt_lens: np.ndarray) -> list[StepPart]:
-    """The parts of prompts that a step of the V2 runner computes."""
+    """List the parts of prompts that a step of the V2 runner computes."""
     parts = []
     columns = (
         input_batch.num_computed_prefill_tokens_np,
@@ -269,7 +270,7 @@ def batch_parts(scorer: RowScorer, input_batch: Any, prompt_lens: np.ndarray) ->
         prompt_lens[input_batch.idx_mapping_np],
         input_batch.prefill_len_np,
     )
-    # Lists, because reading an array's entries one by one is slow.
+    # Make lists first, because reading an array's entries one by one is slow.
     rows = zip(input_batch.req_ids, *(column.tolist() for column in columns), strict=False)
     for request_id, position, row, num_tokens, num_fed, num_prefilled in rows:
         if request_id not in scorer.requests:
@@ -296,7 +297,8 @@ def _add_to_profile(
     the memory.
     """
     if current_platform.is_cpu():
-        # On a CPU vLLM does not profile temporary memory, and as many rows as a step may have would take minutes.
+        # On a CPU vLLM does not profile temporary memory, and computing as many rows as a step may have would take
+        # minutes.
         return
     dummy_sampler_run = runner_class._dummy_sampler_run
 
@@ -332,7 +334,7 @@ def _make_scorer(runner: Any, budget_bytes: int, sinks: Mapping[str, SinkMaker])
 
 
 def _waiting_bytes(budget_bytes: int, device: torch.device) -> int:
-    """Limit on waiting logits: 0 on a CPU, where scoring many rows at once reads no less."""
+    """Limit on the bytes of waiting logits: 0 on a CPU, where scoring many rows at once saves no memory reads."""
     return budget_bytes // WAITING_SHARE if device.type == "cuda" else 0
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from scoremode_server.worker.row_spec import RowSpec
 
 ENTRY_POINTS = "scoremode.sinks"
-"""The group of entry points in which packages register sinks. Requests use an entry point's name."""
+"""The group of entry points in which packages register sinks. Requests name a sink by its entry point's name."""
 
 __all__ = ["Chunk", "Column", "Columns", "Sink", "SinkMaker", "Statistics"]
 
@@ -30,8 +30,8 @@ class Sink:
 
     The API server makes a sink for each request that names it, to check `data` and to read `columns`. Engine workers
     make another when the request arrives, and again if it was preempted. Only workers call the methods, within a step.
-    All ranks of a tensor-parallel group make the same calls in the same order, so `key` and what `compute` exchanges
-    may depend on the request alone.
+    All ranks of a tensor-parallel group make the same calls in the same order, so `key`, and the tensors that `compute`
+    exchanges between ranks, may depend on the request alone.
     """
 
     columns: Columns = ()
@@ -51,8 +51,8 @@ class Sink:
         return repr(self.data)
 
     def is_ready(self, end: int, *, local: bool) -> bool:
-        """Whether this rank can compute the step's rows, whose tokens end at position `end`. If `local`, it computes
-        only its part of the vocabulary. If any rank is not ready, the request fails."""
+        """Whether this rank can compute the step's rows, whose tokens end at position `end`. If `local`, the rank
+        computes only its part of the vocabulary. If any rank is not ready, the request fails."""
         return True
 
     def chunk_rows(self, scorer: "RowScorer", head: LMHead) -> int | None:
@@ -61,21 +61,22 @@ class Sink:
         return None
 
     def compute(self, chunk: Chunk, pieces: "Sequence[RowPiece]") -> Mapping[str, torch.Tensor]:
-        """Compute columns by name, [rows] or [rows, width], for a chunk: consecutive rows of `pieces`, which are of all
-        requests with this key. Ranks must return the same. NaN in a float32 column makes the request fail."""
+        """Compute columns by name, [rows] or [rows, width], for a chunk. Its rows are consecutive rows of `pieces`,
+        which belong to all requests with this key. Ranks must return the same. NaN in a float32 column makes the
+        request fail."""
         return {}
 
     def store(self, columns: Mapping[str, torch.Tensor], hidden_states: torch.Tensor) -> None:
-        """Save anything needed of the request's next rows. The next step overwrites `hidden_states` [rows, hidden]. In
-        the decode lane rows may wait for later steps: `hidden_states` are then logits."""
+        """Save anything needed of the request's next rows. The next step overwrites `hidden_states` [rows, hidden].
+        Outside the prefill lane rows may wait for later steps: `hidden_states` are then logits [rows, columns]."""
 
     def finish(self) -> None:
         """Finish the request after its last rows."""
 
 
 class SinkMaker:
-    """Makes the sinks of one name in an engine worker, and holds what they share. Every worker makes one when it has
-    its device, even without an LM head. This base class makes sinks of one class, which share nothing."""
+    """Makes the sinks of one name in an engine worker, and holds what they share. Every worker creates its makers when
+    it has its device, even without an LM head. This base class makes sinks of one class, which share nothing."""
 
     has_hooks: bool = False
     """Whether `around_forward` must be called."""
@@ -84,8 +85,8 @@ class SinkMaker:
         self.sink_class = sink_class
 
     def begin(self, spec: "RowSpec", data: Any, *, writes: bool) -> Sink:
-        """Make the sink of a request; again if the request was preempted. `writes` is true on the one rank of a
-        tensor-parallel group that writes what leaves the workers."""
+        """Make the sink of a request; again if the request was preempted. `writes` is true on one rank of a
+        tensor-parallel group: only that rank may write files."""
         return self.sink_class(data)
 
     def allocate(self, config: VllmConfig, device: torch.device) -> None:
@@ -99,7 +100,7 @@ class SinkMaker:
         self, model: torch.nn.Module, parts: "Sequence[tuple[Sink, StepPart]]"
     ) -> AbstractContextManager[None]:
         """Wrap a step's forward pass. `parts` are the parts of requests with this maker's sinks; a dummy run has none.
-        Called only if the model runs eagerly, and first for a dummy run."""
+        Called only if the model runs eagerly. The first call is for a dummy run."""
         return nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""Rows of the decode and verify lanes that wait for later steps' rows, on a GPU."""
+"""Holds rows outside the prefill lane, on a GPU, until they are scored together with rows of later steps."""
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ from scoremode_server.worker.request_rows import RequestRows, RowPiece
 
 @dataclass(slots=True)
 class WaitingGroup:
-    """Logits of several steps, for requests with equal keys."""
+    """Logits of several steps, for requests whose rows are computed together."""
 
     pieces: list[RowPiece] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
 
     def join(self, requests: Collection[RequestRows]) -> tuple[list[RowPiece], torch.Tensor, torch.Tensor]:
-        """Join each request's pieces into one. Returns the pieces of these requests, with their targets [rows] and
-        logits."""
+        """Join the pieces of each of `requests` into one. Returns the joined pieces, with their targets [rows] and
+        logits [rows, columns]. Rows of other requests are left out."""
         by_request: dict[RequestRows, list[tuple[RowPiece, int]]] = {}
         start = 0
         for piece in self.pieces:
@@ -44,7 +44,7 @@ class WaitingRows:
     reference's LM head, up to gigabytes, is read once."""
 
     max_bytes: int = 0
-    """Limit on the logits, in addition to the scorer's budget; 0 if rows never wait."""
+    """Limit on the bytes of the logits, in addition to the scorer's budget; 0 if rows never wait."""
     num_bytes: int = 0
     _groups: dict[Hashable, WaitingGroup] = field(default_factory=dict)
 
@@ -54,7 +54,7 @@ class WaitingRows:
     def add(
         self, pieces: Sequence[RowPiece], targets: list[torch.Tensor], logits: torch.Tensor, num_bytes: int
     ) -> None:
-        """Add the logits of a group's rows, which have equal keys."""
+        """Add the pieces of a group with their targets and logits [rows, columns], which take `num_bytes`."""
         group = self._groups.setdefault(pieces[0].request.key, WaitingGroup())
         group.pieces += pieces
         group.targets += targets
@@ -62,7 +62,7 @@ class WaitingRows:
         self.num_bytes += num_bytes
 
     def pop_all(self, requests: Collection[RequestRows]) -> Iterator[tuple[list[RowPiece], torch.Tensor, torch.Tensor]]:
-        """Remove all rows. Yields these requests' rows by group, as `WaitingGroup.join` returns them, and drops the
+        """Remove all rows. Yields the rows of `requests` by group, as `WaitingGroup.join` returns them, and drops all
         others."""
         while self._groups:
             _, group = self._groups.popitem()
