@@ -1,5 +1,5 @@
-"""Estimates how long a sweep takes on this machine, before its first server starts. It knows the size of the first
-model, the length of the text, and how fast this machine multiplies."""
+"""Estimates how long a sweep takes on this machine, before its first server starts. The estimate uses the
+size of the first model, the length of the text, and without a GPU the measured speed of a matrix product."""
 
 import json
 import shutil
@@ -14,19 +14,22 @@ from scoremode.sweep.plan import SweepPlan
 from scoremode.windows import resolve_stride
 
 _START_SECONDS = 60.0
-"""How long a server of a small model takes to start."""
+"""Seconds that a server takes to start with a small model."""
 _BYTES_PER_TOKEN = 4
-"""Average in English text."""
+"""Average length of a token in English text."""
 _GPU_FLOPS = 5e13
-"""A tenth of an H200's peak. At this speed, starting the servers is most of the estimate."""
+"""Speed assumed for a GPU: a twentieth of an H200's peak in bfloat16. Most of the estimate is then server starts."""
 _CPU_SHARE = 0.5
-"""Speed of a forward pass relative to a matrix product's, measured with 135M parameters on two cores."""
+"""Speed of a forward pass divided by that of a matrix product, measured with 135M parameters on two cores."""
 
 
 def estimated_seconds(plan: SweepPlan, folder: Path, corpus: Corpus, prompts: Corpus | None = None) -> float | None:
-    """Estimate the seconds of a sweep that serves all models and generates answers as long as allowed. None if the
-    first model is not in a local folder, which has its size, or the lane is not prefill, whose speed alone is known."""
-    # A token takes two operations per weight, and a weight has two bytes.
+    """Estimate the seconds of a sweep that serves all models and generates answers of the maximum length.
+
+    None if the first model is not in a local folder, because its size is not known then, or if the lane is not prefill,
+    because only prefill's speed is known.
+    """
+    # A token takes two operations per weight, and a weight has two bytes: files have as many bytes as operations.
     token_flops = sum(file.stat().st_size for file in (folder / (plan.models[0].model or "")).glob("*.safetensors"))
     if not token_flops or plan.lane != "prefill":
         return None

@@ -1,4 +1,4 @@
-"""The plan of a sweep, a YAML file: which models, on which text, in which windows."""
+"""Reads the plan of a sweep: a YAML file that says which models to measure, on which text, in which windows."""
 
 import json
 import os
@@ -53,12 +53,12 @@ def _label(name: str) -> str:
 
 
 Word = Annotated[str, Field(strict=False, coerce_numbers_to_str=True)]
-"""A text. A number in YAML is converted to one."""
+"""A string. A number in YAML is converted to a string."""
 Words = Annotated[list[Word], BeforeValidator(lambda value: shlex.split(value) if isinstance(value, str) else value)]
-"""A command line: a list, or one text, which is split as a shell splits it."""
+"""The words of a command line. In YAML: a list, or one string, which is split as a shell splits it."""
 Flags = Annotated[Words, AfterValidator(_flags)]
 LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A path or a name; a leading `~` becomes the home folder."""
+"""A path, or a name such as a model's on the hub; a leading `~` becomes the home folder."""
 Column = Annotated[str, Field(min_length=1)]
 Environment = dict[str, Word]
 Command = Annotated[Words, Field(min_length=1)]
@@ -69,7 +69,7 @@ class _Part(BaseModel):
 
 
 class TextOptions(_Part):
-    """The text. Its fields are options of `ppl-client`."""
+    """The text to measure. Each field means the same as the `ppl-client` option of its name."""
 
     dataset: LocalPath | None = None
     text: str | None = None
@@ -96,7 +96,7 @@ class TextOptions(_Part):
         return self
 
     def load(self, folder: Path, preset: Preset | None = None, max_windows: int | None = None) -> Corpus:
-        """Load the text. Paths are relative to `folder`, where the plan is."""
+        """Load the text. Paths in the plan are relative to `folder`, the plan's folder."""
         path = None if self.dataset is None else local_path(self.dataset, folder)
         dataset = self.dataset if path is None else str(path.absolute())
         file = None if self.text_file is None else folder / self.text_file
@@ -112,7 +112,7 @@ class TextOptions(_Part):
 
 
 class WindowOptions(_Part):
-    """How the text is cut into windows. Its fields are options of `ppl-client`."""
+    """Settings that cut the text into windows. Each field means the same as the `ppl-client` option of its name."""
 
     preset: Preset | None = None
     max_windows: PositiveInt | None = None
@@ -135,12 +135,12 @@ class WindowOptions(_Part):
 
 
 class ModelEntry(_Part):
-    """A model to serve, or one on a server that runs already."""
+    """A model that the sweep serves, or with `url` a model on a server that runs already."""
 
     name: Annotated[str, AfterValidator(_label)]
-    """Names the run's file, and labels it in tables and plots."""
+    """The model's name in tables and plots. The names of its runs' files begin with it."""
     model: LocalPath | None = None
-    """The model to serve. With `url`, a served model's or adapter's name."""
+    """The model to serve. With `url`, the name of a model or adapter on that server; by default its main model."""
     url: Annotated[str, AfterValidator(server_root)] | None = None
     command: Command | None = None
     serve: Flags = []
@@ -156,7 +156,7 @@ class ModelEntry(_Part):
 
 
 class GgufOptions(_Part):
-    """GGUF files, which llama.cpp measures against the first model."""
+    """GGUF files, which llama.cpp measures against the first model's reference."""
 
     llama_perplexity: Annotated[LocalPath, Field(min_length=1)] = "llama-perplexity"
     """llama.cpp's program, by name or path."""
@@ -164,12 +164,12 @@ class GgufOptions(_Part):
 
 
 class CompareOptions(_Part):
-    """Files that are written at the end; paths are relative to `output`."""
+    """Report, plots and card, which the sweep writes at the end. Paths are relative to the plan's `output`."""
 
     html: str | None = "report.html"
     plots: str | None = "plots"
     card: str | None = None
-    """A `.md` file, in which `write_card` replaces the part between its marks."""
+    """A Markdown file; the card replaces the text between its marks, or is added at its end."""
 
 
 class SweepPlan(_Part):
@@ -180,18 +180,19 @@ class SweepPlan(_Part):
     command: Command = ["scoremode", "serve"]
     """Command line that starts a server; each model's name or path is appended."""
     serve: Flags = []
-    """Flags for every model's server; the model's own follow them."""
+    """Flags for every model's server; those of a model's entry follow them."""
     env: Environment = {}
-    """Environment variables for every model's server; the model's own take precedence."""
+    """Environment variables for every model's server; those of a model's entry take precedence."""
     start_timeout: Annotated[int, Field(ge=1, le=10**9)] = 3600
     """Seconds that a server may take to start."""
     lane: Lane | Literal["both"] = "prefill"
-    """The lane in which models are measured; both: prefill and decode."""
+    """How many tokens of a window an engine step takes: `prefill`, as many as fit; `decode`, one, as in generation;
+    `verify`, as in speculative decoding; `both`, a run in prefill and a run in decode."""
     floor: bool = False
-    """Whether to measure the first model's noise floor in each lane."""
+    """Whether to measure the noise floor in each lane: the first model's divergence from its own reference."""
     prompts: LocalPath | None = None
-    """A jsonl or parquet file, as for `record --prompts`. The first model answers the prompts greedily, and the others
-    are compared with its answers in the decode lane."""
+    """A jsonl or parquet file, as for `record --prompts`. The first model answers the prompts greedily, and the
+    sweep compares the other models with its answers in the decode lane."""
     max_new_tokens: PositiveInt = 256
     """Limit on the tokens of an answer."""
     gguf: GgufOptions | None = None
@@ -204,7 +205,7 @@ class SweepPlan(_Part):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> "SweepPlan":
-        """Check that names differ, and that text and windows fit together."""
+        """Check that names differ, and that text, windows, `gguf` and `--max-model-len` fit together."""
         names = [entry.name for entry in self.models]
         names += [] if self.gguf is None else [Path(file).stem for file in self.gguf.files]
         folded = [name.casefold() for name in names]
@@ -241,7 +242,8 @@ class SweepPlan(_Part):
 
 
 def check_local_models(plan: SweepPlan, folder: Path) -> None:
-    """Check that models which can only be local paths exist, before hours are spent on the models before them."""
+    """Raise PlanError if a model that can only be a local path does not exist. Call this before the sweep, which would
+    find it out after hours of work on earlier models."""
     missing = [
         f"{entry.name}: there is no {folder / entry.model}"
         for entry in plan.models
@@ -275,9 +277,9 @@ def read_plan(path: Path) -> SweepPlan:
 
 
 def checked_plan(fields: dict[str, Any], name: str) -> SweepPlan:
-    """Check a plan's fields. PlanError, after the plan's name, lists everything that is wrong."""
+    """Check a plan's fields. PlanError begins with `name` and lists the faults."""
     try:
-        # All must encode: names become file names, and flags are passed to processes.
+        # All values must encode: names become file names, and flags are passed to processes.
         os.fsencode(json.dumps(fields, ensure_ascii=False, default=str))
         return SweepPlan.model_validate(fields)
     except UnicodeEncodeError as error:

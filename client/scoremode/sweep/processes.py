@@ -26,21 +26,21 @@ from scoremode.errors import ScoremodeError, ServerError, TransportError
 _log = logging.getLogger(__name__)
 
 STOP_SECONDS = 60.0
-"""A server that was asked to end is killed after this time: its own `--shutdown-timeout` is 30."""
+"""The sweep kills a server that runs this long after it was asked to end. The server's `--shutdown-timeout` is 30."""
 _POLL_SECONDS = 0.5
-# 1 is PR_SET_PDEATHSIG. The parent is compared because it may have ended before the call.
+# 1 is PR_SET_PDEATHSIG: the kernel sends SIGTERM when the parent ends. The parent may have ended before this call.
 _TIED = """import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
 _END_SECONDS = 15.0
-"""A server whose engine died ends within this time. Requests fail before."""
+"""A server whose engine died ends within this time after its requests fail."""
 _SUMMARY = (
     "Engine core initialization failed|EngineCore encountered an issue|Worker failed with error|the engine has died"
 )
-"""Matches errors that only say that there is another error."""
-# The possessive quantifier keeps this linear in the length of a line.
+"""Matches error lines that only say that there is another error."""
+# The possessive quantifier keeps the time linear in the length of a line.
 _ERROR = re.compile(r"(?<![\w.])[\w.]++(?:(?<=Error)|(?<=Exception)|(?<=Exit)):(?: .+|$)|^scoremode: .+")
 _NEXT_MESSAGE = re.compile(
     rf".*(?:{_SUMMARY})|Traceback |During handling of |The above exception |"
@@ -49,7 +49,7 @@ _NEXT_MESSAGE = re.compile(
 """Matches lines that do not continue an error's message."""
 _INFO = re.compile(r"(?:\(\w+ pid=\d+\) )?INFO\b")
 _REASON_LENGTH = 1000
-"""In characters: vLLM's longest message fits."""
+"""Limit on the characters of a reason; vLLM's longest message fits."""
 
 
 class ProcessError(ScoremodeError):
@@ -66,8 +66,10 @@ class ModelServer:
     process: Process
 
     async def while_it_runs(self, work: Awaitable[Result]) -> Result:
-        """Return the result of work with the server, and cancel the work if the server ends. ProcessError with the
-        log's error if the server ends, or if the work fails and the server ends soon after."""
+        """Return the result of `work`, which uses the server, and cancel it if the server ends first.
+
+        ProcessError with the error in the log if the server ends first, or soon after a request in `work` failed.
+        """
         working, ending = asyncio.ensure_future(work), asyncio.ensure_future(self.process.wait())
         try:
             await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -95,16 +97,16 @@ async def model_server(
     log: Path,
     start_seconds: float,
 ) -> AsyncIterator[ModelServer]:
-    """Run `COMMAND MODEL --host 127.0.0.1 --port PORT FLAGS`: entered once it answers `/health`, stopped on leaving.
+    """Run `COMMAND MODEL --host 127.0.0.1 --port PORT FLAGS`, and stop it on exit. Entered once it answers `/health`.
 
-    It runs in `folder`, with `environment` added to this process's, and prints to `log`. ProcessError if the command is
-    missing, or the server ends or is not ready in time.
+    The server runs in `folder`, with `environment` added to this process's environment, and prints to `log`.
+    ProcessError if the command is missing, or the server ends or is not ready in time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with _reserved_port() as port:
         arguments = [*_resolved(command, folder), model, "--host", "127.0.0.1", "--port", str(port), *flags]
         with log.open("wb") as output:
-            # In a session of its own, so that Ctrl-C only reaches the sweep, which stops the server.
+            # Give the server its own session, so that Ctrl-C only reaches the sweep, which stops the server.
             process = await asyncio.create_subprocess_exec(
                 *_tied(arguments),
                 cwd=folder,
@@ -128,7 +130,7 @@ async def model_server(
 
 
 def _tied(arguments: list[str]) -> list[str]:
-    """Wrap a command line so that the kernel ends the process when this one ends, even if it is killed."""
+    """Wrap a command line so that the kernel ends its process when the sweep ends, even if the sweep is killed."""
     if sys.platform != "linux":
         return arguments
     return [sys.executable, "-ISc", _TIED, str(os.getpid()), *arguments]
@@ -154,7 +156,7 @@ def _resolved(command: Sequence[str], folder: Path) -> list[str]:
 def _reserved_port() -> Iterator[int]:
     """Reserve a free port: the kernel assigns it to no other process, but the server that starts here can bind it.
 
-    Both sockets set SO_REUSEADDR (vLLM does too), so both may be bound to the port while neither listens on it.
+    This socket and vLLM's set SO_REUSEADDR, so both may be bound to the port while neither listens on it.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -177,14 +179,14 @@ async def _healthy(url: str) -> None:
 
 
 async def _stop(process: Process) -> None:
-    """Ask the server to end; then end its process group, so that no engine process is left."""
+    """Ask the server to end, wait for it, then kill its process group, so that no engine process is left."""
     with suppress(ProcessLookupError):
         process.terminate()
     try:
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), STOP_SECONDS)
     finally:
-        # A second Ctrl-C ends the wait, and leaves no process either.
+        # After a second Ctrl-C, which ends the wait, no process is left either.
         await _end_group(process)
 
 
@@ -198,13 +200,14 @@ async def _end_group(process: Process) -> None:
 def _reason(log: Path) -> str:
     """Find the last error in a log, with all lines of its message; without one, the log's last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    # Earlier errors did not end the process. When an engine dies, each request in flight may add a line.
+    # Search only the last 200 lines above INFO: each request in flight may log that the engine died, and earlier errors
+    # did not end the process.
     notable = [place for place, line in enumerate(lines) if not _INFO.match(line)][-200:]
     lines = lines[notable[0] :] if notable else lines[-1:]
-    # A newline is the prefix of no line, so no line continues a message yet.
+    # No line begins with a newline, so no line continues a message before the first error.
     before, reason = "\n", [(lines or ["it printed nothing"])[-1]]
     for line in lines:
-        # vLLM puts the prefix of a message's first line before its other lines too.
+        # vLLM repeats the prefix of a message's first line on the message's other lines.
         rest = line.removeprefix(before).lstrip()
         if not re.search(_SUMMARY, line) and (match := _ERROR.search(line)):
             before, reason = line[: match.start()].rstrip(), [match[0]]
@@ -216,7 +219,8 @@ def _reason(log: Path) -> str:
 
 
 async def measure_file(program: str, gguf: Path, base: Path, log: Path) -> None:
-    """Measure a GGUF file against a base file, which a reference was exported to. The log appears once it is whole."""
+    """Measure a GGUF file with llama-perplexity against `base`, an exported reference. A `log` exists only if it is
+    complete."""
     command, partial = _command(program, gguf, base), log.with_name(f"{log.name}.partial")
     with partial.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
@@ -237,9 +241,9 @@ def _command(program: str, gguf: Path, base: Path) -> list[str]:
         raise ProcessError(f"{program} is not a program; give its path as llama_perplexity")
     if not gguf.is_file():
         raise ProcessError(f"there is no {gguf}")
-    # The file's first eight bytes mark its format.
+    # The context length follows eight bytes that mark the format.
     [context_length] = np.fromfile(base, "<i4", count=1, offset=8)
-    # Without -lv 4 it does not print the file's type and size.
+    # Without -lv 4, llama-perplexity does not print the file's type and size.
     return [
         path,
         "-m",

@@ -1,7 +1,7 @@
-"""Decides which runs of a sweep are reused: those for which nothing has changed that is known to matter.
+"""Decides which runs of an earlier sweep are reused: a run is reused if nothing that is known to affect it has changed.
 
-A run's file has a *mark*, mostly a digest, of each such thing. Flags and variables may hold keys, so they are not
-stored.
+The file of a run has a *mark* for each thing that affects it, such as the text or the server's flags. Most marks are
+digests: flags and environment variables may hold keys, so they are not stored themselves.
 """
 
 import json
@@ -18,7 +18,7 @@ from scoremode.wire import ServerInfo
 _log = logging.getLogger(__name__)
 
 FIELD = "sweep"
-"""The field of a run's file that has its marks."""
+"""The field of a run's file that has the run's marks."""
 
 Marks = dict[str, Any]
 
@@ -26,7 +26,7 @@ Marks = dict[str, Any]
 def text_marks(plan: SweepPlan, corpus: Corpus) -> Marks:
     """The marks that all runs of a plan share."""
     windows, text = plan.windows, plan.text
-    # Added only if one of them is set, so that runs from before these options existed are reused.
+    # Add newer options only if one of them is set, so that runs from before they existed are reused.
     newer = (windows.preset, windows.max_windows, text.messages, text.by)
     return {
         "text": _digest(corpus.fingerprint, text.max_tokens),
@@ -36,12 +36,13 @@ def text_marks(plan: SweepPlan, corpus: Corpus) -> Marks:
 
 
 def answers_marks(plan: SweepPlan, prompts: Corpus | None, marks: Marks) -> Marks:
-    """The marks of a run on answers to prompts, from those of the same model's run on the text."""
+    """The marks of a model's run on answers to prompts, given the `marks` of its run on the text."""
     return {**marks, "text": _digest(prompts and prompts.fingerprint, plan.max_new_tokens), "windows": None}
 
 
 def served_marks(plan: SweepPlan, entry: ModelEntry, folder: Path) -> Marks:
-    """The marks of a model that the sweep serves: its name, its command line, and its files if it is a local folder."""
+    """The marks of a model that the sweep serves: its name, its server's command line and environment, and its files if
+    it is local."""
     assert entry.model is not None
     return {
         "model": _digest(entry.model),
@@ -51,20 +52,22 @@ def served_marks(plan: SweepPlan, entry: ModelEntry, folder: Path) -> Marks:
 
 
 def running_marks(info: ServerInfo, entry: ModelEntry) -> Marks:
-    """The mark of a model on a running server. It is None if the server reports no fingerprint."""
+    """The mark of a model on a running server: None if the server reports no fingerprint."""
     return {"model": _digest(identity(info), entry.model) if info.fingerprint else None}
 
 
 def reference_name(entry: ModelEntry, marks: Mapping[str, Any]) -> str:
-    """Name the reference of the first model. Another model, text or windows give another name."""
+    """Make a name for the first model's reference that is different for every model, command line, text and windows."""
     letters = "".join(char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in entry.name)
     decisive = {name: value for name, value in marks.items() if name != "floor"}
     return f"sweep-{letters[:64]}-{_digest(decisive)[:12]}"
 
 
 def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
-    """Name the marks in which a run's file differs from the wanted ones. Empty if it can be reused; None if
-    there is no readable file with marks, or its arrays are missing."""
+    """List the names of `marks` that differ from the marks in a run's file, as text: empty if the run can be reused.
+
+    None if there is no readable file with marks, or its arrays are missing. A model's mark that is None always differs.
+    """
     marks_of_run = _field(run, FIELD)
     if not isinstance(marks_of_run, dict) or not run.with_suffix(ARRAYS_SUFFIX).is_file():
         return None
@@ -72,10 +75,11 @@ def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
 
 
 def prepare_resume(run: Path, marks: Mapping[str, Any]) -> bool:
-    """Delete the journal if it is of another run, and store this run's marks. Returns whether a journal is left.
+    """Delete the journal of an interrupted run with other marks, and store this run's marks. Returns whether a journal
+    is left, from which this run resumes.
 
-    The journal's own header is not enough: it has the server's description of the model, which some flags leave
-    unchanged.
+    The journal's header alone cannot decide: it has the server's description of the model, which is the same with some
+    other flags.
     """
     journal, begun = run.with_name(run.name + JOURNAL_SUFFIX), _begun(run)
     if journal.exists() and (
@@ -98,7 +102,7 @@ def is_complete(reference: Path) -> bool:
 
 
 def log_path(base: Path, gguf: Path) -> Path:
-    """The path of llama-perplexity's log on a GGUF file. Another file or base gives another path."""
+    """The path of llama-perplexity's log on a GGUF file: it is different if the base or the GGUF file changes."""
     return base.with_name(f"{gguf.stem}-{_digest(base.name, _files(gguf))[:12]}.log")
 
 

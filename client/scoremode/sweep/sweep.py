@@ -51,9 +51,9 @@ from scoremode.wire import AnswerSettings, Lane, PerplexityWindow, Reference
 _log = logging.getLogger(__name__)
 
 OpenBar = Callable[[Literal["ppl", "kld", "tokens"]], AbstractContextManager[OnProgress | None]]
-"""Opens a progress bar with this figure; gives the function that advances it."""
+"""Opens a progress bar that shows this figure, and gives the function that advances the bar; None for no bar."""
 _ANSWERS_LANE: Lane = "decode"
-"""In this lane the engine computes as it did when it generated the answers."""
+"""The lane for runs on answers: the engine computes as it did when it generated them."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,8 @@ class SweepResult:
     logs: dict[str, Path] = field(default_factory=dict)
     """llama-perplexity's logs, by the names of the GGUF files."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Errors by the names of models that failed. If a server failed, they include the error in its log."""
+    """Errors, by the name of the model or GGUF file or the label of the run that failed. If a server failed, its error
+    includes the one in its log."""
 
 
 async def run_sweep(
@@ -82,14 +83,15 @@ async def run_sweep(
 
     Args:
         plan: What to measure.
-        folder: The plan's folder; the paths in it are relative to this.
+        folder: The plan's folder; paths in the plan are relative to it.
         api_key: Sent to all servers; the environment's SCOREMODE_API_KEY when left out.
         open_bar: Opens a progress bar for a run or a recording; none when left out.
 
     Raises:
-        PlanError: a model that is a local path is not there.
+        PlanError: a model that can only be a local path does not exist.
         CorpusError: the text or the prompts cannot be read.
-        OutputError: the folder for runs cannot be made.
+        OutputError: the folder for runs cannot be made, or another sweep uses it.
+        RunError: the file for the card cannot be used.
     """
     check_local_models(plan, folder)
     corpus = plan.text.load(folder, plan.windows.preset, plan.windows.max_windows)
@@ -122,9 +124,9 @@ async def _run(sweep: "_Sweep") -> SweepResult:
 def compare_runs(
     plan: SweepPlan, folder: Path, result: SweepResult, tasks: TaskComparison | None = None
 ) -> RunComparison | None:
-    """Compare the runs with the first, and write the files that the plan asks for, with the accuracies on tasks.
+    """Compare the runs of a sweep, and write the files that the plan asks for. `tasks` are accuracies to show as well.
 
-    Runs that cannot be compared are added to the failures of `result`. None if no run is left.
+    Runs that cannot be compared with the first are added to the failures of `result`. None if no run is left.
     """
     runs: list[RunFile] = []
     for label, path in result.runs.items():
@@ -167,12 +169,12 @@ class _Sweep:
     reference: str | None = None
     """Name of the first model's reference, once it is known."""
     answers_reference: str = ""
-    """Name of the reference with its answers, once it is known."""
+    """Name of the reference with the first model's answers, once it is known."""
     recorded: list[PerplexityWindow] = field(default_factory=list)
     """The first model's windows that this sweep recorded."""
     recording_seconds: float = 0.0
     seconds: list[float] = field(default_factory=list)
-    """Duration per model that this sweep measured, with its server's start."""
+    """Seconds for each model that this sweep measured, including its server's start."""
 
     async def measure_served(self, entry: ModelEntry) -> None:
         marks = self._marks(entry, reuse.served_marks(self.plan, entry, self.folder))
@@ -192,7 +194,7 @@ class _Sweep:
                 log=log,
                 start_seconds=self.plan.start_timeout,
             ) as server,
-            # The server runs here, so a proxy that the environment names is not used.
+            # The server runs on this machine, so do not use a proxy that the environment names.
             patient_client(server.url, api_key=self.api_key, transport=httpx.AsyncHTTPTransport()) as client,
         ):
             await server.while_it_runs(self._measure(entry, client, marks))
@@ -222,7 +224,7 @@ class _Sweep:
     def _runs(
         self, entry: ModelEntry, marks: reuse.Marks, reference: str | None
     ) -> Iterator[tuple[str, Lane, Path, reuse.Marks]]:
-        """For each run of an entry: its label, lane and file, and the marks that it must have."""
+        """Yield for each run of an entry its label, lane and file, and the marks that a reused run must have."""
         lanes = self.plan.lanes
         if self._is_first(entry) and "prefill" not in lanes:
             lanes = ("prefill", *lanes)
@@ -243,8 +245,8 @@ class _Sweep:
         return marks
 
     def _reuse(self, entry: ModelEntry, marks: reuse.Marks, reference: str | None) -> bool:
-        """Reuse the entry's runs from an earlier sweep that are still valid. Returns whether all needed is there, so
-        that its server is not needed."""
+        """Reuse the entry's runs from an earlier sweep that are still valid. Returns whether nothing is left to measure
+        or record on the entry's server."""
         runs = [*self._runs(entry, marks, reference)]
         has_reference = reference is not None and self.plan.models[0].name not in self.result.failures
         for label, _, path, wanted in runs:
@@ -265,8 +267,8 @@ class _Sweep:
         return all(label in self.result.runs for label, *_ in runs)
 
     def _is_reference_missing(self) -> bool:
-        """Whether another model needs a reference of the first one that is missing or incomplete. Models on running
-        servers count as needing theirs, since these are not asked yet."""
+        """Whether a later model needs a reference of the first model that is missing or incomplete. A model on a
+        running server always counts as one that needs its references, because the server has not been asked yet."""
         text = reuse.text_marks(self.plan, self.corpus)
         return any(
             not reuse.is_complete(self.output / "references" / str(wanted["reference"]))
@@ -280,7 +282,7 @@ class _Sweep:
         )
 
     async def _reference_at(self, client: AsyncScoreClient, entry: ModelEntry) -> str | None:
-        """Return the reference's name if the server has all of it, or is the first model's and can record it."""
+        """Return the reference's name if the server has all of it, or serves the first model and can record it."""
         if self.reference is None:
             return None
         try:
@@ -387,7 +389,7 @@ class _Sweep:
 
     async def _perplexity(self, client: AsyncScoreClient, entry: ModelEntry, output: Output) -> tuple[Evaluation, str]:
         def start_journal(plan: Measurement[WindowNlls]) -> Journal[WindowNlls]:
-            """Start a journal that has the windows which the recording scored: they are not scored again."""
+            """Start a journal; the first model's has the windows that were scored when they were recorded."""
             journal = output.start_journal(plan)
             if not self._is_first(entry):
                 return journal
