@@ -1,1 +1,1 @@
-"""`ppl-client`: the main program, and one module per command with its options, its run and its output."""
+"""Implements `ppl-client`: the main program, and one module per command with the command's options, work and output."""

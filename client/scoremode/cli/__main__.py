@@ -1,4 +1,4 @@
-"""`python -m scoremode.cli`, which is `ppl-client` where no script of that name is on PATH."""
+"""Runs `python -m scoremode.cli`, which does the same as `ppl-client` if that script is not on PATH."""
 
 import sys
 

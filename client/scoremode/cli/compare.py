@@ -1,4 +1,4 @@
-"""`ppl-client compare`: finished runs next to each other."""
+"""Implements `ppl-client compare`, which compares finished runs in tables, plots, a report and a card."""
 
 import argparse
 import sys
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     """Write the report and the plots, then print the tables. Returns 3 if a limit is exceeded. RunError if a run or a
     task's samples cannot be read or compared."""
     labels = dict(zip(options.runs, options.labels or (), strict=False))
-    # Options are refused before the imports, which take seconds.
+    # Refuse options before the imports, which take seconds.
     layers_paths = [path for path in options.runs if run_kind(path) == "layers"]
     paths = [path for path in options.runs if path not in layers_paths]
     if layers_paths:
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
         tasks = compare_tasks(models, options.smallest_difference / 100)
         comparison = comparison and replace(comparison, tasks=tasks)
     try:
-        # Imported only if needed: each takes a second.
+        # Import modules only if needed: each takes a second.
         if comparison is not None:
             if options.plots is not None:
                 from scoremode.comparison.plots import write_plots
@@ -148,8 +148,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse_layers(options: argparse.Namespace, *, is_alone: bool) -> None:
-    """Raise RunError for `--csv`, which runs of `ppl-client layers` do not support, and for options that need other
-    runs if there are none."""
+    """Raise RunError for `--csv`, which does not work with runs of `ppl-client layers`, and if there are only such runs
+    (`is_alone`), for options that need other kinds."""
     for name in given(options, ("csv", *((*_OF_RUNS, "tasks", "llama_cpp") if is_alone else ()))):
         if name != "--html":
             alone = " alone" if name != "--csv" else ""
@@ -157,7 +157,8 @@ def _refuse_layers(options: argparse.Namespace, *, is_alone: bool) -> None:
 
 
 def _task_folders(tasks: Sequence[str], labels: Sequence[str]) -> dict[str, Path]:
-    """Map models to the folders of their answers: by the name given with a folder, or by the runs' labels in order."""
+    """Map each model to the folder of its answers. The model is the name given with the folder, else the label of the
+    run at the same place."""
     folders: dict[str, Path] = {}
     for place, task in enumerate(tasks):
         label, separator, folder = task.partition("=")

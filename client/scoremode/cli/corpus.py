@@ -1,4 +1,4 @@
-"""`ppl-client corpus`: perplexity of every document of files."""
+"""Implements `ppl-client corpus`, which measures the perplexity of every document in files."""
 
 import argparse
 import asyncio
@@ -33,7 +33,7 @@ async def run(options: argparse.Namespace) -> None:
 
 
 def as_text(done: CorpusProgress) -> str:
-    """The figures of a finished run, in two columns."""
+    """Format the figures of a finished run in two columns."""
     files, documents = f"{done.files_done:,}", f"{done.num_documents:,}"
     if done.num_finished_before:
         files += f", {done.num_finished_before:,} of them finished before"

@@ -1,4 +1,4 @@
-"""`ppl-client example`: real runs that come with the package, compared without a server, a GPU or a network."""
+"""Implements `ppl-client example`, which compares real runs that come with the package. It needs no server."""
 
 import argparse
 import shutil
@@ -9,14 +9,14 @@ from scoremode.cli.options import Command, Group, Option
 from scoremode.errors import OutputError, extra, file_errors
 
 RUNS = Path(__file__).with_name("example.zip")
-"""Written by scripts/write_example.py."""
+"""The runs, which scripts/write_example.py writes."""
 
 
 @extra("report")
 def run(options: argparse.Namespace) -> None:
     """Unpack the runs, write the report and the card next to them, and print the verdicts."""
     folder: Path = options.output
-    # Checked before the imports, which take seconds.
+    # Check this before the imports, which take seconds.
     if folder.exists():
         raise OutputError(f"{folder} exists already: give another folder with --output")
     from scoremode.comparison import compare, load_runs, verdict_line

@@ -1,4 +1,4 @@
-"""`ppl-client export`: a reference as a file for llama.cpp."""
+"""Implements `ppl-client export`, which writes a reference as a file for llama.cpp."""
 
 import argparse
 import asyncio

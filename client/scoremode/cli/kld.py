@@ -1,6 +1,6 @@
-"""`ppl-client kld`: KL divergence of a served model from a reference.
+"""Implements `ppl-client kld`, which measures the KL divergence of a served model from a reference.
 
-Labels and formats of the tables are llama.cpp's, so that both programs' output can be compared line by line.
+Three tables have llama.cpp's labels and formats, so that both programs' output can be compared line by line.
 """
 
 import argparse
@@ -68,7 +68,7 @@ _QUANTILES = {
     "Minimum": "min",
 }
 MOST_DIVERGENT = 10
-"""Number of tokens that are shown by default."""
+"""How many of the most divergent tokens are shown by default."""
 
 
 def check(options: argparse.Namespace) -> None:
@@ -95,14 +95,14 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Measur
     for line in _compared(measurement):
         print(f"\n{line}")
     positions = measurement.positions
-    # The reference's own model is compared by NLL: in the lane that was not recorded, rounding alone makes it diverge.
+    # Compare lanes of the reference's own model by NLL: its KL divergence is only rounding, and larger outside prefill.
     nats = -positions.logprobs if measurement.reference.is_of(measurement.server) else positions.kld
     return nats, np.concatenate([np.arange(1, size + 1) for size in measurement.window_sizes])
 
 
 def _compared(measurement: KldMeasurement) -> list[str]:
-    """Lines on the agreement of answers, if the reference has some, and on what the model costs against the reference,
-    unless it is the reference's own."""
+    """Paragraphs on the agreement of answers, if the reference has answers, and the verdict on the model, unless it is
+    the reference's own. Without the extra `report`, the reason why there is no verdict."""
     if measurement.as_noise_floor and measurement.reference.answers is None:
         return []
     try:
@@ -119,7 +119,7 @@ def _compared(measurement: KldMeasurement) -> list[str]:
 
 
 def as_text(measurement: KldMeasurement, overlap: Overlap | None = None, num_divergent: int = MOST_DIVERGENT) -> str:
-    """The models, the tokens that diverge most, llama.cpp's three tables, and tables of other figures."""
+    """Format the models, the most divergent tokens, llama.cpp's three tables, and tables of other figures."""
     figures, clustered = measurement.statistics, "stderr_clustered"
     kld, delta_p = figures["kld"], figures["delta_p"]
     tables = [
@@ -164,7 +164,7 @@ def as_text(measurement: KldMeasurement, overlap: Overlap | None = None, num_div
 
 
 def _quantiles(figures: Mapping[str, Any]) -> list[tuple[str, float | None]]:
-    """The quantiles with llama.cpp's labels; Δp has two more of them."""
+    """The quantiles in `figures`, with llama.cpp's labels. KLD does not have the 25 % and 75 % quantiles of Δp."""
     return [(label, figures[name]) for label, name in _QUANTILES.items() if name in figures]
 
 
@@ -250,7 +250,7 @@ def _percent(value: float | None, width: int, digits: int) -> str:
 
 
 def _pair(figures: Mapping[str, Any], name: str, error: str | None = None) -> str:
-    """A figure and its error, `{name}_stderr` unless it has another name."""
+    """Format the figure `name` ± its error, the figure `error` or by default `{name}_stderr`."""
     return f"{_number(figures[name], 10, 6)} ± {_number(figures[error or f'{name}_stderr'], 10, 6)}"
 
 

@@ -1,4 +1,5 @@
-"""`ppl-client layers`: what each block of a served model's decoder layers costs, and which to keep in 16 bits."""
+"""Implements `ppl-client layers`, which measures how much each block of a served model's decoder layers adds to its KL
+divergence from a reference, and chooses blocks to keep in 16 bits."""
 
 import argparse
 import json
@@ -79,7 +80,7 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Layers
 
 
 def as_text(measurement: LayersMeasurement) -> str:
-    """The models, the parts by cost with each one's share and the shares so far, and sums by kind."""
+    """Format the models, the model's parts by falling cost with their shares and running totals, and sums by kind."""
     whole = measurement.whole
     heading = [
         *compared_rows(measurement, "prefill", None),
@@ -114,7 +115,7 @@ def _kinds(measurement: LayersMeasurement) -> list[str]:
 
 
 def recipe_as_text(recipe: Recipe, measurement: LayersMeasurement) -> str:
-    """The kept blocks, the divergence to expect, and settings for llm-compressor and vLLM."""
+    """Format the kept blocks, the expected divergence, and settings for llm-compressor and vLLM."""
     lines = [
         "",
         f"====== Keep {len(recipe.kept)} blocks in 16 bits: {recipe.extra_bytes / 2**30:.4f} GiB more ======",

@@ -1,4 +1,4 @@
-"""`ppl-client`: perplexity of a text or of documents, KL divergence from a reference, and finished runs compared."""
+"""Runs `ppl-client`: parses the command line, runs the command, and turns errors into messages and exit statuses."""
 
 import argparse
 import asyncio
@@ -45,18 +45,19 @@ commands, each with its own --help:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `ppl-client` and return its exit status: 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C."""
+    """Run `ppl-client` and return its exit status: 0, 1 on failure, 3 if `compare` finds that a limit is exceeded, or
+    130 on Ctrl-C. Wrong usage ends the process with status 2."""
     if "_ARGCOMPLETE" in os.environ:
         complete()
     command, options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         with lines_on_stderr():
             return command.run(options) or 0
-    except (KeyboardInterrupt, asyncio.CancelledError) as error:  # In a sweep, SIGTERM raises the second.
+    except (KeyboardInterrupt, asyncio.CancelledError) as error:  # In a sweep, SIGTERM raises CancelledError.
         print(f"ppl-client: interrupted{command.if_interrupted}{_how_to_resume(error)}", file=sys.stderr)
         return 130
     except UnicodeEncodeError as error:
-        # Only the character is shown: the text around it may be a key.
+        # Show only the character: the text around it may be a key.
         character = printable(error.object[error.start : error.end])
         print(f"ppl-client: error: a text, name or path has {character}, not valid Unicode", file=sys.stderr)
         return 1
@@ -79,12 +80,12 @@ def complete() -> None:
 
 
 def _how_to_resume(error: BaseException) -> str:
-    """The notes that `running.measure_each` added."""
+    """The error's notes, in which `running.measure_each` says how to resume; empty if there are none."""
     return printable("".join(getattr(error, "__notes__", ())))
 
 
 def _advice(command: Command, word: str) -> str:
-    """Say which option may have been meant, which commands have it, or where a server's flags belong."""
+    """Suggest for an unknown `word` a similar option, the commands that have it, or the place for servers' flags."""
     option = word.partition("=")[0]
     if nearest := get_close_matches(option, command.options, n=1, cutoff=0.8):
         return f"; did you mean {nearest[0]}?"
@@ -94,7 +95,7 @@ def _advice(command: Command, word: str) -> str:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
-    """Parse the command line; ends the process with status 2 if it is wrong.
+    """Parse the command line, or end the process with status 2 if it is wrong.
 
     The first argument names the command. If it is an option, the command is `perplexity`.
     """

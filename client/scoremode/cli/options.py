@@ -1,4 +1,4 @@
-"""Classes that declare commands and options, and what several commands share: options, types of values, checks."""
+"""Defines the classes that declare commands, and the options, value types and checks that several commands share."""
 
 import argparse
 import re
@@ -36,21 +36,21 @@ from scoremode.wire import (
 DEFAULT_URL = "http://localhost:8000"
 DEFAULT_METHOD: Method = "sliding"
 SOURCES = ("dataset", "text", "text_file")
-"""Options that name a text; exactly one is given."""
+"""Options that name a text; a measurement needs exactly one of them, or none with `--preset categories`."""
 _WIDTH = 80
 
 
 class UsageError(Exception):
-    """Options are valid one by one, but contradict one another."""
+    """Options contradict one another, or name something that cannot be used."""
 
 
 class Option:
     """An argument of a command.
 
     Args:
-        name: Its name, followed by a space and a placeholder for its value if it has one.
-        help: Its line in the help.
-        is_rare: Whether only `--help-all` shows it.
+        name: The argument's name; if it takes a value, followed by a space and a placeholder for the value.
+        help: The argument's line in the help.
+        is_rare: Whether only `--help-all` shows the argument.
         **settings: Other arguments of `argparse.ArgumentParser.add_argument`.
     """
 
@@ -69,14 +69,14 @@ class Group:
     title: str
     options: Sequence[Option]
     is_exclusive: bool = False
-    """Whether at most one of them may be given."""
+    """Whether at most one of the options may be given."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints an error in one line. argparse would print a usage of twelve lines with it."""
+    """Prints an error in one line, without the usage of twelve lines that argparse would add."""
 
     hint = ""
-    """Added to every message."""
+    """Text that is added to every error message."""
 
     def error(self, message: str) -> NoReturn:
         """End the process with a message."""
@@ -93,21 +93,21 @@ class Command:
     check: Callable[[argparse.Namespace], None] | None = None
     """Raises UsageError if options contradict one another, and fills in defaults that depend on other options."""
     success: str = "every window was scored and the output is written"
-    """When the exit status is 0, for the help."""
+    """The condition for exit status 0, which the help shows."""
     if_interrupted: str = ""
-    """How to resume after Ctrl-C, for the message; empty if that depends on the journals."""
+    """Text on how to resume, added to the message after Ctrl-C. Empty if nothing can, or notes on the error say it."""
     example: str = ""
     """A command line that works as it is if a server runs."""
     rest: str = ""
-    """The option that gets the words after `--`; empty if none are allowed."""
+    """Name of the parsed options' attribute for the words after `--`; empty if the command takes none."""
 
     @property
     def options(self) -> list[str]:
-        """The names of its arguments."""
+        """The names of the command's arguments."""
         return [option.name for group in self.groups for option in group.options]
 
     def parser(self, prog: str, usage: str | None = None, more: str = "", *, with_rare: bool = False) -> Parser:
-        """Make the parser of its options. `with_rare` shows rare ones in the help too."""
+        """Make the parser of the command's options. `with_rare` shows rare options in the help too."""
         status = f"exit status: 0 if {self.success}, 1 on failure, 2 on wrong usage, 130 on Ctrl-C"
         parser = Parser(
             prog=prog,
@@ -120,7 +120,7 @@ class Command:
         return parser
 
     def _usage(self) -> str:
-        """Format the usage with required arguments only. argparse's own lists all options, in lines that are too
+        """Format the usage with required arguments only. argparse's usage lists all options, in lines that are too
         long."""
         options = [(option.name, option.settings) for group in self.groups for option in group.options]
         needed = [f"{name} {settings['metavar']}" for name, settings in options if settings.get("required")]
@@ -141,8 +141,8 @@ class Command:
 
 
 def value(convert: Callable[[str], Any], is_allowed: Callable[[Any], object], wanted: str) -> Callable[[str], Any]:
-    """Make an option's `type` for argparse, which converts the text and refuses values that are not allowed. `wanted`
-    says which are."""
+    """Make a function for argparse's `type`, which converts a text and refuses values that are not allowed. `wanted`
+    describes allowed values in its error."""
 
     def checked(text: str) -> Any:
         with suppress(ValueError):
@@ -311,7 +311,7 @@ CALIBRATION = Group(
 
 
 def output_options(help: str) -> list[Option]:
-    """The options of a run's output. `help` describes its file."""
+    """Make the options of a run's output. `help` describes the file of `--output`."""
     return [
         Option("--output FILE", help, type=Path),
         Option(
@@ -325,28 +325,28 @@ def output_options(help: str) -> list[Option]:
 
 
 def given(options: argparse.Namespace, names: Iterable[str]) -> Iterator[str]:
-    """Yield those of these options that were given, as they are spelled. 0 and an empty text count as given."""
+    """Yield the options in `names` that were given, as users spell them. 0 and an empty text count as given."""
     for name in names:
         if (content := getattr(options, name)) is not None and content is not False and content != []:
             yield f"--{name.replace('_', '-')}"
 
 
 def refuse(options: argparse.Namespace, names: Iterable[str], other: str, why: str) -> None:
-    """Raise UsageError if one of these is given together with another option."""
+    """Raise UsageError if an option in `names` is given together with `other`."""
     for together in given(options, [other]):
         for name in given(options, names):
             raise UsageError(f"{name} does not work with {together}{why}")
 
 
 def require(options: argparse.Namespace, names: Iterable[str], needed: str, why: str = "") -> None:
-    """Raise UsageError if one of these is given without another option."""
+    """Raise UsageError if an option in `names` is given without `needed`."""
     for name in given(options, names):
         if getattr(options, needed) is None:
             raise UsageError(f"{name} needs --{needed}{why}")
 
 
 def check_report(options: argparse.Namespace) -> None:
-    """Check, before the work, that the report and the card can be written."""
+    """Raise UsageError, before any work, if the report or the card could not be written."""
     if options.write_card is not None and options.write_card.suffix != ".md":
         raise UsageError(f"--write-card: {options.write_card} must end in .md")
     for path in filter(None, (options.html, options.write_card)):
@@ -360,7 +360,7 @@ def check_report(options: argparse.Namespace) -> None:
 
 
 def check_servers(options: argparse.Namespace) -> None:
-    """Fill in the default server. UsageError if one is named twice."""
+    """Fill in the default server. UsageError if a server is named twice."""
     options.urls = options.urls or [DEFAULT_URL]
     if len(set(options.urls)) < len(options.urls):
         raise UsageError("--url names a server twice")
@@ -373,14 +373,14 @@ def check_one_server(options: argparse.Namespace, subject: str, why: str) -> Non
 
 
 def check_source(options: argparse.Namespace) -> None:
-    """Refuse options for a text if the preset has its own."""
+    """Refuse options for a text if the preset comes with its own text."""
     if options.preset == CATEGORIES:
         others = (*SOURCES, "dataset_config", "num_samples", "messages", "chat_template_kwargs", "by")
         refuse(options, [name for name in others if name in options], "preset", " categories, which has its own text")
 
 
 def check_text(options: argparse.Namespace) -> None:
-    """Check the options for text and windows, and fill in the preset's, or the default method."""
+    """Check the options for text and windows, and fill in the preset's settings, or the default method."""
     check_source(options)
     if options.preset != CATEGORIES and not [*given(options, SOURCES)]:
         raise UsageError("give one of --dataset, --text, --text-file and --preset categories")
@@ -397,7 +397,7 @@ def check_text(options: argparse.Namespace) -> None:
 
 
 def check_measurement(options: argparse.Namespace) -> None:
-    """Check the options of a measurement in lanes, with an output."""
+    """Check a measurement's options for its lane and its output."""
     if options.decode_batch is not None and (options.concurrency is not None or options.lane == "prefill"):
         raise UsageError("--decode-batch needs --lane decode, verify or both, and replaces --concurrency")
     require(options, ("resume",), "output", ": the journal is next to it")

@@ -1,4 +1,4 @@
-"""`ppl-client` itself: perplexity of a text."""
+"""Implements `ppl-client perplexity`, the default command, which measures the perplexity of a text."""
 
 import argparse
 
@@ -59,7 +59,7 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Measur
 
 
 def as_text(evaluation: Evaluation, overlap: Overlap | None = None) -> str:
-    """Format an evaluation in two columns; with `overlap`, also its figures without windows of calibration text."""
+    """Format an evaluation in two columns. With `overlap`, add the perplexity without windows of calibration text."""
     plan, result, text = evaluation.plan, evaluation.result, evaluation.text_metrics
     rows = [
         ("model", plan.model),

@@ -24,7 +24,7 @@ from scoremode.corpus import CorpusProgress, OnCorpusProgress
 from scoremode.runs import OnBytes, OnProgress, Progress
 
 SECONDS_PER_LINE = 30.0
-"""Interval of progress lines if stderr is not a terminal. A terminal has a bar."""
+"""Seconds between progress lines if stderr is not a terminal. A terminal shows a bar instead."""
 
 _FIGURES: dict[str, Callable[[Progress], str]] = {
     "ppl": lambda progress: f"{progress.perplexity:.4f}",
@@ -36,7 +36,8 @@ _log = logging.getLogger(__name__)
 
 
 class _LinesOnStderr(logging.Handler):
-    """Prints to the current stderr, which a progress bar replaces. logging's own handler would keep the old one."""
+    """Prints log records to the current `sys.stderr`, which a progress bar replaces. logging's own handler would print
+    to the stream from before."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"ppl-client: {printable(' '.join(record.getMessage().split()))}", file=sys.stderr, flush=True)
@@ -44,7 +45,7 @@ class _LinesOnStderr(logging.Handler):
 
 @contextmanager
 def lines_on_stderr() -> Iterator[None]:
-    """Print what the package logs, such as waiting for servers, dropped servers and resumed journals."""
+    """Print the package's log messages, such as those on unreachable servers and resumed journals."""
     logger = logging.getLogger("scoremode")
     handler, level = _LinesOnStderr(), logger.level
     logger.addHandler(handler)
@@ -57,13 +58,13 @@ def lines_on_stderr() -> Iterator[None]:
 
 
 def _rate(num_tokens: int, seconds: float) -> str:
-    """Tokens per second in this session; `num_tokens` must not count those of earlier sessions."""
+    """Format tokens per second. `num_tokens` must not count tokens from before a resume."""
     return f"{num_tokens / seconds:,.0f}" if num_tokens and seconds else "-"
 
 
 def progress_bar(figure: Literal["ppl", "kld", "tokens"], *, quiet: bool) -> AbstractContextManager[OnProgress]:
-    """Show a bar of windows with the perplexity or the mean KL divergence so far, or of answers with their tokens,
-    unless `quiet`. Gives the function that advances it."""
+    """Show a progress bar, unless `quiet`: of windows with the perplexity or mean KL divergence so far, or of answers
+    with their number of tokens. Entering it gives the function that advances it."""
 
     def fields(progress: Progress) -> dict[str, Any]:
         return {
@@ -78,8 +79,8 @@ def progress_bar(figure: Literal["ppl", "kld", "tokens"], *, quiet: bool) -> Abs
 
 
 def corpus_bar(*, quiet: bool) -> AbstractContextManager[OnCorpusProgress]:
-    """Show a bar of files with the documents and the perplexity so far, unless `quiet`. Gives the function that
-    advances it."""
+    """Show a progress bar of files with the documents and perplexity so far, unless `quiet`. Entering it gives the
+    function that advances it."""
 
     def fields(progress: CorpusProgress) -> dict[str, Any]:
         return {
@@ -96,7 +97,7 @@ def corpus_bar(*, quiet: bool) -> AbstractContextManager[OnCorpusProgress]:
 
 @contextmanager
 def export_bar(*, quiet: bool) -> Iterator[OnBytes]:
-    """Show a bar of bytes, unless `quiet`; gives the function that advances it."""
+    """Show a progress bar of bytes, unless `quiet`. Entering it gives the function that advances it."""
     columns = (BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with _shown(*columns, quiet=quiet) as bar:
         task = bar.add_task("", total=None)
@@ -113,7 +114,7 @@ def _bar(
     *,
     quiet: bool,
 ) -> Iterator[Callable[[Any], None]]:
-    """Show a bar; gives the function that advances it."""
+    """Show a bar, or log lines if stderr is not a terminal. Entering it gives the function that advances it."""
     columns = (TextColumn(counted), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn(middle), time)
     next_line = SECONDS_PER_LINE
 
@@ -133,6 +134,6 @@ def _bar(
 
 
 def _shown(*columns: ProgressColumn, quiet: bool) -> ProgressBar:
-    """Make a bar that disappears at the end: then the command prints its results, or an error."""
+    """Make a bar that disappears when it ends, because the command then prints its results or an error."""
     console = Console(stderr=True)
     return ProgressBar(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)

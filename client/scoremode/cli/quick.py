@@ -1,4 +1,4 @@
-"""`ppl-client quick`: makes a plan of its options, and sweeps an original and its quantizations."""
+"""Implements `ppl-client quick`, which makes a plan from its options, and sweeps an original and its quantizations."""
 
 import argparse
 import shutil
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     if _is_quantized(models[0]) and False in map(_is_quantized, models):
         print(f"ppl-client: {models[0]} is quantized and a copy is not: the original comes first", file=sys.stderr)
     if options.tasks is not None:
-        # Answers are read before the first server starts, so that bad ones are refused at once.
+        # Read answers before the first server starts, so that unusable files are refused at once.
         from scoremode.accuracy import compare_tasks, load_tasks
 
         names, judges = [entry.name for entry in checked.models], (options.task_metric, options.task_filter)
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _answers_folder(folder: Path, name: str) -> Path:
-    """The folder of a model's answers: `name`, or else the only one called PATH__`name`, as lm-eval names folders."""
+    """The subfolder with a model's answers: `name`, or else the only one that ends in `__name`, lm-eval's own name."""
     own = [*folder.glob(f"*__{name}")]
     return own[0] if len(own) == 1 and not (folder / name).exists() else folder / name
 
@@ -81,7 +81,7 @@ def _is_quantized(model: str) -> bool | None:
 
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a plan that does what these options say."""
+    """Make the fields of the plan that these options describe."""
     files = [model for model in options.models if model.endswith(".gguf")]
     models = [options.original, *(model for model in options.models if model not in files)]
     preset = options.preset or (None if options.messages else _PRESET)

@@ -1,4 +1,4 @@
-"""`ppl-client record`: records a served model's distributions as a reference."""
+"""Implements `ppl-client record`, which records a served model's distributions as a reference."""
 
 import argparse
 import asyncio
@@ -41,7 +41,8 @@ from scoremode.wire import AnswerSettings
 
 LAYERS_CONTEXT = 1024
 LAYERS_TOKENS = 4 * LAYERS_CONTEXT + 1
-"""Four windows, and one token more: method `disjoint` leaves out a window that ends with the text."""
+"""Default length of the text with `--layers`: four windows, and one token more, because method `disjoint` cuts a window
+only if a token follows it."""
 
 
 def check(options: argparse.Namespace) -> None:
@@ -95,7 +96,7 @@ async def _record_answers(options: argparse.Namespace) -> Recording:
 
 
 def as_text(recording: Recording) -> str:
-    """A recording in two columns."""
+    """Format a recording in two columns."""
     reference = recording.reference
     resumed = f", {recording.num_resumed:,} of them before" if recording.num_resumed else ""
     answers = [] if reference.answers is None else [("answers", reference.answers.in_words)]

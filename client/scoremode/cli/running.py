@@ -1,4 +1,4 @@
-"""Functions that commands which measure share: clients, corpora, lanes, outputs, and the rows of their tables."""
+"""Has the functions that measuring commands share: for clients, corpora, lanes, outputs, and rows of tables."""
 
 import argparse
 import asyncio
@@ -39,14 +39,14 @@ Rows = list[tuple[str, str]]
 """Names and values of a table of two columns."""
 
 Measured = tuple[NDArray[np.floating[Any]], NDArray[np.integer[Any]]]
-"""Nats and positions of all targets. A position is the target's in its window, or for a KL divergence its number among
-the window's targets."""
+"""NLLs or KL divergences of all n targets in nats [n], and positions [n]. A position is the target's index in its
+window for `ppl-client perplexity`, and its number among the window's targets, from 1, for `ppl-client kld`."""
 
 
 def measure_lanes(
     options: argparse.Namespace, measure: Callable[[argparse.Namespace, Output | None], Coroutine[Any, Any, Measured]]
 ) -> None:
-    """Measure in one lane; or in prefill, then decode, and print how they differ."""
+    """Measure in the lane of the options. For `both`, measure in prefill, then in decode, and print how they differ."""
     measured = measure_each([*_each_lane(options)] if options.lane == "both" else [options], measure)
     if len(measured) > 1:
         (prefill, positions), (decode, _) = measured
@@ -57,8 +57,8 @@ def measure_each(
     runs: Sequence[argparse.Namespace],
     measure: Callable[[argparse.Namespace, Output | None], Coroutine[Any, Any, Result]],
 ) -> list[Result]:
-    """Measure with the options of each run. If one fails, the journals are closed, and the error says how to resume the
-    last run that has windows."""
+    """Measure with the options of each run. If a run fails, close the journals, and add a note to the error on how to
+    resume the last run that has finished windows."""
     outputs = [None if run.output is None else Output(run.output, resume=run.resume, force=run.force) for run in runs]
     written = [*filter(None, outputs)]
     try:
@@ -67,14 +67,14 @@ def measure_each(
         hints = [output.abort() for output in written]
         error.add_note(next(filter(None, reversed(hints)), ""))
         raise
-    # The journals stay until all runs are finished: resuming them needs the first one's too.
+    # Keep the journals until all runs are finished: resuming needs the first run's journal too.
     for output in written:
         output.remove_journal()
     return measured
 
 
 def _each_lane(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """The options of a run in each lane, whose output is named after the lane."""
+    """Yield the options of the runs in prefill and in decode. The names of their outputs end in the lane."""
     for lane, decode_batch in (("prefill", None), ("decode", options.decode_batch)):
         path = options.output
         if path is not None:
@@ -86,7 +86,7 @@ def _each_lane(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
 async def connected(
     options: argparse.Namespace, bar: AbstractContextManager[OnStep]
 ) -> AsyncIterator[tuple[list[AsyncScoreClient], OnStep]]:
-    """Connect to each server and show the progress bar. Gives the clients, and the function that advances the bar."""
+    """Connect to each server and enter `bar`. Gives the clients, and the function that advances the bar."""
     settings = {name: getattr(options, name) for name in ("model", "api_key", "timeout", "retry_for")}
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(patient_client(url, **settings)) for url in options.urls]
@@ -96,7 +96,7 @@ async def connected(
 def write_and_print(
     run: FinishedRun | LayersMeasurement, overlap: Overlap | None, urls: Sequence[str], output: Output | None, text: str
 ) -> None:
-    """Write a finished run, and print it even if it cannot be written: it may have taken hours."""
+    """Write a finished run, and print `text` even if writing fails, because the run may have taken hours."""
     try:
         if output is not None:
             shared = {} if overlap is None else overlap.record()
@@ -123,8 +123,8 @@ def corpus_of(options: argparse.Namespace) -> Corpus:
 
 
 async def calibration_of(options: argparse.Namespace, client: AsyncScoreClient) -> Calibration | None:
-    """Read and tokenize the calibration text, before anything is measured: the file may be missing, and `client` may
-    fail during the run."""
+    """Read and tokenize the calibration text; None without `--calibration`. Call this before measuring: the file may be
+    missing, and the client's server may fail during the run."""
     if (path := options.calibration) is None:
         return None
     texts = read_rows(path, options.calibration_column)
@@ -147,7 +147,7 @@ def run_settings(options: argparse.Namespace, output: Output | None, on_progress
 
 
 def server_rows(server: ServerInfo, lane: Lane, batch: float | None) -> Rows:
-    """Rows on where, when and in which lane a model was measured."""
+    """Make rows on the server, the date and the lane in which a model was measured."""
     rows = [
         ("revision", server.revision or "-"),
         ("server", f"scoremode {server.scoremode_version}, vLLM {server.vllm_version}"),
@@ -160,7 +160,7 @@ def server_rows(server: ServerInfo, lane: Lane, batch: float | None) -> Rows:
 
 
 def compared_rows(measured: ComparedModel, lane: Lane, batch: float | None) -> Rows:
-    """Rows on a model, the reference that it was compared with, and its text."""
+    """Make rows on a model, the reference that it was compared with, and the reference's text."""
     server, reference = measured.server, measured.reference
     return [
         ("model (Q)", f"{measured.model}: {weights_in_words(server)}"),
@@ -171,7 +171,7 @@ def compared_rows(measured: ComparedModel, lane: Lane, batch: float | None) -> R
 
 
 def window_rows(windows: Plan | Reference, corpus: CorpusInfo | None, num_scored: int, num_tokens: int) -> Rows:
-    """Rows on a text and its windows."""
+    """Make rows on a text and its windows."""
     return [
         ("corpus", "not known" if corpus is None else corpus.in_words),
         ("figures", comparable_with(corpus, windows.context_length)),

@@ -1,4 +1,4 @@
-"""`ppl-client sweep`: serves and measures the models of a plan, one after another."""
+"""Implements `ppl-client sweep`, which serves and measures the models of a plan, one after another."""
 
 import argparse
 import asyncio
@@ -51,7 +51,8 @@ def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, tasks:
 
 
 async def _stopped_by_sigterm(measuring: Coroutine[Any, Any, "SweepResult"]) -> "SweepResult":
-    """Let SIGTERM stop the servers too, as Ctrl-C does: background commands of a shell ignore Ctrl-C."""
+    """Await `measuring`, and let SIGTERM stop it and its servers as Ctrl-C does, which a shell's background commands
+    ignore."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
