@@ -34,9 +34,9 @@ class ModelTasks:
 
     label: str
     rows: list[TaskRow]
-    """One per task; p-values and verdicts are adjusted for their number (Holm)."""
+    """One per task; p-values and verdicts are adjusted for the number of tasks (Holm's method)."""
     pooled: TaskRow
-    """Counts all questions of all tasks; its verdict is the model's."""
+    """The figures on the questions of all tasks together; the verdict is the model's."""
     flipped: list[FlippedAnswer]
 
     @property
@@ -47,7 +47,7 @@ class ModelTasks:
 
 @dataclass(frozen=True, slots=True)
 class TaskComparison:
-    """Every other model compared with the base."""
+    """All models, each compared with the base, which is the first."""
 
     base: str
     models: list[ModelTasks]
@@ -82,7 +82,7 @@ def compare_tasks(models: Mapping[str, Mapping[str, TaskSamples]], smallest_diff
 
 
 def _model(label: str, pairs: list[tuple[TaskSamples, TaskSamples]], smallest_difference: float) -> ModelTasks:
-    # Imported here because it takes a second, which comparisons without tasks save.
+    # Imported here because this takes a second, which comparisons without tasks save.
     from statsmodels.stats.multitest import multipletests
 
     flips = [_flips(base, other) for base, other in pairs]
@@ -107,7 +107,8 @@ def _flips(base: TaskSamples, other: TaskSamples) -> Flips:
 
 
 def _check(label: str, base: TaskSamples, other: TaskSamples) -> list[str]:
-    """Raise RunError unless both answer the same questions by the same metric. Return a warning if prompts differ."""
+    """Raise RunError unless both models answer the same questions, judged by the same metric. Return a warning if
+    prompts differ."""
     place = f"{other.path}: task {base.task}"
     if (base.metric, base.filter) != (other.metric, other.filter):
         raise RunError(

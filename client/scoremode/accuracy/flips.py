@@ -1,4 +1,4 @@
-"""Tests whether one of two models answers the same questions worse, and whether so few questions could have shown it.
+"""Tests whether one of two models answers the same questions worse, and whether there are enough questions to show it.
 
 A question counts if only one model answers it right: `lost` if that is the base, `gained` if it is the other model.
 
@@ -28,12 +28,12 @@ LEVEL = 0.05
 """Significance level of the two-sided test."""
 POWER = 0.8
 _NEGLIGIBLE = 1e-9
-"""`power` leaves out the smallest and the largest numbers of flips, which have this chance at each end."""
+"""Chance of the smallest numbers of flips, and of the largest, which `power` leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flips:
-    """How often two models are right about the same questions."""
+    """How often the base and another model answer the same questions right."""
 
     num_questions: int
     num_right: int
@@ -68,10 +68,10 @@ class TaskFigures:
 
     flips: Flips
     p: float
-    """Adjusted for the number of tasks if there are several."""
+    """The p-value of the exact test, adjusted for the number of tasks if there are several."""
     interval: tuple[float, float]
     smallest_shown: float
-    """The smallest difference that this number of questions shows four times in five."""
+    """The smallest difference of accuracies, 0 to 1, that this number of questions shows with `POWER`."""
     verdict: TaskVerdict
     num_needed: int | None
     """The number of questions that would show `smallest_difference`; None unless there are too few."""
@@ -79,7 +79,7 @@ class TaskFigures:
 
 def task_figures(flips: Flips, smallest_difference: float, p: float | None = None) -> TaskFigures:
     """Compute figures and a verdict: "too few questions" if no difference is shown, and `smallest_difference` (0 to 1)
-    could not have been shown either. `p` replaces the test's own."""
+    could not have been shown either. `p` replaces the test's own p-value."""
     p = exact_p(flips) if p is None else p
     smallest_shown = smallest_difference_shown(flips.num_questions, flips.rate)
     verdict: TaskVerdict = "worse" if flips.difference < 0 else "better"
@@ -99,13 +99,13 @@ def exact_p(flips: Flips) -> float:
 
 
 def score_interval(flips: Flips) -> tuple[float, float]:
-    """The differences that a score test at 5 % does not reject."""
+    """The 95 % interval of the difference of accuracies: the differences that Tango's score test does not reject."""
     n, lost, gained = flips.num_questions, flips.lost, flips.gained
     z = float(ndtri(1 - LEVEL / 2))
 
     def distance(difference: float) -> float:
-        """How many standard errors the observed difference is from this one, minus z."""
-        # The most likely rate of losses if this is the true difference.
+        """How many standard errors the observed difference is from `difference`, minus z."""
+        # The most likely rate of losses if `difference` is the true difference.
         linear = (2 * n + lost - gained) * difference - lost - gained
         root = math.sqrt(linear**2 + 8 * n * lost * difference * (1 - difference))
         rate = (root - linear) / (4 * n)
@@ -120,7 +120,7 @@ def score_interval(flips: Flips) -> tuple[float, float]:
 
 
 def power(num_questions: int, rate: float, difference: float) -> float:
-    """The chance that the exact test shows this true difference of accuracies, over all numbers of flips."""
+    """The chance that the exact test shows a true difference of accuracies, if answers flip at `rate`."""
     lowest, highest = binom.ppf([_NEGLIGIBLE, 1 - _NEGLIGIBLE], num_questions, rate)
     num_flips = np.arange(lowest, highest + 1)
     # For each number of flips, the largest number of losses (or gains) that is small enough for p < LEVEL.
@@ -133,7 +133,7 @@ def power(num_questions: int, rate: float, difference: float) -> float:
 
 @lru_cache(maxsize=256)
 def smallest_difference_shown(num_questions: int, rate: float) -> float:
-    """The smallest difference of accuracies that the test shows with `POWER`; 1 where it shows none.
+    """The smallest difference of accuracies that the test shows with `POWER`; 1 if it shows none.
 
     Answers flip at `rate`, or at the rate that the difference itself needs, if that is larger.
     """

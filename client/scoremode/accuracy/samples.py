@@ -1,6 +1,6 @@
 """Reads lm-eval's `--log_samples` files: for each question, the answer and whether it is right.
 
-All of its backends write them, as `samples_TASK_DATE.jsonl` below the folder of `--output_path`.
+All backends of lm-eval write them, as `samples_TASK_DATE.jsonl` below the folder of `--output_path`.
 """
 
 import re
@@ -19,7 +19,7 @@ _RIGHT = {"1": True, "1.0": True, "True": True, "0": False, "0.0": False, "False
 
 @dataclass(frozen=True, slots=True)
 class SampleAnswer:
-    """An option with its logprob, or a generated text."""
+    """A model's answer to a question: an option with its logprob, or a generated text."""
 
     text: str
     logprob: float | None
@@ -43,7 +43,7 @@ class TaskSamples:
 
     task: str
     metric: str
-    """Empty if none of the task's metrics is yes or no; then `samples` is empty too."""
+    """The metric that judges answers; empty if no metric of the task is yes or no, and then `samples` is empty too."""
     filter: str
     path: Path
     samples: dict[int, Sample]
@@ -56,7 +56,7 @@ def load_tasks(folder: Path, metrics: Sequence[str] = (), filters: Sequence[str]
 
     Args:
         folder: The folder of `--output_path`, or one in it.
-        metrics: The first of these that a task has judges its answers. Without any, its only yes-or-no metric does.
+        metrics: The first of these that a task has judges its answers; if empty, the task's only yes-or-no metric.
         filters: lm-eval's filters, chosen in the same way.
     """
     latest: dict[str, tuple[str, Path]] = {}
