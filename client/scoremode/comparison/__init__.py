@@ -7,7 +7,7 @@
         print(pair.first.label, pair.second.label, pair.verdict, pair.ppl_ratio.low, pair.ppl_ratio.high)
     print(*summary(comparison), sep="\\n")
 
-It needs the extra `report`.
+The package needs the extra `report`.
 """
 
 from scoremode.comparison.card import card

@@ -10,11 +10,11 @@ from scoremode.comparison.tables import Column, CsvRow, aligned, escaped, markdo
 _MAX_FLIPPED = 200
 """Limit on the flipped questions that a report shows per model."""
 _END = 300
-"""How many of the last characters of a question's prompt are shown."""
+"""How many characters from the end of a question's prompt are shown."""
 
 
 def tasks_as_text(tasks: TaskComparison, *, is_markdown: bool = False) -> str:
-    """One table per model, and notes on the verdicts; for a terminal, or in Markdown."""
+    """Format one table per model, and notes on the verdicts, for a terminal or in Markdown."""
     tables = [(markdown_rows if is_markdown else aligned)(_columns(tasks, model)) for model in tasks.models]
     notes = accuracy_notes(tasks)
     return paragraphs(*tables, [f"- {escaped(note)}" for note in notes] if is_markdown else notes)
@@ -49,8 +49,8 @@ def tasks_as_csv(tasks: TaskComparison) -> Iterator[CsvRow]:
 
 
 def report_sections(tasks: TaskComparison) -> Iterator[dict[str, object]]:
-    """Yield the report's sections, one per model. Flipped questions with the clearest answers of both models come
-    first, near ties last. Verdicts are classes of the style sheet, one per row."""
+    """Yield the report's sections, one per model. Flipped questions come first if both models prefer their option by
+    many nats, and last if one is close to a tie. Verdicts are classes of the style sheet, one per row."""
     for model in tasks.models:
         flipped = sorted(model.flipped, key=lambda question: -min(_margin(question.base), _margin(question.other)))
         yield {
@@ -101,13 +101,14 @@ def _difference(figures: TaskFigures) -> str:
 
 
 def _margin(sample: Sample) -> float:
-    """Nats between the best two options; 0 for a generated text."""
+    """The difference in logprob of the model's two most likely options, in nats; 0 for a generated text."""
     logprobs = sorted((answer.logprob for answer in sample.answers if answer.logprob is not None), reverse=True)
     return logprobs[0] - logprobs[1] if len(logprobs) > 1 else 0.0
 
 
 def _flipped(base: str, label: str, flipped: FlippedAnswer) -> tuple[str, list[tuple[str, str, str]]]:
-    """A heading for a flipped question, and a row per option with the logprobs of base and model."""
+    """Make a heading for a flipped question, and one row per option with the logprobs of the base and the model. For
+    generated texts the row has both texts."""
     right, wrong = (base, label) if flipped.base.is_right else (label, base)
     prompt = flipped.base.prompt
     shown = prompt if len(prompt) <= _END else f"…{prompt[-_END:]}"

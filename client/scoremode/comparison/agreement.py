@@ -1,9 +1,9 @@
-"""Computes for how many tokens runs give the same answers as their reference's model, whose answers were recorded.
+"""Computes for how many tokens runs give the same answers as the original, their reference's recorded model.
 
-An answer parts at the first token that differs. If the run and the original stop after different tokens, it parts
-there, or after the answer's last token. An answer that never parts is censored: its first difference would come later.
-So quantiles are those of the Kaplan-Meier estimate. Answers are independent, so without censored ones intervals are
-exact.
+An answer of the original parts at its first token that is not the run's top token. It also parts where only one of both
+models stops, which may be after the answer's last token. An answer that never parts is censored: a difference could
+still come after its end. So quantiles are those of the Kaplan-Meier estimate. Answers are independent, so intervals are
+exact if no answer is censored.
 """
 
 import math
@@ -20,19 +20,19 @@ from scoremode.comparison.run_file import RunFile
 from scoremode.kld import Floats, agreement_lengths, follows_stop, num_ties
 
 AgreementFigures = dict[str, Any]
-"""Fields of `RunFigures`."""
+"""Values of fields of `RunFigures`, by name."""
 _QUANTILES = {"agreement_p10": 0.1, "agreement_p25": 0.25, "agreement_median": 0.5, "agreement_p75": 0.75}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Agreement:
-    """Agreement on all answers that are not empty: arrays of shape [answers]."""
+    """The agreement of a run with every answer that is not empty: arrays of shape [answers]."""
 
     lengths: NDArray[np.int64]
-    """Tokens before the first difference; all of the answer's tokens if there is none."""
+    """Tokens before the first difference; all of the answer's tokens, as in `sizes`, if there is none."""
     sizes: NDArray[np.int64]
     parts: NDArray[np.bool_]
-    """Whether an answer has a difference, which may come after its last token."""
+    """Whether the answer parts, which may be after its last token."""
 
     @property
     def _last(self) -> NDArray[np.int64]:
@@ -40,7 +40,7 @@ class Agreement:
         return self.lengths + self.parts
 
     def survival(self) -> tuple[Floats, Floats]:
-        """Numbers of tokens from 0 on, and the estimated share of answers that are the same for at least as many."""
+        """Numbers of tokens from 0 on, and for each number the estimated share of answers that agree for as many."""
         # Imported here because this takes a second, and most comparisons have no answers.
         from scipy.stats import CensoredData, ecdf
 
@@ -48,15 +48,15 @@ class Agreement:
         return np.append(0, estimate.quantiles), np.append(1.0, estimate.probabilities)
 
     def quantile(self, fraction: float) -> float:
-        """The number of tokens by which at least `fraction` of the answers has parted; infinite if fewer ever do."""
+        """The agreement in tokens that at least `fraction` of answers do not exceed; infinite if fewer ever part."""
         tokens, shares = self.survival()
         return _quantile(tokens, shares, fraction)
 
     def survival_intervals(self) -> tuple[Floats, Floats, Floats]:
-        """Numbers of tokens from 1 on, and the ends of the 95 % interval of the share that is the same for more.
+        """The numbers of tokens in `survival`, and the low and high ends of the 95 % intervals of its shares.
 
-        The interval is Clopper and Pearson's. Its number of answers follows from Greenwood's variance: all answers if
-        none is censored.
+        Intervals are Clopper and Pearson's, for the number of answers that gives a share Greenwood's variance. This is
+        the number of all answers if none is censored.
         """
         tokens, shares = self.survival()
         ordered = np.sort(self._last)
@@ -69,12 +69,12 @@ class Agreement:
         sizes = np.where((shares > 0) & (shares < 1), sizes, num_left)
         ends = [exact_interval(share, size) for share, size in zip(shares.tolist(), sizes.tolist(), strict=True)]
         low, high = np.minimum.accumulate(ends).T
-        # An answer may part at its first token, so tokens begin at 1.
+        # Replace the first number, 0, because `_quantile` subtracts 1.
         return np.maximum(tokens, 1), low, high
 
     def quantile_figure(self, fraction: float) -> Figure:
-        """A quantile with Brookmeyer and Crowley's interval, the quantiles of the ends of `survival_intervals`. If all
-        answers part, these are order statistics. Equal ends are left out."""
+        """A quantile with Brookmeyer and Crowley's interval: the same quantile of each end of `survival_intervals`. If
+        all answers part, the interval's ends are order statistics. Equal ends are left out."""
         tokens, *shares = self.survival_intervals()
         low, high = (_quantile(tokens, ends, fraction) for ends in shares)
         ends = (low, high) if low < high else (None, None)
@@ -82,21 +82,21 @@ class Agreement:
 
 
 def _quantile(tokens: Floats, shares: Floats, fraction: float) -> float:
-    """The number of tokens before the first at which the shares, which never rise, have fallen by `fraction`."""
-    # Allow for rounding: a product may miss a half.
+    """One less than the first of `tokens` whose share is at most 1 - `fraction`; infinite if there is none."""
+    # Allow for rounding: the product for a share of one half may be a little larger.
     first = int((shares > 1 - fraction + 1e-9).sum())
     return float(tokens[first]) - 1 if first < len(tokens) else math.inf
 
 
 def has_answers(run: RunFile, *, are_greedy: bool) -> bool:
-    """Whether a run was compared with a reference that has greedy, or else sampled, answers. A run that is itself the
-    reference was not compared."""
+    """Whether a run was compared with a reference of answers: greedy ones if `are_greedy`, else sampled ones. False for
+    a run that stands for the reference itself."""
     answers = None if run.reference is None or run.is_reference else run.reference.answers
     return answers is not None and answers.are_greedy == are_greedy
 
 
 def agreement_of(run: RunFile, members: NDArray[np.bool_] | None = None) -> Agreement:
-    """The agreement of a run's answers, or only of their tokens in a group [n]."""
+    """The agreement of a run with the recorded answers, or with their tokens in a group, the mask `members` [n]."""
     assert run.top_token_ids is not None
     members = np.ones(run.num_scored, bool) if members is None else members
     is_same, sizes = (run.top_token_ids == run.token_ids) & ~has_stopped(run), _sizes(run, members)
@@ -112,8 +112,8 @@ def has_stopped(run: RunFile) -> NDArray[np.bool_]:
 
 
 def _continues(run: RunFile) -> NDArray[np.bool_]:
-    """[windows], whether an answer's last token ends it for the original, but not for the run. At the limit of tokens
-    both end."""
+    """[windows], whether an answer's last token ends it for the original, but not for the run. At the limit on tokens
+    both models end."""
     assert run.reference is not None
     assert run.reference.answers is not None
     last = run.token_ids[np.cumsum(run.window_sizes) - 1]
@@ -122,7 +122,8 @@ def _continues(run: RunFile) -> NDArray[np.bool_]:
 
 
 def floor_of(run: RunFile, runs: Sequence[RunFile]) -> Agreement | None:
-    """The agreement of the reference's own model in a run's lane; None if no run has it."""
+    """The agreement of the reference's own model with its answers in the lane of `run`, from the first of `runs` that
+    has it in its noise floor; None without such a run."""
     for other in runs:
         is_alike = other.reference_identity == run.reference_identity and other.lane == run.lane
         floor = None if other.reference is None else other.reference.noise_floor_of(run.lane)
@@ -134,7 +135,7 @@ def floor_of(run: RunFile, runs: Sequence[RunFile]) -> Agreement | None:
 
 
 def answer_counts(runs: Sequence[RunFile], num_resamples: int, seed: int) -> Floats | None:
-    """How often each answer is drawn, [resamples, answers]; None without sampled answers, or with too few of them."""
+    """How often each resample draws each answer, [resamples, answers]; None without enough sampled answers."""
     num_answers = max((run.num_windows for run in runs if has_answers(run, are_greedy=False)), default=0)
     if num_answers < MIN_UNITS:
         return None
@@ -144,7 +145,8 @@ def answer_counts(runs: Sequence[RunFile], num_resamples: int, seed: int) -> Flo
 def agreement_figures(
     run: RunFile, counts: Floats | None, members: NDArray[np.bool_] | None = None
 ) -> AgreementFigures:
-    """The figures of a run, or of a group of its targets; none unless its reference has answers."""
+    """The figures of a run, or of a group of its targets, the mask `members` [n]; empty unless the run's reference has
+    answers. `counts` is from `answer_counts`."""
     present = _sizes(run, members) > 0
     answer_draws = None if counts is None or present.sum() < MIN_UNITS else counts[:, present]
     if has_answers(run, are_greedy=True):
@@ -159,7 +161,7 @@ def agreement_figures(
 
 
 def floor_figures(run: RunFile, runs: Sequence[RunFile]) -> AgreementFigures:
-    """The median and the share of the reference's own model; empty if they are not known."""
+    """Median agreement and share of same answers for the reference's own model; empty if they are not known."""
     floor = floor_of(run, runs) if has_answers(run, are_greedy=True) else None
     if floor is None:
         return {}
@@ -170,8 +172,9 @@ def floor_figures(run: RunFile, runs: Sequence[RunFile]) -> AgreementFigures:
 
 
 def expected_lengths(run: RunFile, members: NDArray[np.bool_] | None = None) -> Floats:
-    """[windows], for a sampled answer the sum over its tokens of the product of min(1, q/p) up to each token. The mean
-    over answers is the expected number of tokens that the best coupling of both samplers has in common."""
+    """[windows], for each sampled answer the sum over its tokens of the product of min(1, q/p) up to the token, where q
+    and p are the run's and the original's probabilities. The mean over answers is the expected number of tokens that
+    the best coupling of both samplers has in common."""
     assert run.reference_nlls is not None
     logs = np.where(has_stopped(run), -np.inf, np.minimum(run.reference_nlls - run.nlls, 0.0))
     parts = np.split(logs if members is None else logs[members], np.cumsum(_sizes(run, members))[:-1])
@@ -190,20 +193,20 @@ def _share(agreement: Agreement) -> Figure:
 
 
 def _mean(values: Floats, counts: Floats | None) -> Figure:
-    """The mean over answers, with percentiles of the resamples as its interval unless all resamples are equal."""
+    """The mean over answers, with percentiles of the resampled means as its interval, or none if all are equal."""
     low, high = (math.nan, math.nan) if counts is None else _percentiles(counts @ values / counts.sum(axis=1))
     ends = (low, high) if high - low > ROUNDING else (None, None)
     return Figure(float(values.mean()), None, *ends)
 
 
 def _percentiles(resampled: Floats) -> tuple[float, float]:
-    """The ends of the 95 % interval."""
+    """The ends of the 95 % interval: quantiles of resampled means, without NaN."""
     low, high = np.quantile(resampled[~np.isnan(resampled)], (0.025, 0.975), method="inverted_cdf")
     return float(low), float(high)
 
 
 def _sizes(run: RunFile, members: NDArray[np.bool_] | None) -> NDArray[np.int64]:
-    """[windows], how many targets belong to a group; all targets without a group."""
+    """[windows], how many targets of each window are in a group, the mask `members` [n]; all without a group."""
     if members is None:
         return run.window_sizes.astype(np.int64)
     ends = np.cumsum(run.window_sizes)

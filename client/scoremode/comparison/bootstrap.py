@@ -1,12 +1,13 @@
-"""Computes intervals that stay valid if neighboring tokens depend on each other: a stationary block bootstrap over the
-windows of a text, or over documents drawn one by one.
+"""Computes intervals that stay valid if neighboring tokens depend on each other, by a stationary block bootstrap over
+the windows of a text, or by drawing documents one by one.
 
-docs/compare.md describes it. With n units, blocks of b on average, q = 1 - 1/b, and s the standard deviation of a
-figure over the resamples, its 95 % interval is
+docs/compare.md describes the method. With n units (windows or documents), blocks of b units on average, q = 1 - 1/b,
+and s the standard deviation of a figure over the resamples, the figure's 95 % interval is
 
     value ± t(f) · s · sqrt(1 / (1 - (1 + q) / (1 - q) / n)),    f = n (1 - q²) / (1 + q²) - 1
 
-For documents, b is 1, and n is the equivalent number of documents of equal size: (Σ size)² / Σ size².
+t(f) is the 97.5 % quantile of Student's t distribution with f degrees of freedom. For documents, b is 1, and
+n is the equivalent number of documents of equal size: (Σ size)² / Σ size².
 """
 
 import math
@@ -20,18 +21,18 @@ from scipy.special import betaincinv, ndtri, stdtrit
 from scoremode.kld import Floats
 
 MIN_UNITS = 20
-"""The fewest units for an interval; fewer do not have enough blocks."""
+"""The fewest units for an interval; fewer units do not have enough blocks."""
 FEW_WINDOWS = 40
 """A text with fewer windows is cut into at least this many segments, if it is long enough."""
 ROUNDING = 1e-12
 """Resamples with a smaller spread, in nats or shares, are equal except for rounding in their sums."""
 MANY_UNITS = 2000
-"""Windows are joined if there are more than this, because more would not improve an interval, only take longer."""
+"""More windows than this are joined into groups: more units would only take longer, and not improve an interval."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
-    """Parts of a text that resamples draw, each with consecutive targets."""
+    """The parts of a text that resamples draw. Each has consecutive targets."""
 
     starts: NDArray[np.intp]
     """[units], the index of each unit's first target."""
@@ -46,7 +47,7 @@ class Units:
 
 
 def cut_units(window_sizes: NDArray[np.int32], window_documents: NDArray[np.int32] | None = None) -> Units:
-    """Cut a text into units: its documents if it has any, else windows, or segments or groups of them."""
+    """Cut a text into units: its documents if it has any, else windows, segments of few windows, or groups of many."""
     sizes = window_sizes[window_sizes > 0].astype(np.intp)
     if window_documents is not None:
         sizes = np.add.reduceat(sizes, np.flatnonzero(np.diff(window_documents[window_sizes > 0], prepend=-1)))
@@ -55,7 +56,7 @@ def cut_units(window_sizes: NDArray[np.int32], window_documents: NDArray[np.int3
     if len(sizes) < FEW_WINDOWS:
         name = "segments of windows"
         num_segments = -(-FEW_WINDOWS // len(sizes))
-        # Parts of a window have at least sixteen tokens, and their sizes differ by at most one.
+        # Cut each window into segments of at least sixteen tokens, whose sizes differ by at most one.
         parts = [max(1, min(num_segments, size // 16)) for size in sizes]
         ends = [np.linspace(0, size, num + 1).astype(np.intp) for size, num in zip(sizes, parts, strict=True)]
         sizes = np.concatenate([np.diff(window_ends) for window_ends in ends])
@@ -78,10 +79,10 @@ class Resamples:
     """Half the interval's width divided by the standard deviation over the resamples."""
 
     def interval(self, value: float, resampled: Floats) -> tuple[float, float] | tuple[None, None]:
-        """The 95 % interval of a figure, given its value for the text and for each of [resamples].
+        """The 95 % interval of a figure, given its value for the text, and its values `resampled` [resamples].
 
-        None and None if there are too few units, a value is infinite, or all resamples are equal: then they do not show
-        how much the figure varies.
+        None and None if there are too few units, a value is infinite, or all resamples are equal, because these do not
+        show how much the figure varies.
         """
         half = self._half(resampled)
         return (value - half, value + half) if math.isfinite(half) and half else (None, None)
@@ -91,7 +92,8 @@ class Resamples:
     ) -> tuple[float, float] | tuple[None, None]:
         """The 95 % interval of a share of targets: at each end the wider of `interval` and the exact interval.
 
-        The exact one uses the number of independent targets with this variance; all targets if all resamples are equal.
+        The exact interval is for the number of independent targets that would give the share the resamples' variance,
+        at most `num_targets`, which it also is if all resamples are equal.
         """
         half = self._half(resampled)
         if not math.isfinite(half):
@@ -102,13 +104,13 @@ class Resamples:
         return min(low, max(share - half, 0.0)), max(high, min(share + half, 1.0))
 
     def _half(self, resampled: Floats) -> float:
-        """Half of the interval: 0 if all resamples are equal, NaN if there is none."""
+        """Half of the interval's width: 0 if all resamples are equal, NaN if there is no interval."""
         spread = float(np.std(resampled)) if np.isfinite(resampled).all() else math.nan
         return self.factor * (0.0 if spread < ROUNDING else spread)
 
 
 def exact_interval(share: float, size: float) -> tuple[float, float]:
-    """Clopper and Pearson's 95 % interval for a share of `size` independent trials, which may be a fraction."""
+    """Clopper and Pearson's 95 % interval for a share of `size` independent trials; `size` may be a fraction."""
     hits, misses = share * size, (1 - share) * size
     low = float(betaincinv(hits, misses + 1, 0.025)) if hits > 0 else 0.0
     high = float(betaincinv(hits + 1, misses, 0.975)) if misses > 0 else 1.0
@@ -127,8 +129,9 @@ def resample(
 ) -> list[Resamples]:
     """Resample a text, and return the means of `series`, [targets, series]: over the text first, then over each group.
 
-    Blocks are as long as the one of `watched`, [targets, figures], that needs the longest. `window_documents` are
-    [windows], not decreasing. A group is a mask [targets]; its means are ratios of sums over the same resamples.
+    Blocks are as long as the column of `watched`, [targets, figures], that needs the longest ones. `window_documents`
+    has each window's document, [windows], not decreasing. A group is a mask [targets]; the means of all groups are over
+    the same resamples.
     """
     units = cut_units(window_sizes, window_documents)
     num_units = len(units.sizes)
@@ -156,7 +159,7 @@ def resample(
 
 def unit_counts(num_units: int, length: int, num_resamples: int, seed: int) -> Iterator[Floats]:
     """Yield for each resample how often each unit is drawn, [units]."""
-    # Imported here because this takes five seconds, and errors in files should be shown before.
+    # Imported here because this takes five seconds, and errors in files are shown before.
     from arch.bootstrap import StationaryBootstrap
 
     bootstrap = StationaryBootstrap(length, np.arange(num_units), seed=np.random.default_rng(seed))
@@ -165,7 +168,7 @@ def unit_counts(num_units: int, length: int, num_resamples: int, seed: int) -> I
 
 
 def _factor(sizes: Floats, length: int, are_documents: bool) -> float:
-    """The factor of `Resamples` for units of these sizes; NaN if there are too few."""
+    """The factor of `Resamples` for units of these sizes, [units] targets; NaN if there are too few units."""
     if len(sizes) < MIN_UNITS:
         return math.nan
     num_units = float(sizes.sum() ** 2 / np.square(sizes).sum()) if are_documents else len(sizes)
@@ -176,11 +179,11 @@ def _factor(sizes: Floats, length: int, are_documents: bool) -> float:
 
 
 def block_length(units: Units, watched: Floats) -> int:
-    """Choose the mean length of blocks, in units.
+    """Choose the mean length of blocks, in units, from the series `watched`, [targets, figures].
 
-    It is twice the length with the smallest error of s (`arch.bootstrap.optimal_block_length`), because short blocks
+    The mean length is twice that with the smallest error of s (`arch.bootstrap.optimal_block_length`): short blocks
     make an interval too narrow, while t(f) corrects for few blocks. It is at least the cube root of the number of
-    units, for dependence that the estimate misses, and at most a quarter of them.
+    units, for dependence that the estimate misses, and at most a quarter of that number.
     """
     from arch.bootstrap import optimal_block_length
 

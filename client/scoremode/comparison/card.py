@@ -38,7 +38,7 @@ _HUB_METRICS = {
     "delta_p_rms": ("rms_delta_p", "RMS Δp, %"),
     "same_top_p": ("same_top", "same top token, %"),
 }
-"""The hub's types and names of metrics."""
+"""The hub's type and name for each metric."""
 _COLUMNS: dict[str, tuple[str, int | None, str]] = {
     "gib": ("GiB", 2, "size of the weight files"),
     "bits_per_weight": ("bits per weight", 2, ""),
@@ -52,7 +52,7 @@ _COLUMNS: dict[str, tuple[str, int | None, str]] = {
     "same_top_p": ("same top %", 2, "share of tokens whose most likely token is the same"),
     "agreement_median": ("same answer for (tokens)", 0, "median number of tokens for which answers are the same"),
 }
-"""Headings of columns, digits after the point (None: as many as are significant, given the error), and meanings."""
+"""Each column's heading, digits after the point (None: as many as are significant, given the error), and meaning."""
 _SHORT = ("gib", "ppl_change", "kld", "kld_p999", "same_top_p", "agreement_median")
 _OF_A_MODEL = ("gib", "bits_per_weight", "perplexity")
 """Columns that describe a model itself, not its difference from the base."""
@@ -62,16 +62,16 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def card(comparison: RunComparison, *, is_full: bool = False) -> str:
-    """Make Markdown for a README.md: YAML, the table of six columns, or of all if `is_full`, and provenance."""
+    """Make Markdown for a README.md: YAML, a table of six figures, or of all if `is_full`, and how it was measured."""
     return f"---\n{_metadata(comparison).to_yaml()}\n---\n\n{_body(comparison, is_full)}\n"
 
 
 def write_card(comparison: RunComparison, path: Path, *, is_full: bool = False) -> None:
-    """Write the card into a file: the text between marks, or at the end if there are none, and the figures into
-    `model-index` in the front matter. The plot is a file next to it. All other text stays unchanged. If the front
-    matter is missing or not clear, the log has the YAML to paste.
+    """Write the card into a file: its text between the card's marks, or at the end if there are no marks, and its
+    figures into `model-index` in the front matter. All other text stays unchanged. The plot becomes a file next to it.
+    If the front matter is missing or cannot be edited safely, the log has the YAML to paste.
 
-    RunError if the file cannot be used, OutputError if it cannot be written; then it stays unchanged.
+    RunError if the file cannot be used, OutputError if it cannot be written; the file then stays unchanged.
     """
     text, metadata = read_card(path), _metadata(comparison)
     if not text.strip():
@@ -131,7 +131,7 @@ def _columns(comparison: RunComparison, names: Sequence[str]) -> dict[str, Colum
         heading, digits, _ = _COLUMNS[name]
         cells = [_cell(row, name, digits) for row in rows]
         if comparison.base.is_of_original and name not in _OF_A_MODEL:
-            # The original does not differ from itself, although its own run may have a noise floor.
+            # Show no differences of the original from itself, although rounding may give its run some.
             cells[0] = NOT_KNOWN
         if any(cell != NOT_KNOWN for cell in cells):
             columns[heading] = Column(heading, cells)
@@ -139,7 +139,8 @@ def _columns(comparison: RunComparison, names: Sequence[str]) -> dict[str, Colum
 
 
 def _cell(row: RunFigures, name: str, digits: int | None) -> str:
-    """Format a figure with this many digits after the point; None shows its error, and the digits significant then."""
+    """Format a figure with `digits` after the point. If `digits` is None, show its standard error too, and as many
+    digits as are significant given this error."""
     value = row.value(name)
     if name == "ppl_change" and value is not None:
         return with_interval(value, scale=100, sign="+").in_text
@@ -149,7 +150,7 @@ def _cell(row: RunFigures, name: str, digits: int | None) -> str:
 
 
 def _provenance(comparison: RunComparison) -> str:
-    """How the figures were measured, as a list that opens on demand."""
+    """Describe how the figures were measured, in a list that readers can open."""
     base, corpus, revision = comparison.base, comparison.corpus, comparison.base.server.revision
     model = base.model + (f"@{revision[:8]}" if revision else "")
     stride = f", stride {base.stride:,}" if base.method in STRIDED_METHODS else ""
@@ -173,7 +174,7 @@ def _provenance(comparison: RunComparison) -> str:
 
 def _metadata(comparison: RunComparison) -> ModelCardData:
     """Build the metadata that huggingface.co reads from a model card: the base if it is on the hub, and the figures of
-    one model in all of its lanes. This is the model of the first run that is not the base in another lane."""
+    one model in all of its lanes. The model is that of the first run with another model than the base, or the base."""
     base = comparison.base
     shown = [figures for figures in comparison.runs[1:] if not _is_in_other_lane(figures.run, base)]
     first = (shown or comparison.runs)[0]
@@ -188,13 +189,13 @@ def _metadata(comparison: RunComparison) -> ModelCardData:
 
 
 def _is_in_other_lane(one: RunFile, other: RunFile) -> bool:
-    """Whether two runs have the same model in two lanes."""
+    """Whether two runs measured the same model in different lanes."""
     return one.lane != other.lane and one.server.fingerprint == other.server.fingerprint is not None
 
 
 def _results(comparison: RunComparison, figures: RunFigures) -> Iterator[EvalResult]:
-    """Yield the figures of a run. The dataset's config and split include the run's settings, because the hub
-    distinguishes results by them."""
+    """Yield the figures of a run. The dataset's config and split include the run's settings, because the hub tells
+    results apart by config and split."""
     run, corpus = figures.run, comparison.corpus
     name = run.text_in_words if corpus is None else corpus.name
     config, split = (None, None) if corpus is None else (corpus.config, corpus.split)

@@ -1,4 +1,5 @@
-"""Compares runs: chooses the base, computes each run's figures with both of their errors, and a verdict per pair."""
+"""Compares runs: chooses the base, and computes each run's figures with their errors and intervals, and each pair's
+verdict."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from scoremode.windows import EXHAUSTIVE_METHODS
 from scoremode.wire import ServedModel
 
 LEAST_LN_RATIO = 5e-5
-"""Smallest abs(ln(PPL ratio)) that counts as a difference: other batch shapes alone change perplexity by this much."""
+"""Smallest abs(ln(PPL ratio)) that counts as a difference: other batch shapes alone change ln(PPL) by this much."""
 
 _SERVER_FIELDS = (*ServedModel.model_fields, "vocab_size", "fingerprint")
 """Fields of a reference that describe the server that recorded it."""
@@ -42,8 +43,8 @@ def compare(
         runs: One or more runs with the same text, tokenizer, method and windows, and different labels.
         base: Label of the run that the others are compared with. The default is a run of the reference's own model,
             else the reference if all runs have the same one, else the first run.
-        size: Horizontal axis of plots, if the sizes are known.
-        max_kld: Tolerance for the mean KL divergence in nats; sentences say whether a run is within it.
+        size: The measure of size on the horizontal axis of plots, if the sizes are known.
+        max_kld: Tolerance for the mean KL divergence in nats; the summary says whether a run is within it.
         max_ppl_increase: Tolerance for the increase of perplexity over the base's, in percent.
         num_resamples: Number of resamples of the text, for the intervals.
         seed: Seed of the resamples; the same seed gives the same intervals.
@@ -60,7 +61,7 @@ def compare(
     with np.errstate(invalid="ignore", over="ignore"):
         text_resamples, *group_resamples = resample(
             np.column_stack(list(values.values())),
-            # Series that determine the block length: the base's NLLs, others' differences from them, and divergences.
+            # Series that determine the block length: the base's NLLs, other runs' minus these, and KL divergences.
             np.column_stack([runs[0].nlls, *(run.nlls - runs[0].nlls for run in runs[1:]), *klds]),
             runs[0].window_sizes,
             first_known(runs, "window_documents"),
@@ -100,10 +101,10 @@ def compare(
 
 
 def _with_base_first(runs: Sequence[RunFile], label: str | None = None) -> tuple[list[RunFile], list[str]]:
-    """Put the base first: the run with that label, else the first run of a reference's own model, else the reference
-    if all runs have the same one, else the first run.
+    """Put the base first: the run with `label`, else the first run of a reference's own model, else the reference if
+    all runs have the same reference, else the first run.
 
-    If all runs have the same reference, and none is of its model, the reference is added as a run.
+    If all runs have the same reference, and no run is of its model, the reference is added as a run.
 
     Returns:
         The runs in the order in which they are compared, and warnings.
@@ -136,7 +137,7 @@ def _with_base_first(runs: Sequence[RunFile], label: str | None = None) -> tuple
 
 
 def _run_of_reference(runs: Sequence[RunFile]) -> RunFile:
-    """Make a run of the reference that all runs were compared with. It does not diverge from itself."""
+    """Make a run that stands for the reference that all runs were compared with. Its KL divergences are 0."""
     run = runs[0]
     reference = run.reference
     assert reference is not None
@@ -169,7 +170,7 @@ class _Sample:
     """Values of all runs over the targets of a text or a group, and their means in each resample."""
 
     values: Mapping[tuple[str, str], Floats]
-    """Series of values, by a run's label and the series' name."""
+    """Series of values [targets], by a run's label and the series' name."""
     resamples: Resamples
 
     def _resampled(self, run: RunFile, name: str) -> Floats:
@@ -256,7 +257,7 @@ class _Sample:
         return Figure(value, finite, *self.resamples.interval(value, resampled))
 
     def _verdict(self, difference: Figure, least: float = 0.0) -> Verdict:
-        """The verdict: no difference if the interval contains 0, or both of its ends are closer to 0 than `least`."""
+        """The verdict: no difference is shown if the interval contains 0, or has both ends closer to 0 than `least`."""
         low, high = difference.low, difference.high
         if low is None or high is None:
             if not math.isfinite(self.resamples.factor) or not math.isfinite(difference.value):
@@ -269,15 +270,15 @@ class _Sample:
 
 
 def _series(run: RunFile) -> dict[str, Floats]:
-    """The series of `_Sample` that the run has, by name: values of all targets."""
+    """The run's series for `_Sample`, by name: each has the values of all targets, [n]."""
     square = None if run.delta_p is None else run.delta_p**2
     series = {"nll": run.nlls, "kld": run.kld, "same_top": run.same_top, "delta_p_square": square}
     return {name: np.asarray(values, np.float64) for name, values in series.items() if values is not None}
 
 
 def _noise_floor(run: RunFile, runs: Sequence[RunFile]) -> float | None:
-    """The largest noise floor in all runs with the same reference and lane, because a run that is older than the floor
-    does not have it."""
+    """The largest noise floor in all runs with the reference and lane of `run`: a run from before the floor was
+    measured does not have it."""
     alike = [other for other in runs if (other.reference_identity, other.lane) == (run.reference_identity, run.lane)]
     return max((other.noise_floor for other in alike if other.noise_floor is not None), default=None)
 

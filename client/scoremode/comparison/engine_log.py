@@ -1,6 +1,6 @@
-"""Reads logs of llama.cpp's `llama-perplexity` as figures to show next to those of runs.
+"""Reads logs of llama.cpp's `llama-perplexity` as figures, to show next to the figures of runs.
 
-Standard errors are the log's own, and figures that it lacks are None. A log has no values of single tokens, so rows
+Standard errors are the log's own, and figures that a log lacks are None. A log has no values of single tokens, so rows
 of logs have neither intervals nor verdicts.
 """
 
@@ -30,22 +30,22 @@ _QUANTILES = {
     "kld_max": "Maximum KLD",
 }
 _PERCENTAGES = {"delta_p_rms": "RMS Δp", "same_top_p": "Same top p"}
-"""Names of quantiles and percentages in a log, by the names of our figures."""
+"""`_QUANTILES` and `_PERCENTAGES` have the names of figures in a log, by the names of fields in `RunFigures`."""
 _RANGES = {
     # A perplexity is at least 1, except for rounding.
     **dict.fromkeys((_FINAL, _OF_MODEL, _OF_BASE), (0.999, math.inf)),
     **dict.fromkeys(_PERCENTAGES.values(), (0, 100)),
 }
-"""The smallest and largest valid values."""
+"""The smallest and largest valid values, by the names of figures in a log."""
 
 _LARGEST_DIFFERENCE = 1e-2
-"""Largest accepted difference between the log's and the run's ln(perplexity) of the base model. llama.cpp clips tokens
-to 16 nats below the top token, which lowers its perplexity a little."""
+"""Largest accepted difference between the log's and the run's ln(perplexity) of the base model. llama.cpp raises
+logprobs to at least 16 nats below the top token's, which lowers its perplexity a little."""
 
 
 def load_log(path: Path, label: str) -> RunFigures[EngineLog]:
     """Read the output (stdout and stderr) of `llama-perplexity`, with or without `--kl-divergence`.
-    RunError if it cannot be read, or has no final figures."""
+    RunError if the log cannot be read, or has no final figures."""
     with file_errors(RunError, f"read {path}"):
         text = path.read_text(encoding_of(path), errors="replace")
     lines = (line.partition(":") for line in text.split("\n"))
@@ -75,7 +75,7 @@ def load_log(path: Path, label: str) -> RunFigures[EngineLog]:
 
 
 def _rest_of_line(text: str, words: str) -> str:
-    """The text after some words and an equals sign, in the first line with these words; empty if there is none."""
+    """The text after `words` and an equals sign, in the first line with these words; empty if no line has them."""
     return text.partition(words)[2].partition("\n")[0].strip(" =")
 
 
@@ -89,8 +89,8 @@ def _read_figure(path: Path, name: str, text: str) -> Figure:
 
 
 def with_logs(comparison: RunComparison, llama_cpp: Iterable[tuple[str, str]]) -> RunComparison:
-    """Add logs of llama-perplexity, given as labels and paths, to a comparison. RunError if one cannot be read, does
-    not have the runs' windows or their reference's perplexity, or a label occurs twice."""
+    """Add logs of llama-perplexity, given as labels and paths, to a comparison. RunError if a log cannot be
+    read, has other windows than the runs or another base perplexity than their reference, or a label occurs twice."""
     logs = [load_log(Path(path), label) for label, path in llama_cpp]
     for figures in logs:
         _check(comparison, figures.run)

@@ -32,7 +32,7 @@ NOT_KNOWN = "-"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A value with its two errors."""
+    """A value with its standard error and its interval."""
 
     value: float
     stderr: float | None
@@ -43,7 +43,7 @@ class Figure:
     high: float | None
 
     def mapped(self, function: Callable[[float], float], slope: float | None) -> "Figure":
-        """Apply a monotonic function to the value and the interval; `slope`, its absolute slope, scales the error."""
+        """Apply a monotonic function to the value and the interval; its absolute slope, `slope`, scales `stderr`."""
         stderr = None if self.stderr is None or slope is None else slope * self.stderr
         if self.low is None or self.high is None:
             return Figure(function(self.value), stderr, None, None)
@@ -121,7 +121,7 @@ class EngineLog:
     file_type: str | None
     bits_per_weight: float | None
     gib: float | None
-    """Size of the weights."""
+    """Size of the weights in GiB."""
     num_windows: int
     context_length: int
 
@@ -156,22 +156,22 @@ class RunFigures(Generic[M]):
     same_top_p: Figure | None = None
     """Share of positions with the reference's top token."""
     kld_over_noise_floor: float | None = None
-    """Mean KL divergence divided by the noise floor, that of the reference's own model compared with itself."""
+    """Mean KL divergence divided by the noise floor, the mean KL divergence of the reference's model from itself."""
     agreement_median: Figure | None = None
-    """For a reference of greedy answers, the median number of tokens for which answers are the same; infinite if half
-    of them are the same to the end. `agreement_p25`, `_p75` and `_p10` are other quantiles."""
+    """For a reference of greedy answers, the median number of tokens for which answers are the same; infinite if more
+    than half of them never differ. `agreement_p25`, `agreement_p75` and `agreement_p10` are other quantiles."""
     agreement_p25: Figure | None = None
     agreement_p75: Figure | None = None
     agreement_p10: Figure | None = None
     agreement_share: Figure | None = None
     """Share of answers that are the same to their end."""
     agreement_ties: float | None = None
-    """Tokens up to the first difference that share the highest logit with another token."""
+    """Number of tokens, up to each answer's first difference, that share the highest logit with another token."""
     agreement_floor: Figure | None = None
-    """The reference's own `agreement_median` in this lane; `agreement_floor_share` is its `agreement_share`."""
+    """`agreement_median` of the reference's own model in this lane; `agreement_floor_share` is its share."""
     agreement_floor_share: Figure | None = None
     expected_agreement: Figure | None = None
-    """For a reference of sampled answers, the mean number of tokens that two coupled samplers have in common."""
+    """For a reference of sampled answers, the mean number of tokens that both models sample alike if coupled."""
     ppl_ratio: Figure | None = None
     """Perplexity divided by the base's, paired by token; None for the base itself."""
 
@@ -206,17 +206,17 @@ class PairFigures:
     kld_difference: Figure | None
     """Difference of mean KL divergences; None unless both runs have the same reference."""
     verdict: Verdict
-    """The verdict on `second` by NLL. No difference is shown if the interval contains 0, or stays within
-    `LEAST_LN_RATIO` of it. A text that is too short, or an infinite NLL, gives no interval. If all resamples are equal,
-    the value decides."""
+    """The verdict on `second` by NLL. No difference is shown if the interval of `ln_ppl_ratio` contains 0, or stays
+    within `LEAST_LN_RATIO` of 0. A text that is too short, or an infinite NLL, gives no interval. If all resamples are
+    equal, the value decides."""
     kld_verdict: Verdict | None
-    """The verdict on `second` by `kld_difference`. No difference is shown either if both means are at most the noise
-    floor."""
+    """The verdict on `second` by `kld_difference`; None without it. No difference is shown, too, if both runs' mean KL
+    divergences are at most the noise floor."""
 
     @property
     def has_original(self) -> bool:
-        """Whether one of the runs is the original. Every copy differs from it on enough text, so a verdict would say
-        nothing. Without a reference, an unquantized model is the original of a quantized one."""
+        """Whether one of the runs is the original. On enough text every quantization differs from it, so a verdict
+        would say nothing. Without a reference, an unquantized model is the original of a quantized one."""
         runs = (self.first, self.second)
         references = [run.reference for run in runs if run.reference is not None]
         if references:
@@ -224,7 +224,7 @@ class PairFigures:
         return (self.first.server.quantization is None) != (self.second.server.quantization is None)
 
     def in_words(self, verdict: Verdict | None) -> str:
-        """A verdict as tables show it; none in a comparison with the original."""
+        """Format a verdict for tables: `-` in a comparison with the original, unless there is no interval."""
         return NOT_KNOWN if verdict is None or (self.has_original and verdict != "no interval") else verdict
 
 
@@ -254,7 +254,7 @@ class RunComparison:
     max_ppl_increase: float | None = None
     """The tolerance for the increase of perplexity over the base's, in percent; None if not given."""
     tasks: "TaskComparison | None" = None
-    """Accuracies on tasks, shown as well."""
+    """Accuracies on tasks, which the report and the card show as well."""
 
     @property
     def rows(self) -> list[RunFigures[RunFile | EngineLog]]:
@@ -278,7 +278,7 @@ class RunComparison:
         return {pair.second.label: pair for pair in self.pairs[: len(self.runs) - 1]}
 
     def intervals_in_words(self, beginning: str) -> str:
-        """A sentence on how intervals were computed, with this beginning, or why there are none."""
+        """A sentence that begins with `beginning` and says how intervals were computed, or why there are none."""
         if not self.has_intervals:
             return f"{self.blocks.capitalize()}."
         return f"{beginning}: {self.blocks}, {self.num_resamples:,} resamples."
@@ -322,7 +322,7 @@ class Cell:
     mark: str = ""
     """A class of the style sheet."""
     tip: str = ""
-    """Text that is shown on demand."""
+    """Text that the page shows on demand."""
 
     @property
     def in_text(self) -> str:
@@ -336,7 +336,7 @@ class Cell:
 
 
 def cell_of(metric: Metric, value: Figure | float | None, digits: int | None, unit: str = "") -> Cell:
-    """Format a value with its errors and this many digits after the point; None: as many as are significant."""
+    """Format a value with its errors and `digits` digits after the point; None shows as many as are significant."""
     if isinstance(value, Figure):
         cell = with_errors(value, digits, scale=metric.scale, unit=unit)
         is_endless = metric.name.startswith("agreement") and math.isinf(value.value)
@@ -345,7 +345,7 @@ def cell_of(metric: Metric, value: Figure | float | None, digits: int | None, un
 
 
 def plain(value: float | None, digits: int | None = None) -> Cell:
-    """Format a value without errors, to this many digits after the point, or else to three significant ones."""
+    """Format a value without errors, with `digits` digits after the point, or by default three significant digits."""
     if value is None or math.isnan(value):
         return Cell(NOT_KNOWN)
     if abs(value) < NEGLIGIBLE_KLD:
@@ -374,7 +374,7 @@ def with_errors(
 
 
 def with_interval(figure: Figure, *, scale: float = 1, sign: str = "") -> Cell:
-    """Format a figure with its interval, or its error if there is none, and as many digits as are significant."""
+    """Format a figure with its interval, or its standard error without one, and as many digits as are significant."""
     digits = None
     if figure.low is not None and figure.high is not None:
         digits = max(1, decimals(scale * (figure.high - figure.low) / 2, 1))

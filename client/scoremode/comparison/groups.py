@@ -1,4 +1,5 @@
-"""Divides tokens into groups for tables: by class in conversations, by domain, and by position in the context."""
+"""Divides tokens into groups for tables: by class in conversations, by domain (the rows' labels in the column of
+`--by`), and by position in the context."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,13 +44,13 @@ def domains(runs: Sequence[RunFile]) -> tuple[Sequence[str], NDArray[np.int32]] 
 
 
 def name_of_domains(runs: Sequence[RunFile]) -> str:
-    """The column that has the domains; `domain` if no run has its name."""
+    """The name of the column that has the domains; `domain` if no run has this name."""
     return next((run.corpus.by for run in runs if run.corpus is not None and run.corpus.by), "domain")
 
 
 def groups_of(runs: Sequence[RunFile]) -> Iterator[TokenGroup]:
-    """Yield groups by class, domain and context. A division with a single group is left out, and so is that by context
-    if no context exceeds the default length."""
+    """Yield groups by class, domain and context. A division with a single group is left out. So is the division by
+    context if no target has `DEFAULT_CONTEXT_LENGTH` tokens before it."""
     sizes, classes = runs[0].window_sizes, first_known(runs, "classes")
     if classes is not None:
         yield from _several("class", dict(enumerate(TOKEN_CLASSES)), classes)

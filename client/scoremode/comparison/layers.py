@@ -26,13 +26,13 @@ _COLORS: dict[PartKind, str] = {
 }
 _MIXER_COLOR = LIGHT.run(0)
 _KEY = {"quiet": "embeddings, head", "run-0": "mixer", "run-1": "MLP or experts", "run-2": "whole layer"}
-"""The key of the plots: kinds of parts by the names of their colors."""
+"""The key of the plots: each color's name, and the kinds of parts that have this color."""
 _LAYER = re.compile(r"\.(\d+)(?:\.|$)")
 _MOST_TICKS = 12
 
 
 class LayersRun(BaseModel):
-    """The content of a run's file."""
+    """The content of a file that `ppl-client layers --output` wrote."""
 
     kind: Literal["layers"]
     model: str
@@ -50,7 +50,7 @@ class LayersRun(BaseModel):
 
 
 def load_layers(paths: Sequence[Path], labels: Sequence[str] | None = None) -> dict[str, LayersRun]:
-    """Load runs by their labels. RunError if one cannot be read, or they have different originals, texts or layers."""
+    """Load runs, by label. RunError if a file cannot be read, or the runs have different originals, texts or layers."""
     runs = [_load(path) for path in paths]
     labels = labels_of(labels, [model_name(run.model) for run in runs], paths)
     check_labels(labels)
@@ -87,13 +87,13 @@ class LayersSection:
 
 
 def layers_as_text(runs: Mapping[str, LayersRun]) -> str:
-    """The cost of each part in each run, in the order of the model."""
+    """Format the cost of each part of the model in each run, in the order of the model."""
     notes = ["nats per token; * not above the floor", *few_windows(_reference(runs))]
     return paragraphs(aligned(_columns(runs)), notes)
 
 
 def layers_section(runs: Mapping[str, LayersRun]) -> LayersSection:
-    """The bars of each run by depth, on one scale, and the table of their values."""
+    """Make the section: each run's costs as bars by depth, on one scale, and the table of their values."""
     reference = _reference(runs)
     drawings = {label: _bars(run) for label, run in runs.items()}
     lows, highs = zip(*(drawing.axes[0].get_ylim() for drawing in drawings.values()), strict=True)
@@ -153,7 +153,7 @@ def _bars(run: LayersRun) -> Figure:
 
 
 def _layer_ticks(names: Sequence[str]) -> dict[str, float]:
-    """The middle of each layer's parts, by the layer's number; at most about a dozen layers."""
+    """The middle of each layer's bars on the axis, by the layer's number, for at most about a dozen layers."""
     places: dict[int, list[int]] = {}
     for place, name in enumerate(names):
         if match := _LAYER.search(name):

@@ -1,5 +1,5 @@
-"""Edits `model-index` in the front matter of a model card, which has the figures that the hub shows. No other key of
-an existing card changes."""
+"""Edits the key `model-index` in the front matter of a model card, whose figures the hub shows. No other key of an
+existing card changes."""
 
 import re
 
@@ -8,15 +8,15 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
 
 LANE = " lane"
-"""The end of `split` in each of our results, which distinguishes them from other people's."""
+"""The end of `dataset_split` in each result that Scoremode wrote, which tells it apart from other people's."""
 _KEY = "model-index"
 _COMMENT = re.compile(r"(?:^|[ \t])#", re.MULTILINE)
 
 
 def with_model_index(head: str, ours: ModelCardData, newline: str) -> str | None:
-    """Replace our earlier figures in front matter, and leave other people's unchanged.
+    """Replace Scoremode's earlier figures in the front matter `head` by `ours`, and leave other people's unchanged.
 
-    None if this is not clear: the front matter is not a YAML mapping, or its `model-index` would lose something.
+    None if this is not safe: `head` is not a YAML mapping, or its `model-index` would lose something.
     """
     try:
         metadata = yaml.safe_load(head) or {}
@@ -38,7 +38,7 @@ def with_model_index(head: str, ours: ModelCardData, newline: str) -> str | None
 
 
 def _place(head: str) -> tuple[int, int]:
-    """The range of the key and its value; the end of the front matter if it has no such key."""
+    """The range of `model-index` and its value in the front matter `head`; the end of `head` if it has no such key."""
     node = yaml.compose(head)
     for key, value in () if node is None else node.value:
         if key.value == _KEY:

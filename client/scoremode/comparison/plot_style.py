@@ -34,7 +34,7 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """The colors of a plot. All colors of a theme differ, so that a page can replace them by another theme's."""
+    """The colors of a plot. All colors of a theme differ, so that a page can replace each by another theme's."""
 
     paper: str
     ink: str
@@ -42,7 +42,7 @@ class Theme:
     """The color of ticks, and of lines that do not belong to a run."""
     grid: str
     runs: tuple[str, ...]
-    """Okabe and Ito's hues, which people with any color vision can tell apart, with contrast to the paper."""
+    """Colors of runs: Okabe and Ito's hues, which people with any color vision can tell apart."""
     note: str = ""
     """The line below a picture that describes the measurement."""
 
@@ -92,7 +92,7 @@ def new_axes(theme: Theme) -> tuple[Figure, Axes]:
 
 
 def plain_log_axis(axes: Axes, which: str) -> None:
-    """Make an axis logarithmic, with decimal numbers as ticks (0.01). With few decades, each has more ticks."""
+    """Make an axis logarithmic, with decimal numbers as ticks (0.01). If it spans few decades, they have more ticks."""
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = sorted(axis.get_view_interval())
@@ -111,7 +111,7 @@ def _tick(value: float, _: float = 0) -> str:
 
 
 def draw_floor(axes: Axes, theme: Theme, floor: float | None, which: str, more: str = "") -> None:
-    """Draw the noise floor as a line across an axis, at its lower end if the floor lies below."""
+    """Draw the noise floor as a line across the axis `which`, at the axis's lower end if the floor lies below it."""
     if floor is None:
         return
     low = min((axes.get_xlim if which == "x" else axes.get_ylim)())
@@ -144,7 +144,7 @@ def as_png(figure: Figure) -> bytes:
 
 
 def add_tip(artists: Iterable[Artist], text: str) -> None:
-    """Add a text to artists, which an SVG shows under the pointer."""
+    """Add a tip to artists: `as_svg` makes it a title, which browsers show under the pointer."""
     for artist in artists:
         artist.set_gid(_TIP + text)
 
@@ -152,8 +152,8 @@ def add_tip(artists: Iterable[Artist], text: str) -> None:
 def draw_curve(
     axes: Axes, theme: Theme, index: int | None, x: Floats, y: Floats, label: str, legend_text: str, form: str
 ) -> None:
-    """Draw a run's curve, with about thirty tips along it: the label, and both values in the format `form`. A curve
-    that does not belong to a run has no index."""
+    """Draw a run's curve, with about thirty tips along it: the label, and x and y in the format `form`. `index` is the
+    run's; None for a curve that does not belong to a run."""
     color, dashes = (theme.quiet, _NOISE) if index is None else (theme.run(index), DASHES[index % len(DASHES)])
     axes.plot(x, y, color=color, linestyle=dashes, linewidth=1.8, label=legend_label(legend_text))
     finite = np.flatnonzero(np.isfinite(y))
@@ -164,8 +164,8 @@ def draw_curve(
 
 
 def as_svg(figure: Figure, *, text_as_paths: bool) -> str:
-    """Render a figure as SVG, with the same bytes each time. Text as paths looks the same everywhere; else it uses the
-    page's font."""
+    """Render a figure as SVG, with the same bytes each time. Text drawn as paths looks the same everywhere; other text
+    uses the page's font."""
     content = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "path" if text_as_paths else "none", "svg.hashsalt": "scoremode"}):
         figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None})
@@ -187,8 +187,8 @@ def as_adaptive_svg(draw: Callable[[Theme], Figure]) -> str:
 
 
 def as_element(figure: Figure, name: str, label: str) -> str:
-    """Turn a figure in LIGHT into an `svg` element of a page, which scales, and uses the page's variables for colors.
-    Its ids begin with `name`, and `label` describes it. Text in it is escaped."""
+    """Turn a figure drawn with `LIGHT` into an `svg` element, which scales, and uses the page's variables for colors.
+    The element's ids begin with `name`, and `label` is its description. Text in it is escaped."""
     root = ElementTree.fromstring(as_svg(figure, text_as_paths=False))
     for element in list(root.iter()):
         for child in element.findall(f"{_SVG}metadata") + element.findall(f"{_SVG}style"):

@@ -49,7 +49,7 @@ class Plot:
 
 
 def plots(comparison: RunComparison) -> list[Plot]:
-    """Make all plots that the comparison has data for, the most important first. Long names are shortened, in captions
+    """Make all plots that the comparison has data for, the most important first. Long labels are shortened, in captions
     too."""
     labels = short_labels([run.label for run in comparison.files], MAX_LABEL)
     runs = [
@@ -102,7 +102,7 @@ def _perplexity(comparison: RunComparison) -> Plot | None:
 
 
 def _perplexity_ratio(comparison: RunComparison) -> Plot | None:
-    """Plot ratios paired by token, so that difficulty of the text for all runs does not widen the intervals."""
+    """Plot ratios paired by token: a passage that is difficult for all runs does not widen their intervals."""
     ratios = [Figure(0, None, None, None), *(pair.ln_ppl_ratio for pair in comparison.base_pairs.values())]
     base = comparison.base.label
     size, points = sizes.points(comparison, ratios)
@@ -192,18 +192,18 @@ def _running_difference(comparison: RunComparison) -> Plot | None:
 
 
 def noise_floor(comparison: RunComparison) -> float | None:
-    """Mean KL divergence of the reference's model from itself, in nats; None if no run has it, or runs differ in it."""
+    """Mean KL divergence of the reference's model from itself, in nats; None if no run has it, or runs have several."""
     floors = {run.noise_floor for run in comparison.files} - {None}
     return floors.pop() if len(floors) == 1 else None
 
 
 def _has_divergence(run: RunFile) -> bool:
-    """Whether the run has KL divergences that a log axis can show: finite ones that are not negligible."""
+    """Whether the run has KL divergences that a log axis can show: their finite values are not negligible."""
     return run.kld is not None and float(run.kld.sum(where=np.isfinite(run.kld))) >= NEGLIGIBLE_KLD * len(run.kld)
 
 
 def _without_place(comparison: RunComparison, drawn: Sequence[RunFile | Point]) -> str:
-    """Name the runs that a plot of KL divergences leaves out."""
+    """Name the runs that a plot of KL divergences leaves out, and say why."""
     runs = [run for run in comparison.files if run.kld is not None]
     return _not_drawn(comparison, runs, drawn, "a log axis cannot show 0 or infinity")
 

@@ -27,7 +27,7 @@ from scoremode.runs import weights_in_words, write_whole
 
 TEMPLATES = Path(__file__).with_name("templates")
 MAX_BYTES = 30_000_000
-"""Default limit on the file's size, which browsers open quickly, and mail servers accept."""
+"""Default limit on the file's bytes: browsers open such a file quickly, and mail servers accept it."""
 _MAX_NAMED = 8
 """Limit on the runs in the title."""
 _Pair = tuple[str, str]
@@ -45,7 +45,7 @@ def write_report(
     Args:
         comparison: The runs and their figures; None for a report on layers alone.
         path: The HTML file.
-        max_bytes: Limit on the file's size. The text of the most divergent passages is included as far as it fits.
+        max_bytes: Limit on the file's bytes. The text of the most divergent passages is included as far as it fits.
             Tables, plots and means of all passages are always included.
         layers: Runs of `ppl-client layers` to show as well, by their labels.
     """
@@ -87,7 +87,7 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
     more = [f"{len(runs) - _MAX_NAMED} more"] if len(runs) > _MAX_NAMED else []
     warnings = computed_differently(runs)
     settings, run_settings = _settings(comparison)
-    # The base has no verdict, unless it is the only run.
+    # Leave out the base, unless it is the only run.
     shown = comparison.rows[1:] or comparison.rows
     options = ["--resamples", str(comparison.num_resamples), "--seed", str(comparison.seed)]
     return {
@@ -119,13 +119,13 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         ],
         "settings": settings,
         "run_settings": run_settings,
-        # The report is written to the folder of the runs.
+        # The command runs in the folder of the runs, and writes the report there.
         "command": comparison.command(*options, "--html", "report.html"),
     }
 
 
 def _settings(comparison: RunComparison) -> tuple[list[_Pair], list[tuple[str, list[_Pair]]]]:
-    """Names and values of the settings that all runs share, and by label those of each run alone."""
+    """Names and values of the settings that all runs share, and for each run's label those of that run alone."""
     run, runs = comparison.base, comparison.files
     references = (f"{file.reference.model}, {weights_in_words(file.reference)}" for file in runs if file.reference)
     shared = {

@@ -1,7 +1,8 @@
-"""Makes the data from which a report's page draws its text: tokens of the passages that fit, and means of all.
+"""Makes the data from which a report's page draws the text: tokens of the passages that fit into the file, and means of
+all passages.
 
-A passage is a window, or a part of a long one that a page can draw at once. Arrays are in base64 with 16 bits per value
-if these are exact enough for the page, else with 32.
+A passage is a window, or a part of a long window that a page can draw at once. Arrays are in base64, with 16 bits per
+value if 16 are exact enough for the page, else with 32.
 """
 
 import base64
@@ -28,12 +29,13 @@ _BYTES_OF_TOPS = (4 + 2 * NUM_TOP * 6) * 4 // 3 + 1
 MAX_PROMPT = 4000
 """How many of a prompt's last characters are shown."""
 _KLD_SCALE = 512
-"""Factor that brings KL divergences from 1e-7 to 127 nats into the range where float16 has all of its 11 bits."""
+"""Factor that brings KL divergences from 1e-7 to 127 nats into the range in which float16 has 11 significant bits."""
 _INFINITE = 65_535
 """Stands for infinity in fixed-point values."""
 
 Packed = dict[str, str | float | None]
-"""Little-endian values in base64, which stand for `values * scale`. In `uint16` with a scale, 65,535 is infinity."""
+"""An array: little-endian values in base64, and their type and scale. It stands for values times scale, if there is a
+scale. In `uint16` with a scale, 65,535 is infinity."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,9 +45,9 @@ class Passages:
     window: NDArray[np.int64]
     """The index of the passage's window."""
     first: NDArray[np.int64]
-    """The index of its first token in the window."""
+    """The index of the passage's first token among the window's targets."""
     start: NDArray[np.int64]
-    """The index of its first token in the run's arrays."""
+    """The index of the passage's first token in the run's arrays."""
     size: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -67,10 +69,11 @@ def cut_passages(window_sizes: NDArray[np.int32]) -> Passages:
 
 
 def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
-    """Make the data of the text view. `script_json` turns it into at most `max_bytes`.
+    """Make the data of the report's text view. `script_json` turns it into at most `max_bytes`.
 
-    `series` has the runs in order, then their references. Each has a mean per passage, and a value per token in the
-    kept passages, in order. `tokens`, `tops` and the like are indices into `vocabulary`.
+    `series` has one entry per run, then one per reference that is not a run. An entry has the mean of each passage, and
+    in order the value of each token in the kept passages. `tokens`, `tops` and `shown_tops` have indices in
+    `vocabulary`.
     """
     passages = cut_passages(runs[0].window_sizes)
     # Top tokens take at most 6 % of all bytes.
@@ -125,7 +128,7 @@ def _data(
         "vocabulary": {
             "ids": pack_integers(vocabulary),
             "texts": [texts.get(token) for token in vocabulary.tolist()],
-            # Bytes of tokens that end within a character, by their indices.
+            # Bytes of tokens that end within a character, by the tokens' indices in the vocabulary.
             "bytes": {place: parts[token] for place, token in enumerate(vocabulary.tolist()) if token in parts},
         },
         "series": series,
@@ -133,7 +136,7 @@ def _data(
 
 
 def _prompts(runs: Sequence[RunFile], passages: Passages) -> dict[int, str]:
-    """The end of each prompt, by the index of the passage after it."""
+    """The end of each window's prompt, by the index of the window's first passage."""
     prompts = next((run.prompts for run in runs if run.prompts), None)
     if prompts is None:
         return {}
@@ -142,7 +145,7 @@ def _prompts(runs: Sequence[RunFile], passages: Passages) -> dict[int, str]:
 
 
 def script_json(data: dict[str, Any]) -> str:
-    """Make JSON for a `script` element, in which no tag can begin or end."""
+    """Make JSON for a `script` element: no tag can begin or end in it, because it has no `<`."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -175,9 +178,9 @@ def _series(
 
 
 def _with_references(runs: Sequence[RunFile]) -> list[RunFile]:
-    """The runs, and each reference once. If a run is of the reference's own model, it becomes the reference; else one
-    is added. Only references have a confidence, and top tokens of their own. KL divergences that are all 0 are left
-    out."""
+    """The runs, and each of their references once. A run of a reference's own model in prefill becomes the reference,
+    without KL divergences if all are 0; if there is no such run, the reference is added. Only references have
+    `reference_confidence`, and the reference's top tokens as `top_token_ids`."""
     shown = [run if run.is_reference else replace(run, reference_confidence=None) for run in runs]
     for run in {run.reference_identity: run for run in reversed(runs)}.values():
         reference = run.reference
@@ -208,8 +211,8 @@ def _is_of(run: RunFile, compared: RunFile) -> bool:
 
 
 def _shown_tops(runs: Sequence[RunFile], num_shown: int) -> dict[int, TopTokens]:
-    """The top tokens of runs, by their index, at the positions with the largest sum of all runs' divergences. Each is
-    divided by its run's mean."""
+    """The top tokens of runs, by the runs' indices, at the `num_shown` positions with the largest sum of all runs' KL
+    divergences. Each run's divergences are divided by their mean."""
     klds = [np.minimum(run.kld, np.finfo(np.float32).max) for run in runs if run.kld is not None]
     score = sum((kld / (kld.mean() or 1) for kld in klds), start=np.zeros(runs[0].num_scored))
     shown = np.argsort(-score, kind="stable")[:num_shown]
@@ -227,7 +230,7 @@ def _packed_tops(tops: TopTokens, kept: NDArray[np.bool_], vocabulary: NDArray[n
 
 
 def kept_passages(passages: Passages, runs: Sequence[RunFile], costs: Floats, max_cost: float) -> NDArray[np.bool_]:
-    """[passages], whether to keep each, if the kept ones' `costs` [passages] may add up to `max_cost`.
+    """[passages], whether to keep each passage. The `costs` [passages] of kept passages add up to at most `max_cost`.
 
     Passages with one of a run's most divergent tokens come first, then those with the largest mean divergence. Each
     run's divergence is divided by its mean over all tokens, so that no run alone decides.
@@ -236,7 +239,7 @@ def kept_passages(passages: Passages, runs: Sequence[RunFile], costs: Floats, ma
     listed = np.zeros(len(passages), bool)
     score = np.zeros(len(passages))
     for run in compared:
-        # Divergence from the reference; without one, the difference from the first run, and for that run its NLL.
+        # Use the KL divergence; without one, the difference in NLL from the first run, and for the first run its NLL.
         values = run.nlls if run.kld is None else run.kld
         if run.kld is None and run is not runs[0]:
             # Infinity minus infinity counts as 0.
@@ -259,7 +262,8 @@ def pack_integers(values: NDArray[Any]) -> Packed:
 
 
 def pack_fixed(values: Floats, largest: float) -> Packed:
-    """Pack NLLs or probabilities in steps of `largest` / 65,534. Series whose differences are shown must share it."""
+    """Pack NLLs or probabilities in steps of `largest` / 65,534. Series whose differences are shown must share
+    `largest`."""
     finite = np.isfinite(values)
     scale = largest / (_INFINITE - 1) or 1.0
     return _packed(np.where(finite, np.rint(np.where(finite, values, 0) / scale), _INFINITE), "uint16", scale)

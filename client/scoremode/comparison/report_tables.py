@@ -28,14 +28,14 @@ from scoremode.comparison.tables import Column
 from scoremode.wire import TokenTexts
 
 NUM_PARTED = 10
-"""How many of the answers that part first the report lists."""
+"""How many answers the report lists for a run: those that part first."""
 _FAR_FEWER = 2
 """If the digits after the point in a column differ by this many, each figure has its own number of digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Every run compared with every other. A row's verdicts are on its run."""
+    """A table that compares every run with every other. The verdicts in a row are on the row's run."""
 
     name: str
     labels: list[str]
@@ -69,7 +69,7 @@ def _column(comparison: RunComparison, metric: Metric) -> list[Cell]:
 
 
 def parted_answers(run: RunFile) -> list[Column]:
-    """The answers of a run that part first, with both models' tokens there."""
+    """Make columns of the answers that part first from a run's, with both models' tokens at that place."""
     texts, agreement, ends = (
         TokenTexts(run.token_texts, run.token_bytes),
         agreement_of(run),
@@ -118,7 +118,7 @@ def pair_matrices(comparison: RunComparison) -> list[Matrix]:
             both = (more, more.mapped(operator.neg, 1))
             differences |= _pair_cells(pair, pair.kld_verdict, "mean KL divergence", "nats", both, sign="+")
     labels = [run.label for run in comparison.files]
-    # Leave out the reference's own model: every other diverges more.
+    # Leave out the reference's own model: every other model diverges more.
     diverging = [figures.run.label for figures in comparison.runs if not figures.has_no_divergence]
     by_ratio = Matrix("Perplexity of the run over that of the other", labels, _rows(labels, ratios))
     if len(diverging) < 2 or not differences:

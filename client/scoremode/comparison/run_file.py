@@ -1,4 +1,5 @@
-"""Reads runs that `ppl-client` wrote, as JSON with the values of every token next to it, and gives them labels."""
+"""Reads the runs that `ppl-client` wrote, each as JSON with a file of every token's values next to it, and labels
+them."""
 
 import hashlib
 import json
@@ -51,15 +52,15 @@ class _Record:
     labels: Sequence[str] = ()
     """The values of the `--by` column."""
     prompts: Sequence[str] = ()
-    """For conversations, the text between the last window's turn and this one's, for each window."""
+    """For conversations, one text per window: the text between the previous window's turn and the window's own turn."""
     reference: Reference | None = None
     """The reference that the run was compared with; None for kind `perplexity`."""
     as_noise_floor: bool = False
     """Whether the run compares the reference with its own model."""
     lane: Lane = "prefill"
-    """The served model's lane; references use the prefill lane."""
+    """The lane in which the served model was measured, which says how many tokens an engine step takes of a window."""
     corpus: CorpusInfo | None = None
-    """The source of the text; None if the reference of a kind `kld` run does not have it."""
+    """The source of the text; None if the reference of a run of kind `kld` does not name it."""
     method: Method
     context_length: PositiveInt
     stride: PositiveInt
@@ -68,7 +69,7 @@ class _Record:
     num_bytes: NonNegativeInt | None = None
     """UTF-8 bytes of the measured text; None if a reference was recorded from token ids."""
     mean_batch: float | None = None
-    """Mean number of sequences in a step, in a lane other than prefill."""
+    """Mean number of sequences in an engine step; None in the prefill lane."""
 
 
 _RECORD = TypeAdapter(_Record)
@@ -89,7 +90,7 @@ _OPTIONAL_ARRAYS = (
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RunFile(_Record):
-    """One run. Arrays are over its n targets, in the order of windows."""
+    """One run. Arrays have one value for each of its n targets, in the order of windows, or one per window."""
 
     path: Path
     label: str
@@ -100,19 +101,19 @@ class RunFile(_Record):
     nlls: Floats
     """[n], in nats."""
     ranks: NDArray[np.int32] | None
-    """[n], 1 for the most likely token."""
+    """[n], the target's rank: 1 for the most likely token. None if the file has no ranks."""
     kld: Floats | None
-    """[n], KL divergence from the reference in nats. It and the next four fields are None for kind `perplexity`."""
+    """[n], KL divergence from the reference in nats. This and the next four fields are None for kind `perplexity`."""
     reference_nlls: Floats | None
     top_token_ids: NDArray[np.int32] | None
-    """[n], the most likely token."""
+    """[n], the served model's most likely token."""
     reference_top_token_ids: NDArray[np.int32] | None
     reference_confidence: Floats | None
     """[n], the reference's probability of its top token."""
     top_tokens: TopTokens | None = None
     """Top tokens at the most divergent positions; None if the run does not have them."""
     window_contexts: NDArray[np.int32] | None = None
-    """[windows], tokens before the first target; None in files of earlier versions."""
+    """[windows], number of tokens in the window before its first target; None in files of earlier versions."""
     window_documents: NDArray[np.int32] | None = None
     """[windows], index of the window's document, not decreasing; None for a text without documents."""
     window_labels: NDArray[np.int32] | None = None
@@ -120,15 +121,15 @@ class RunFile(_Record):
     classes: NDArray[np.uint8] | None = None
     """[n], index into `TOKEN_CLASSES`; None if the text is not conversations."""
     top_ties: NDArray[np.uint8] | None = None
-    """[n], whether a target has the same logit as the top token, which is another token; None unless the text is greedy
-    answers."""
+    """[n], whether the top token is another token than the target, but has the same logit; None unless the text is
+    greedy answers."""
     simulated_bits: float | None = None
     """Bits per weight of a simulated quantization, whose files have rounded weights in the original's dtype."""
     is_reference: bool = False
-    """Whether this is the other runs' reference, which has no file: see `compare._run_of_reference`."""
+    """Whether this run stands for the other runs' reference, and has no file: see `compare._run_of_reference`."""
     answers: "RunFile | None" = None
     """A run of the same model on the original's answers, if there is one in addition to this run on a text. Figures on
-    answers come from it."""
+    answers come from that run."""
 
     @property
     def is_of_answers(self) -> bool:
@@ -145,7 +146,8 @@ class RunFile(_Record):
 
     @property
     def reference_identity(self) -> tuple[str, str] | None:
-        """Equal for runs against recordings of the same model over the same text, even with different names."""
+        """Fingerprints of the reference's model and text, which are equal for recordings with different names; None
+        without a reference."""
         return None if self.reference is None else (self.reference.fingerprint, self.reference.text_fingerprint)
 
     @property
@@ -161,7 +163,8 @@ class RunFile(_Record):
 
     @property
     def text_identity(self) -> str:
-        """Equal for runs of one kind on one text: the corpus's hash, or the reference's hash of tokens and windows."""
+        """The corpus's hash, or the reference's hash of tokens and windows: equal for runs of one kind on the same
+        text."""
         if self.reference is not None:
             return self.reference.text_fingerprint
         assert self.corpus is not None
@@ -174,7 +177,7 @@ class RunFile(_Record):
 
     @property
     def gib(self) -> float | None:
-        """Size of the weight files in GiB; None if the server did not say."""
+        """Size of the weight files in GiB, or of a simulated quantization; None if not known."""
         size, number = self.server.weight_bytes, self.server.num_parameters
         if self.simulated_bits is not None:
             size = None if number is None else round(self.simulated_bits * number / 8)
@@ -182,7 +185,7 @@ class RunFile(_Record):
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Bits in the weight files per parameter; None if the server did not say."""
+        """Bits in the weight files per parameter, or those of a simulated quantization; None if not known."""
         size, number = self.server.weight_bytes, self.server.num_parameters
         if self.simulated_bits is not None:
             return self.simulated_bits
@@ -226,12 +229,12 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
     """Read the output of `ppl-client --output` or `ppl-client kld --output`.
 
     Args:
-        path: The JSON file. Next to it, the file that it names, or one of the same name, has the arrays.
+        path: The JSON file. The arrays are in a file next to it, which it names, or which has the same stem.
         label: The run's label; the model's name when left out.
 
     Raises:
-        RunError: the file cannot be read, is not such a file or of another version, or its arrays are missing, of
-            another run or do not fit.
+        RunError: the file cannot be read, is not such an output or has another version, or its arrays are missing,
+            belong to another run, or do not fit.
     """
     path = Path(path)
     with file_errors(RunError, f"read {path}"):
@@ -241,7 +244,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
 
 
 def finished_run(record: Mapping[str, object], arrays: Arrays) -> RunFile:
-    """Make a `RunFile` of a run that was just measured, as `load_run` would read it."""
+    """Make a `RunFile` from a run that was just measured, as `load_run` would read it from a file."""
     path = Path("run.json")
     return _run(path, _read_record(path, json.dumps(record).encode()), arrays)
 
@@ -272,7 +275,7 @@ def _run(path: Path, record: _Record, arrays: Arrays, label: str | None = None) 
 
 def _read_record(path: Path, text: bytes) -> _Record:
     try:
-        # Integers that need more than 64 bits are refused here, because numpy cannot hold them.
+        # Refuse integers that need more than 64 bits, because numpy cannot hold them.
         content: Any = json.loads(text, parse_int=lambda digits: int(np.int64(digits)))
         record: dict[str, Any] = _shown(content)
     except (ValueError, OverflowError, RecursionError) as error:
@@ -282,7 +285,7 @@ def _read_record(path: Path, text: bytes) -> _Record:
         raise RunError(f"{path} is not a result of `ppl-client --output` or `ppl-client kld --output`")
     if version != RECORD_VERSION:
         raise RunError(f"{path} is of version {version}; this ppl-client reads version {RECORD_VERSION}")
-    # A comparison's windows and text are described by its reference.
+    # The reference of a `kld` run describes the run's windows and text.
     parts = [part for part in (record.get("reference"), record.get("settings")) if isinstance(part, dict)]
     unescaped = {name: content.get(name) for name in ("token_texts", "prompts")}
     layers = ChainMap(unescaped, record, *parts)
@@ -304,7 +307,7 @@ def _shown(value: Any) -> Any:
 
 
 def _read_arrays(path: Path, record: _Record) -> Arrays:
-    """Read the arrays that have the record's checksum, from a file that may have been renamed with the record's."""
+    """Read the arrays that have the record's checksum. Their file may have been renamed together with the record's."""
     described = record.arrays
     if described is None:
         raise RunError(f"{path} has no values of single tokens: an earlier version measured it with --server-side")
@@ -322,8 +325,8 @@ def _read_arrays(path: Path, record: _Record) -> Arrays:
 
 
 def _check_arrays(path: Path, record: _Record, arrays: Arrays) -> None:
-    """Raise RunError for arrays that do not fit the record, although their checksum is right: those of another version,
-    or made by hand."""
+    """Raise RunError for arrays that do not fit the record, although their checksum is right, such as arrays made by
+    hand."""
     needed = POSITION_DTYPES if record.kind == "kld" else ("token_ids", "logprobs")
     if missing := [name for name in (*needed, "window_sizes") if name not in arrays]:
         raise RunError(f"{path}: its arrays lack {', '.join(missing)}")
@@ -356,12 +359,12 @@ def _check_answers(path: Path, reference: Reference, num_answers: int, arrays: A
 
 
 def _nlls(logprobs: NDArray[Any]) -> Floats:
-    """Negate logprobs. An impossible token's NLL becomes infinite: in JSON it has the lowest logprob."""
+    """Negate logprobs. The lowest logprob stands for an impossible token, whose NLL is infinite."""
     return np.where(logprobs <= LOWEST_LOGPROB, np.inf, -logprobs.astype(np.float64))
 
 
 def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[RunFile]:
-    """Read several runs, and give each its own label. Runs on answers join their models' runs on a text, if any.
+    """Read several runs, and give each its own label. If there are runs on a text, runs on answers join their models'.
 
     Args:
         paths: As for `load_run`.
@@ -379,8 +382,8 @@ def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) 
 
 
 def with_run(runs: Sequence[RunFile], run: RunFile) -> list[RunFile]:
-    """Add a run. A run on answers joins its model's run if the others are on a text; RunError if there is no such run,
-    or it already has answers."""
+    """Add `run` to `runs`. If it is on answers and they are on a text, it becomes the `answers` of its model's run on
+    the text. RunError if no run has its model and no answers yet."""
     if not run.is_of_answers or not runs or runs[0].is_of_answers:
         return [*runs, run]
     alike = [other for other in runs if other.server.fingerprint == run.server.fingerprint and other.answers is None]

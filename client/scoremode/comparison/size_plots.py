@@ -61,12 +61,13 @@ def _draw_front(axes: Axes, all_points: Sequence[Point], theme: Theme) -> None:
 
 
 def _label_points(drawing: Drawing, axes: Axes, all_points: Sequence[Point], theme: Theme) -> None:
-    """Put labels where they cover neither each other nor points, intervals and lines. Distant labels get a line."""
+    """Put labels where they cover neither each other nor points, intervals and lines. A line joins a label to a distant
+    point."""
     labels = [
         axes.text(point.size, point.value, point.label, color=theme.run(point.index), fontsize=10)
         for point in all_points
     ]
-    # Labels avoid what is drawn, in pixels, so the layout must be final.
+    # Labels avoid the pixels of other shapes, which are known once the layout is final.
     drawing.draw_without_rendering()
     paths = [line.get_transform().transform_path(line.get_path()) for line in axes.lines]
     paths += [bar.get_transform().transform_path(path) for bar in axes.collections for path in bar.get_paths()]
@@ -77,7 +78,7 @@ def _label_points(drawing: Drawing, axes: Axes, all_points: Sequence[Point], the
         target_x=[point.size for point in all_points],
         target_y=[point.value for point in all_points],
         ax=axes,
-        # Without a limit on iterations it stops after a second, so results may differ between calls.
+        # Without a limit on iterations, adjust_text stops after a second, so results may differ between calls.
         iter_lim=500,
         force_static=(1.5, 1.5),
         max_move=(30, 30),
@@ -102,7 +103,7 @@ def _draw_by_run(
 def _set_scale(axes: Axes, all_points: Sequence[Point], floor: float | None, which: str) -> None:
     """Use a log axis if the largest value is over eight times the smallest. Limits must be set before ticks."""
     values = [point.value for point in all_points]
-    # Leave out a floor far below all runs: an axis with both would show neither. Its line is at the axis's end.
+    # Leave out a floor far below all runs: an axis with both would show neither. Its line is then at the axis's end.
     if floor and 1000 * floor >= min(values):
         values.append(floor)
     if min(values) <= 0 or max(values) / min(values) <= 8:

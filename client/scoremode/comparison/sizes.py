@@ -1,4 +1,4 @@
-"""Orders runs by the size of their weights, in GiB or in bits per weight."""
+"""Finds the sizes of runs, in GiB or bits per weight, and the runs that no smaller run beats."""
 
 import math
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ class Point:
 def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple[str | None, list[Point]]:
     """Return the name of the size axis, or None if a run's size is missing, and a point for each finite figure.
 
-    An end that is unknown or infinite is the value itself. On a size axis, references of unknown size are left out. So
-    are simulated quantizations, whose files do not have the size that they simulate.
+    An end of an interval that is unknown or infinite is the value itself. On a size axis, references of unknown size
+    are left out. So are simulated quantizations, whose files do not have the size that they simulate.
     """
     runs = comparison.files
     sized = [run for run in runs if not is_simulated(run, comparison.base)]
@@ -51,8 +51,8 @@ def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple
 
 
 def is_simulated(run: RunFile, base: RunFile) -> bool:
-    """Whether a run simulates a quantization: it has other weights than the base, which are not quantized and at least
-    as large, so its files do not show the quantized size."""
+    """Whether a run simulates a quantization, and `--bits` does not give its size. Such a run has other weights than
+    the base, not quantized and at least as large, so its files do not show the quantized size."""
     server, original = run.server, base.server
     has_other_weights = server.fingerprint not in (None, original.fingerprint)
     sizes = (server.weight_bytes, original.weight_bytes)

@@ -48,8 +48,8 @@ def summary(comparison: RunComparison) -> list[str]:
 
 
 def verdict_line(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog]) -> str:
-    """One line on the cost of a run compared with the base. It has the verdict if the base is a copy too, the reason if
-    there is no interval, and the given tolerances. The base and logs have no verdict."""
+    """One line on the cost of a run compared with the base: with the verdict if both are copies, the reason if there is
+    no interval, the given tolerances, and a fault of the run's server. The base and logs have no verdict."""
     line, ends = f"{figures.run.label}: {', '.join(effects(comparison, figures))}", list[str]()
     pair = comparison.base_pairs.get(figures.run.label)
     if pair is not None and pair.verdict == "no interval":
@@ -81,14 +81,15 @@ def _tolerances(comparison: RunComparison, figures: RunFigures[RunFile | EngineL
 
 
 def exceeded_limits(comparison: RunComparison, fail_if: Literal["worse", "differs"] | None = None) -> list[str]:
-    """One line per run or log that exceeds a limit or has an infinite figure: the limits, and its verdict.
+    """One line per run or log that exceeds a limit or has an infinite figure: the limits, and its `verdict_line`.
 
     Tolerances are checked by the values alone. `max_kld` applies to the base too, if it has a divergence. A log's
     increase of perplexity is relative to the base that it names.
 
     Args:
         comparison: The runs, with their tolerances.
-        fail_if: Fail if a run's perplexity is shown to be worse than the base's, or to differ from it.
+        fail_if: A limit on the verdict: a run exceeds it if its perplexity is shown to be worse than the base's, or to
+            differ from it, or if there is no interval.
 
     Raises:
         RunError: a limit cannot be checked: there is no base, interval or divergence.
@@ -123,17 +124,17 @@ def exceeded_limits(comparison: RunComparison, fail_if: Literal["worse", "differ
 
 
 def _increase(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog]) -> float:
-    """The increase of perplexity in percent, for a log over the base that it names, if any; infinite if a perplexity is
-    not finite."""
+    """The increase of perplexity over the base's in percent, for a log over the base that it names, if any; infinite if
+    a perplexity is not finite."""
     log_base = figures.run.base_perplexity if isinstance(figures.run, EngineLog) else None
     difference = figures.nll.value - (comparison.runs[0].nll.value if log_base is None else math.log(log_base))
     return 100 * (exp(difference) - 1) if math.isfinite(difference) else math.inf
 
 
 def effects(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog]) -> list[str]:
-    """List the cost of a run: its change of perplexity with the interval, its divergence, the length of the agreement
-    of answers (without it, that of top tokens), and its size unless simulated. The base and logs, whose change cannot
-    be paired, have their perplexity instead."""
+    """List the cost of a run: its change of perplexity with the interval, its divergence, the number of tokens for
+    which answers agree (without answers, the share of same top tokens), and its size unless simulated. The base and
+    logs, whose change cannot be paired, have their perplexity instead."""
     parts, change = [f"perplexity {plain(figures.perplexity.value).text}"], figures.ppl_change
     if change is not None:
         cell = with_interval(change, scale=100, sign="+")
@@ -218,7 +219,8 @@ def _noise_floor(runs: Sequence[RunFigures]) -> Iterator[str]:
 
 
 def agreements(runs: Sequence[RunFigures]) -> Iterator[str]:
-    """Say for how many tokens runs give the same answers as their reference's model."""
+    """Say for how many tokens runs give the same answers as their reference's model, and how stop tokens and chat
+    templates differ."""
     for figures in runs:
         run, median, sampled = figures.run.answers or figures.run, figures.agreement_median, figures.expected_agreement
         original = "" if run.reference is None else run.reference.model
@@ -265,7 +267,8 @@ _IN_WORDS = {
 }
 """Names of the fields of `ComputedBy`, in the order in which they are shown."""
 _WITHOUT_INFLUENCE = {"num_devices", "data_parallel_size"}
-"""Fields that do not change results: replicas compute independently, and other fields say how many share a model."""
+"""Fields that do not change results: replicas compute independently, and other fields say how many devices share a
+model."""
 
 
 def in_words(computed_by: ComputedBy | None) -> str:
@@ -287,7 +290,7 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
         (run.label, run.server, run.lane) for run in runs if not run.is_reference
     ]
     sources += [(f"reference {other.model}", other, None) for run in runs if (other := run.reference) is not None]
-    # The labels of each value, by the field's name and, for kernels, the quantization.
+    # The labels that have each value, by the field's name and, for kernels, the quantization.
     labels_by_value: dict[tuple[str, str | None], dict[str, dict[str, None]]] = {}
     for name in ("dtype", "lane", *(name for name in _IN_WORDS if name not in _WITHOUT_INFLUENCE)):
         for label, model, lane in sources:

@@ -90,7 +90,7 @@ def as_text(comparison: RunComparison) -> str:
 
 
 def paragraphs(*parts: Sequence[str]) -> str:
-    """Join parts, which are lines, with an empty line between them. Empty parts are left out."""
+    """Join parts, each a list of lines, with an empty line between them. Empty parts are left out."""
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
@@ -197,7 +197,7 @@ def _run_sections(comparison: RunComparison) -> list[list[Column]]:
 def _known_sections(
     labels: Sequence[Column], rows: Rows, sections: Iterable[Sequence[str]], base: str = ""
 ) -> list[list[Column]]:
-    """The sections of a table, each after the labels of the rows, without figures that no row has."""
+    """The sections of a table. Each begins with the columns `labels`, and leaves out figures that no row has."""
     used = [[name for name in names if any(row.value(name) is not None for row in rows)] for names in sections]
     return [[*labels, *_figures(rows, names, base)] for names in used if names]
 
@@ -269,7 +269,7 @@ def group_notes(comparison: RunComparison) -> list[str]:
 
 
 def short_labels(labels: Sequence[str], length: int) -> list[str]:
-    """Shorten labels to `length` characters, their beginning and end. If several become equal, they are numbered."""
+    """Shorten labels to `length` characters, by leaving out their middle. Labels that become equal are numbered."""
     half = length // 2
     short = [label if len(label) <= length else f"{label[: half - 1]}…{label[-half:]}" for label in labels]
     counts = Counter(short)

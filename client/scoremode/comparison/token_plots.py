@@ -30,7 +30,7 @@ Curve = tuple[int | None, str, Agreement]
 """A run's index, label and agreement; a noise floor has no index."""
 
 _CURVE_POINTS = 400
-"""Points of a curve, as many as a plot can show: one per token would make a file of many megabytes."""
+"""The number of points in a curve, as many as a plot can show: one point per token would make large files."""
 _Z_95 = 1.959964
 
 
@@ -116,7 +116,8 @@ def draw_kld_by_confidence(runs: Numbered, drawing: Drawing, axes: Axes, theme: 
 
 
 def confidence_means(run: RunFile) -> tuple[Floats, Floats]:
-    """Mean KL divergence of each bucket, [buckets], and its standard error if windows are independent.
+    """Mean KL divergence in each bucket of the reference's confidence, [buckets], and its standard error if windows are
+    independent.
 
     The mean of an empty bucket is NaN, and so is the error if fewer than two windows have tokens in the bucket.
     """
@@ -137,7 +138,8 @@ def _buckets(run: RunFile) -> NDArray[np.intp]:
 
 
 def draw_running_difference(base: RunFile, runs: Numbered, drawing: Drawing, axes: Axes, theme: Theme) -> None:
-    """Plot the mean NLL minus the base's, over the text up to a token. A lasting difference is level at the right."""
+    """Plot the mean NLL minus the base's, over the text up to a token. A curve that is level at its right end shows a
+    lasting difference."""
     num_tokens = len(base.nlls)
     shown = np.unique(np.linspace(0, num_tokens - 1, _CURVE_POINTS).astype(int))
     settled = []
