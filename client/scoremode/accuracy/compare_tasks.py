@@ -47,7 +47,7 @@ class ModelTasks:
 
 @dataclass(frozen=True, slots=True)
 class TaskComparison:
-    """All models, each compared with the base, which is the first."""
+    """The base, and every other model compared with it."""
 
     base: str
     models: list[ModelTasks]

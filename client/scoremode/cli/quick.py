@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _answers_folder(folder: Path, name: str) -> Path:
-    """The subfolder with a model's answers: `name`, or else the only one that ends in `__name`, lm-eval's own name."""
+    """The subfolder with a model's answers: `name`, or else the only one named PATH__`name`, as by lm-eval."""
     own = [*folder.glob(f"*__{name}")]
     return own[0] if len(own) == 1 and not (folder / name).exists() else folder / name
 

@@ -41,7 +41,7 @@ from scoremode.wire import AnswerSettings
 
 LAYERS_CONTEXT = 1024
 LAYERS_TOKENS = 4 * LAYERS_CONTEXT + 1
-"""Default length of the text with `--layers`: four windows, and one token more, because method `disjoint` cuts a window
+"""Default number of tokens with `--layers`: four windows, and one token more, because method `disjoint` cuts a window
 only if a token follows it."""
 
 

@@ -40,7 +40,7 @@ class Agreement:
         return self.lengths + self.parts
 
     def survival(self) -> tuple[Floats, Floats]:
-        """Numbers of tokens from 0 on, and for each number the estimated share of answers that agree for as many."""
+        """Numbers of tokens from 0 on, and for each the estimated share of answers that agree for at least as many."""
         # Imported here because this takes a second, and most comparisons have no answers.
         from scipy.stats import CensoredData, ecdf
 
@@ -55,8 +55,8 @@ class Agreement:
     def survival_intervals(self) -> tuple[Floats, Floats, Floats]:
         """The numbers of tokens in `survival`, and the low and high ends of the 95 % intervals of its shares.
 
-        Intervals are Clopper and Pearson's, for the number of answers that gives a share Greenwood's variance. This is
-        the number of all answers if none is censored.
+        Intervals are Clopper and Pearson's, for the number of answers that would give a share its Greenwood
+        variance: the number of all answers if none is censored.
         """
         tokens, shares = self.survival()
         ordered = np.sort(self._last)
@@ -122,8 +122,8 @@ def _continues(run: RunFile) -> NDArray[np.bool_]:
 
 
 def floor_of(run: RunFile, runs: Sequence[RunFile]) -> Agreement | None:
-    """The agreement of the reference's own model with its answers in the lane of `run`, from the first of `runs` that
-    has it in its noise floor; None without such a run."""
+    """The agreement of the reference's own model with its answers, in the lane of `run` (prefill, decode or verify).
+    It comes from the first of `runs` whose noise floor has it; None without such a run."""
     for other in runs:
         is_alike = other.reference_identity == run.reference_identity and other.lane == run.lane
         floor = None if other.reference is None else other.reference.noise_floor_of(run.lane)

@@ -6,8 +6,8 @@ and s the standard deviation of a figure over the resamples, the figure's 95 % i
 
     value ± t(f) · s · sqrt(1 / (1 - (1 + q) / (1 - q) / n)),    f = n (1 - q²) / (1 + q²) - 1
 
-t(f) is the 97.5 % quantile of Student's t distribution with f degrees of freedom. For documents, b is 1, and
-n is the equivalent number of documents of equal size: (Σ size)² / Σ size².
+t(f) is the 97.5 % quantile of Student's t distribution with f degrees of freedom. For documents, b is 1, and n is the
+equivalent number of documents of equal size: (Σ size)² / Σ size².
 """
 
 import math
@@ -32,7 +32,7 @@ MANY_UNITS = 2000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
-    """The parts of a text that resamples draw. Each has consecutive targets."""
+    """The parts of a text that resamples draw. Each has consecutive targets, which are scored tokens."""
 
     starts: NDArray[np.intp]
     """[units], the index of each unit's first target."""
@@ -93,7 +93,7 @@ class Resamples:
         """The 95 % interval of a share of targets: at each end the wider of `interval` and the exact interval.
 
         The exact interval is for the number of independent targets that would give the share the resamples' variance,
-        at most `num_targets`, which it also is if all resamples are equal.
+        at most `num_targets`. If all resamples are equal, it is for `num_targets`.
         """
         half = self._half(resampled)
         if not math.isfinite(half):

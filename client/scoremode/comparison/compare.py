@@ -277,8 +277,8 @@ def _series(run: RunFile) -> dict[str, Floats]:
 
 
 def _noise_floor(run: RunFile, runs: Sequence[RunFile]) -> float | None:
-    """The largest noise floor in all runs with the reference and lane of `run`: a run from before the floor was
-    measured does not have it."""
+    """The largest noise floor (the divergence of the reference's model from itself) in all runs with the reference and
+    lane of `run`: a run from before the floor was measured does not have it."""
     alike = [other for other in runs if (other.reference_identity, other.lane) == (run.reference_identity, run.lane)]
     return max((other.noise_floor for other in alike if other.noise_floor is not None), default=None)
 

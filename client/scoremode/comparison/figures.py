@@ -168,7 +168,7 @@ class RunFigures(Generic[M]):
     agreement_ties: float | None = None
     """Number of tokens, up to each answer's first difference, that share the highest logit with another token."""
     agreement_floor: Figure | None = None
-    """`agreement_median` of the reference's own model in this lane; `agreement_floor_share` is its share."""
+    """`agreement_median` of the reference's own model in the run's lane; `agreement_floor_share` is its share."""
     agreement_floor_share: Figure | None = None
     expected_agreement: Figure | None = None
     """For a reference of sampled answers, the mean number of tokens that both models sample alike if coupled."""

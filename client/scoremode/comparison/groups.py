@@ -19,7 +19,7 @@ _CONTEXT_EDGES = (0, 256, 1024, 4096, 16_384)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenGroup:
-    """Some of a text's targets."""
+    """Some of a text's targets, which are its scored tokens."""
 
     by: str
     """The division that the group is part of: `class`, the column of `--by`, or `tokens before`."""

@@ -90,7 +90,7 @@ _OPTIONAL_ARRAYS = (
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RunFile(_Record):
-    """One run. Arrays have one value for each of its n targets, in the order of windows, or one per window."""
+    """One run. Arrays have one value per target (scored token), [n], in the order of windows, or one per window."""
 
     path: Path
     label: str

@@ -26,8 +26,8 @@ from scoremode.wire import ComputedBy, ServedModel
 
 
 def summary(comparison: RunComparison) -> list[str]:
-    """Sentences on the runs: the cost of each compared with the base, which copies are better or worse than others,
-    how they compare with the noise floor, and which GPUs and kernels differ."""
+    """Sentences on the runs: the cost of each compared with the base, which quantizations are better or worse than
+    others, how they compare with the noise floor, and which GPUs and kernels differ."""
     copies = [pair for pair in comparison.pairs if not pair.has_original]
     sentences = [*comparison.warnings, *(f"{verdict_line(comparison, row)}." for row in comparison.rows[1:])]
     sentences += _order(
@@ -48,8 +48,8 @@ def summary(comparison: RunComparison) -> list[str]:
 
 
 def verdict_line(comparison: RunComparison, figures: RunFigures[RunFile | EngineLog]) -> str:
-    """One line on the cost of a run compared with the base: with the verdict if both are copies, the reason if there is
-    no interval, the given tolerances, and a fault of the run's server. The base and logs have no verdict."""
+    """One line on the cost of a run compared with the base: with the verdict if neither is the original, the reason if
+    there is no interval, the given tolerances, and a fault of the run's server. The base and logs have no verdict."""
     line, ends = f"{figures.run.label}: {', '.join(effects(comparison, figures))}", list[str]()
     pair = comparison.base_pairs.get(figures.run.label)
     if pair is not None and pair.verdict == "no interval":

@@ -1,5 +1,5 @@
-"""Estimates how long a sweep takes on this machine, before its first server starts. The estimate uses the
-size of the first model, the length of the text, and without a GPU the measured speed of a matrix product."""
+"""Estimates how long a sweep takes on this machine, before its first server starts. The estimate uses the size of the
+first model, the length of the text, and without a GPU the measured speed of a matrix product."""
 
 import json
 import shutil

@@ -200,8 +200,8 @@ async def _end_group(process: Process) -> None:
 def _reason(log: Path) -> str:
     """Find the last error in a log, with all lines of its message; without one, the log's last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    # Search only the last 200 lines above INFO: each request in flight may log that the engine died, and earlier errors
-    # did not end the process.
+    # Begin at the 200th-last line that is not INFO. Earlier errors did not end the process, and when an engine dies,
+    # each request in flight may add a line.
     notable = [place for place, line in enumerate(lines) if not _INFO.match(line)][-200:]
     lines = lines[notable[0] :] if notable else lines[-1:]
     # No line begins with a newline, so no line continues a message before the first error.

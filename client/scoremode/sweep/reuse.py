@@ -75,8 +75,8 @@ def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
 
 
 def prepare_resume(run: Path, marks: Mapping[str, Any]) -> bool:
-    """Delete the journal of an interrupted run with other marks, and store this run's marks. Returns whether a journal
-    is left, from which this run resumes.
+    """Delete the journal, which has the windows of an interrupted run, unless that run is known to have the same marks.
+    Store this run's marks, and return whether a journal is left to resume from.
 
     The journal's header alone cannot decide: it has the server's description of the model, which is the same with some
     other flags.
