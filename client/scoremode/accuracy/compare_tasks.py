@@ -107,8 +107,7 @@ def _flips(base: TaskSamples, other: TaskSamples) -> Flips:
 
 
 def _check(label: str, base: TaskSamples, other: TaskSamples) -> list[str]:
-    """Raise RunError unless both models answer the same questions, judged by the same metric. Return a warning if
-    prompts differ."""
+    """Raise RunError unless both models have the same questions and metric. Return a warning if prompts differ."""
     place = f"{other.path}: task {base.task}"
     if (base.metric, base.filter) != (other.metric, other.filter):
         raise RunError(

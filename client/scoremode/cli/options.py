@@ -95,8 +95,7 @@ class Command:
     success: str = "every window was scored and the output is written"
     """The condition for exit status 0, which the help shows."""
     if_interrupted: str = ""
-    """How to resume, for the message after Ctrl-C. Empty if the command cannot be resumed, or notes on its errors say
-    how."""
+    """How to resume, for the message after Ctrl-C. Empty if the command cannot resume, or its errors say how."""
     example: str = ""
     """A command line that works as it is if a server runs."""
     rest: str = ""

@@ -59,7 +59,7 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Measur
 
 
 def as_text(evaluation: Evaluation, overlap: Overlap | None = None) -> str:
-    """Format an evaluation in two columns. With `overlap`, add the perplexity without windows of calibration text."""
+    """Format an evaluation in two columns, and if `overlap` is given, the perplexity without calibration text."""
     plan, result, text = evaluation.plan, evaluation.result, evaluation.text_metrics
     rows = [
         ("model", plan.model),

@@ -51,8 +51,7 @@ def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, tasks:
 
 
 async def _stopped_by_sigterm(measuring: Coroutine[Any, Any, "SweepResult"]) -> "SweepResult":
-    """Await `measuring`, and let SIGTERM stop it and its servers as Ctrl-C does, which a shell's background commands
-    ignore."""
+    """Let SIGTERM stop `measuring` and its servers, as Ctrl-C does: background commands of a shell ignore Ctrl-C."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

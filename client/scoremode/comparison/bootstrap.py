@@ -1,7 +1,7 @@
 """Computes intervals that stay valid if neighboring tokens depend on each other, by a stationary block bootstrap over
 the windows of a text, or by drawing documents one by one.
 
-docs/compare.md describes the method. With n units (windows or documents), blocks of b units on average, q = 1 - 1/b,
+docs/compare.md describes the method. For n units (windows or documents), blocks of b units on average, q = 1 - 1/b,
 and s the standard deviation of a figure over the resamples, the figure's 95 % interval is
 
     value ± t(f) · s · sqrt(1 / (1 - (1 + q) / (1 - q) / n)),    f = n (1 - q²) / (1 + q²) - 1

@@ -1,5 +1,4 @@
-"""Compares runs: chooses the base, and computes each run's figures with their errors and intervals, and each pair's
-verdict."""
+"""Compares runs: chooses the base, and computes figures with errors and intervals per run, and a verdict per pair."""
 
 import math
 from collections.abc import Mapping, Sequence

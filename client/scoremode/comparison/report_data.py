@@ -262,8 +262,7 @@ def pack_integers(values: NDArray[Any]) -> Packed:
 
 
 def pack_fixed(values: Floats, largest: float) -> Packed:
-    """Pack NLLs or probabilities in steps of `largest` / 65,534. Series whose differences are shown must share
-    `largest`."""
+    """Pack NLLs or probabilities in steps of `largest` / 65,534, the same for series whose differences are shown."""
     finite = np.isfinite(values)
     scale = largest / (_INFINITE - 1) or 1.0
     return _packed(np.where(finite, np.rint(np.where(finite, values, 0) / scale), _INFINITE), "uint16", scale)

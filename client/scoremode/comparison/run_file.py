@@ -1,5 +1,4 @@
-"""Reads the runs that `ppl-client` wrote, each as JSON with a file of every token's values next to it, and labels
-them."""
+"""Reads runs that `ppl-client` wrote, each as JSON with a file of every token's values next to it, and labels them."""
 
 import hashlib
 import json
@@ -146,8 +145,7 @@ class RunFile(_Record):
 
     @property
     def reference_identity(self) -> tuple[str, str] | None:
-        """Fingerprints of the reference's model and text, which are equal for recordings with different names; None
-        without a reference."""
+        """Fingerprints of the reference's model and text, which do not depend on its name; None without a reference."""
         return None if self.reference is None else (self.reference.fingerprint, self.reference.text_fingerprint)
 
     @property
@@ -163,8 +161,7 @@ class RunFile(_Record):
 
     @property
     def text_identity(self) -> str:
-        """The corpus's hash, or the reference's hash of tokens and windows: equal for runs of one kind on the same
-        text."""
+        """The corpus's hash, or the reference's hash of tokens and windows: equal for runs of one kind on one text."""
         if self.reference is not None:
             return self.reference.text_fingerprint
         assert self.corpus is not None
@@ -325,7 +322,7 @@ def _read_arrays(path: Path, record: _Record) -> Arrays:
 
 
 def _check_arrays(path: Path, record: _Record, arrays: Arrays) -> None:
-    """Raise RunError for arrays that do not fit the record, although their checksum is right, such as arrays made by
+    """Raise RunError for arrays that do not fit the record, although their checksum is right: they may be made by
     hand."""
     needed = POSITION_DTYPES if record.kind == "kld" else ("token_ids", "logprobs")
     if missing := [name for name in (*needed, "window_sizes") if name not in arrays]:

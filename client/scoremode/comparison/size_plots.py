@@ -61,8 +61,7 @@ def _draw_front(axes: Axes, all_points: Sequence[Point], theme: Theme) -> None:
 
 
 def _label_points(drawing: Drawing, axes: Axes, all_points: Sequence[Point], theme: Theme) -> None:
-    """Put labels where they cover neither each other nor points, intervals and lines. A line joins a label to a distant
-    point."""
+    """Put labels where they cover neither each other nor points, intervals and lines. Draw lines to distant points."""
     labels = [
         axes.text(point.size, point.value, point.label, color=theme.run(point.index), fontsize=10)
         for point in all_points

@@ -267,8 +267,7 @@ _IN_WORDS = {
 }
 """Names of the fields of `ComputedBy`, in the order in which they are shown."""
 _WITHOUT_INFLUENCE = {"num_devices", "data_parallel_size"}
-"""Fields that do not change results: replicas compute independently, and other fields say how many devices share a
-model."""
+"""Fields that do not change results: replicas compute independently, and other fields count a model's devices."""
 
 
 def in_words(computed_by: ComputedBy | None) -> str:

@@ -219,8 +219,7 @@ def _reason(log: Path) -> str:
 
 
 async def measure_file(program: str, gguf: Path, base: Path, log: Path) -> None:
-    """Measure a GGUF file with llama-perplexity against `base`, an exported reference. A `log` exists only if it is
-    complete."""
+    """Measure a GGUF file with llama-perplexity against `base`, an exported reference. Only a complete `log` exists."""
     command, partial = _command(program, gguf, base), log.with_name(f"{log.name}.partial")
     with partial.open("wb") as output:
         process = await asyncio.create_subprocess_exec(

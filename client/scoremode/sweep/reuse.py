@@ -41,8 +41,7 @@ def answers_marks(plan: SweepPlan, prompts: Corpus | None, marks: Marks) -> Mark
 
 
 def served_marks(plan: SweepPlan, entry: ModelEntry, folder: Path) -> Marks:
-    """The marks of a model that the sweep serves: its name, its server's command line and environment, and its files if
-    it is local."""
+    """The marks of a model that the sweep serves: its name, command line, environment, and files if it is local."""
     assert entry.model is not None
     return {
         "model": _digest(entry.model),
