@@ -1,9 +1,9 @@
-"""Scoremode's server half: score mode on vLLM's engine, offline and over HTTP.
+"""Scoremode's server package: exact log-probabilities of given text from vLLM, offline and over HTTP.
 
     from scoremode_server import score
     scores = score(llm, "The capital of France is Paris")
 
-The names are imported on first use, so that `scoremode serve` can set vLLM's environment before vLLM is imported.
+Names are imported on first use, so that `scoremode serve` can set vLLM's environment before vLLM is imported.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Makes the parts of the server that routes share, once at the start."""
+"""Makes the objects that routes share, once when an API server starts."""
 
 import asyncio
 import gc
@@ -48,8 +48,8 @@ logger = init_logger("vllm.scoremode.app")
 
 
 def routers(app: Any) -> list[Any]:
-    """The routers to include while vLLM builds its app, in the order of the API's description. Their routes replace the
-    app's own routes of the same paths."""
+    """The routers to include in vLLM's app, in the order of the OpenAPI description. Each route replaces vLLM's route
+    of the same path."""
     return [
         *completions.routers(app),
         scoring.router,
@@ -59,14 +59,13 @@ def routers(app: Any) -> list[Any]:
 
 
 def start_extensions(core: Core, state: State) -> None:
-    """Make what the extensions' routes need in addition to the core, and put it into vLLM's app state."""
     completions.start(core, state)
     references.start(core, state)
 
 
 async def start(client: EngineClient, state: State, settings: Namespace, *, has_api_keys: bool) -> None:
-    """Assemble the parts around an engine, and put them into vLLM's app state. ValueError if a setting of the server
-    changes logprobs."""
+    """Make the `Core` of an engine client, and put it into vLLM's app state. ValueError if a setting of the server
+    changes what logprobs mean."""
     check_engine(client.vllm_config)
     asyncio.get_running_loop().set_default_executor(drop_canceled(ThreadPoolExecutor()))
     drop_canceled_texts(client)
@@ -159,13 +158,13 @@ def published_bounds(limits: Limits, size: EngineSize) -> Bounds:
 
 
 def engine_size(config: VllmConfig, settings: Namespace) -> EngineSize:
-    """How much work an engine of this configuration gets at once."""
+    """Compute how many tokens and sequences the server sends to all replicas of an engine at once."""
     scheduler, num_engines = config.scheduler_config, config.parallel_config.data_parallel_size
     step_tokens = scheduler.max_num_batched_tokens * num_engines
     return EngineSize(
-        # All steps in flight, and one that waits, so that the engine never waits for this process.
+        # This fills all steps in flight and one more, so that the engine never waits for this process.
         tokens=(config.max_concurrent_batches + 1) * step_tokens,
-        # The steps in flight have at most `max_num_seqs` sequences.
+        # A replica's steps in flight have at most `max_num_seqs` sequences. As many more are ready to follow.
         sequences=2 * scheduler.max_num_seqs * num_engines,
         reserved_tokens=step_tokens // 8,
         max_scoring_tokens=settings.max_scoring_tokens,
@@ -185,6 +184,7 @@ async def _warm_up(client: EngineClient, admission: Admission, limits: Limits) -
 
 def prepare_process() -> None:
     """Collect garbage less often in this API server process, and read each of vLLM's environment variables once."""
-    # Python's default of 700 takes 6 % of the event loop's time with 64 requests of 701 tokens in flight.
+    # At Python's default of 700, collections take 6 % of the event loop's time with 64 requests of 701 tokens in
+    # flight.
     gc.set_threshold(20_000)
     enable_envs_cache()

@@ -1,4 +1,4 @@
-"""`scoremode serve MODEL [any vllm serve flag]`: vLLM's own server with Scoremode's routes on it."""
+"""`scoremode serve MODEL [any vllm serve flag]`: vLLM's own server with Scoremode's routes added."""
 
 import argparse
 import errno
@@ -15,12 +15,12 @@ USAGE = "scoremode serve MODEL [any option of vllm serve]"
 
 MMAP_THRESHOLD_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 MMAP_THRESHOLD = 128 * 1024
-"""Bytes from which glibc gives an allocation its own pages, in the processes of a CPU engine."""
+"""In the processes of a CPU engine, glibc gives each allocation of at least this many bytes its own pages."""
 
 
 def serve(arguments: list[str]) -> None:
-    """Run `vllm serve` with `arguments`, until it is stopped. SystemExit if they are wrong, or Scoremode does not
-    run on this vLLM."""
+    """Run `vllm serve` with `arguments`, until the server is stopped. SystemExit if the arguments are wrong, or
+    Scoremode does not run on this vLLM."""
     # Check this before vLLM is imported, which takes seconds.
     check_folder(arguments[0])
     # vLLM reads its environment while it is imported.
@@ -32,7 +32,8 @@ def serve(arguments: list[str]) -> None:
     except RuntimeError as error:
         raise SystemExit(f"scoremode: {error}") from None
     keep_tensors_off_the_heap()
-    # vLLM's command-line module needs distribution metadata that the CPU build lacks; the subcommand itself does not.
+    # vLLM's command-line module needs package metadata that the CPU build does not have. `ServeSubcommand` works
+    # without.
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.logger import configure_logging_from_args
 
@@ -49,8 +50,8 @@ def serve(arguments: list[str]) -> None:
     configure_logging_from_args(namespace)
     command.validate(namespace)
     _run(command, namespace)
-    # vLLM's command returns as it does after a shutdown. A supervisor would not restart a server that exits with status
-    # 0.
+    # vLLM's command also returns normally after its engine has died. A supervisor would not restart a server that exits
+    # with status 0.
     from scoremode_server.vllm_compat.engine_client import engine_died
 
     if engine_died.is_set():
@@ -58,7 +59,7 @@ def serve(arguments: list[str]) -> None:
 
 
 def _run(command: Any, namespace: argparse.Namespace) -> None:
-    """Run vLLM's command, a `ServeSubcommand`. SystemExit with one line for errors that the user can mend."""
+    """Run vLLM's `ServeSubcommand`. Errors that the user can mend become a SystemExit with a message of one line."""
     from pydantic import ValidationError
 
     try:
@@ -82,8 +83,8 @@ def _run(command: Any, namespace: argparse.Namespace) -> None:
 
 
 def parse(command: Any, arguments: list[str]) -> argparse.Namespace:
-    """Parse the arguments of vLLM's command, a `ServeSubcommand`. SystemExit if they are wrong or name no model: vLLM
-    would serve a default."""
+    """Parse the arguments of `command`, vLLM's `ServeSubcommand`. SystemExit if they are wrong or name no model: vLLM
+    would serve a default model."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser(prog=PLUGIN, description="Exact log-probabilities of given text, over HTTP.")
@@ -110,7 +111,7 @@ def parse(command: Any, arguments: list[str]) -> argparse.Namespace:
 
 
 def check_folder(model: str) -> None:
-    """SystemExit if a model is named by a path that does not exist."""
+    """Raise SystemExit if `model` is a path that does not exist."""
     if model.startswith(("/", "./", "../", "~")) and not os.path.exists(model):
         raise SystemExit(f"scoremode: there is no {model}: give a checkpoint's folder, or its name on the hub")
 
@@ -124,8 +125,8 @@ def tokenizer_threads() -> int:
 def keep_tensors_off_the_heap() -> None:
     """Fix glibc's mmap threshold for the processes of a CPU engine, unless the environment sets one.
 
-    glibc raises it to the largest allocation that was freed, up to 32 MiB. A step's tensors are then on the heap, and
-    leave holes between objects that stay, so the heap grows by hundreds of MiB.
+    Otherwise glibc raises it to the size of the largest freed allocation, up to 32 MiB. An engine step's tensors are
+    then on the heap, and leave holes between longer-lived objects, so the heap grows by hundreds of MiB.
     """
     from vllm.platforms import current_platform
 

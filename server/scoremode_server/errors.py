@@ -4,13 +4,13 @@ RETRY_AFTER_SECONDS = 1
 """Seconds after which a client should repeat a request that a busy server refused."""
 
 MAX_NAME = 100
-"""Limit on characters of a request's name that an error message repeats."""
+"""An error message repeats at most this many characters of a name from a request."""
 
 
 class RequestError(Exception):
     """A request that is refused or fails; `param` names the field at fault, if there is one.
 
-    A plain RequestError means that the request is at fault. All code that works on a request may raise it, so
+    A plain RequestError means that the request is at fault. All code that works on a request may raise it, so most
     docstrings mention only its subclasses.
     """
 
@@ -52,18 +52,16 @@ class StorageError(RequestError):
 
 
 engine_errors: list[str] = []
-"""The errors with which engines of this process died. An engine that was killed has none."""
+"""Messages of the errors that ended this API server's engines. An engine that was killed has no message."""
 
 
 def engine_dead_error() -> UnavailableError:
-    """The error of requests whose engine is dead or dies."""
     return UnavailableError(
         ": ".join(["the engine has died: the server's log has its error", *engine_errors[:1]]), None
     )
 
 
 def stopping_error() -> UnavailableError:
-    """The error of requests that a stopping server refuses."""
     return UnavailableError("the server is shutting down", None)
 
 
@@ -72,7 +70,7 @@ class NoKernelError(RuntimeError):
 
 
 class EngineOutputError(RuntimeError):
-    """The engine returned wrong or incomplete rows. All code that reads its output may raise this."""
+    """The engine returned wrong or incomplete rows. All code that reads the engine's output may raise this."""
 
 
 class UnfinishedError(EngineOutputError):

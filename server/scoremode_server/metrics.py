@@ -1,6 +1,6 @@
 """Prometheus metrics of scoring requests, in the registry of vLLM's `/metrics`.
 
-They are updated at each event, because with several API servers vLLM adds up files of all processes.
+Each event updates them at once, because with several API servers vLLM adds up files of all processes.
 """
 
 import time
@@ -62,7 +62,7 @@ class Metrics:
         self._running_now.set(num_running)
 
     def count(self, output: RequestOutput, num_scored: int, arrival: float) -> None:
-        """Count a request with its final output; `arrival` is its `time.monotonic()`."""
+        """Count a finished sequence. `arrival` is the `time.monotonic()` when it was ready to enter the engine."""
         self._tokens.inc(num_scored)
         now, stats = time.monotonic(), output.metrics
         if stats is None or not stats.scheduled_ts:

@@ -1,4 +1,4 @@
-"""Score mode without a server: `score` on a `vllm.LLM`."""
+"""Scores texts without a server: `score` takes a `vllm.LLM`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class SequenceScore:
 
 def score_params(token_ids: Sequence[int], top_logprobs: int = 0) -> ScoringParams:
     """Make `SamplingParams` that score `token_ids` when `token_ids[:-1]` is the prompt, with the top k tokens at every
-    position in addition to the actual token. The one sampled token is forced to be the last.
+    position in addition to the actual token. vLLM samples one token, which is forced to be the last of `token_ids`.
 
     Raises:
         ValueError: there are fewer than two tokens, so no token has a context.
@@ -105,9 +105,9 @@ def score(
 
     Raises:
         RequestError: a prompt is empty, too long, or has a token id outside the vocabulary.
-        ValueError: the engine was made with a setting that changes what logprobs are.
+        ValueError: a setting of the engine changes what logprobs mean.
     """
-    # The last token is sampled. In other modes its logprob would show that it was forced.
+    # vLLM samples the last token. In other logprobs modes, its logprob would show that it was forced.
     check_engine(llm.llm_engine.vllm_config, ["raw_logprobs"])
     limits = Limits.from_model(llm.llm_engine.model_config)
     limits.check_top_logprobs(top_logprobs)

@@ -16,13 +16,13 @@ class ScoremodeEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """Add our routes before vLLM's, and remove vLLM's of the same paths. Add our middleware, and change the HTTP
-        server."""
+        """Add our routes before vLLM's, and remove vLLM's routes of the same paths. Add our middleware, and change the
+        HTTP server."""
         from scoremode_server.app import routers
         from scoremode_server.http.middleware import wrap
         from scoremode_server.vllm_compat.http_server import change_http_server
 
-        # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
+        # Our routes go first because routes are tried in order, by the router and again for vLLM's HTTP metrics.
         ours = routers(app)
         paths = {getattr(route, "path", None) for router in ours for route in router.routes}
         vllm_routes = [route for route in app.routes if getattr(route, "path", None) not in paths]
@@ -34,7 +34,8 @@ class ScoremodeEndpoints:
         change_http_server(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Make the parts that routes share. Servers without an engine do not call this: see `required_tasks`."""
+        """Make the objects that routes share. vLLM does not call this on servers without an engine: see
+        `required_tasks`."""
         from scoremode_server.app import prepare_process, start
         from scoremode_server.http.middleware import configured_keys
 
@@ -44,7 +45,7 @@ class ScoremodeEndpoints:
 
 def general_plugin() -> None:
     """Entry point `vllm.general_plugins`, which vLLM calls in every process, possibly several times. It does nothing
-    unless VLLM_PLUGINS names Scoremode. RuntimeError if it does, and Scoremode does not run on this vLLM."""
+    unless VLLM_PLUGINS names Scoremode. RuntimeError if Scoremode is named, but does not run on this vLLM."""
     if PLUGIN not in os.environ.get(PLUGINS_VARIABLE, "").split(","):
         return
     from scoremode_server.vllm_compat.versions import require_supported
@@ -56,7 +57,7 @@ def general_plugin() -> None:
 
 
 def _sink_makers() -> dict[str, Any]:
-    """Make the `SinkMaker` of each name of sinks, in an engine worker."""
+    """Make an engine worker's `SinkMaker`s, by the names that requests use for their sinks."""
     from scoremode_server.references.worker.sinks import reference_sinks
     from scoremode_server.worker.sinks import SinkMaker, sink_classes
 

@@ -1,5 +1,5 @@
-"""Rows: scores and other figures of consecutive tokens, as a table with named columns. Engine workers and API servers
-both import this."""
+"""Tables of scores and other figures, with one row per token and named columns. Engine workers and API servers both
+import this module."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from scoremode.wire.protocol import LOWEST_LOGPROB
 from scoremode_server.errors import EngineOutputError, UnfinishedError
 
 NO_RANK = 0
-"""The rank of a token without one; ranks count from 1."""
+"""The rank of a sequence's first token, which has no context; all other ranks count from 1."""
 
 NO_TOKEN = -1
-"""The id in place of a missing top token."""
+"""The id that stands for a top token that a row does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A named column of a table of rows. Its numbers have four bytes."""
+    """A named column of a table of rows. Each of its numbers has four bytes."""
 
     name: str
     dtype: Literal["float32", "int32"] = "float32"
@@ -43,21 +43,19 @@ def score_columns(num_tokens: int) -> Columns:
     """The columns that all rows have. `num_tokens` is 1 + m + k: the actual token, m candidates and the top k."""
     return (
         Column("token_ids", "int32", num_tokens),
-        # In nats.
         Column("logprobs", "float32", num_tokens),
-        # How many tokens of the vocabulary are at least as likely as the actual one.
         Column("ranks", "int32"),
     )
 
 
 def with_more_top(columns: Columns, num_more: int) -> Columns:
-    """The same columns with `num_more` more top tokens."""
+    """Widen the columns of scores by `num_more` top tokens."""
     scores, others = columns[: len(score_columns(1))], columns[len(score_columns(1)) :]
     return score_columns(scores[0].num_words + num_more) + others
 
 
 def num_words(columns: Columns) -> int:
-    """Numbers per row."""
+    """Numbers in each row of a table with these columns."""
     return sum(column.num_words for column in columns)
 
 
@@ -66,7 +64,7 @@ class Rows:
     """A table with a row for each of n tokens, and named columns."""
 
     table: np.ndarray
-    """[n, words] int32: the columns side by side, those of float32 as their bits."""
+    """[n, `num_words(columns)`] int32: the columns side by side. A float32 number is stored as its bits."""
     columns: Columns
 
     @classmethod
@@ -103,7 +101,7 @@ class Rows:
 
     @property
     def width(self) -> int:
-        """Tokens in each row."""
+        """The number of tokens in each row."""
         return self.columns[0].num_words
 
     @property
@@ -125,21 +123,21 @@ class Rows:
     def has_nan(self) -> np.ndarray:
         """[n] bool: whether a row has a NaN."""
         floats = (self.column(column.name) for column in self.columns if column.dtype == "float32")
-        # If one number is NaN, so is the row's sum, which takes less time than checking each.
+        # A NaN makes its row's sum NaN. Checking sums takes less time than checking each number.
         has_nan = np.zeros(len(self), bool)
         for values in floats:
             has_nan |= np.isnan(values if values.ndim == 1 else values.sum(1))
         return has_nan
 
     def narrowed(self, columns: Columns) -> "Rows":
-        """Cut each column to the width that it has in `columns`."""
+        """Copy the columns that are in `columns`, each cut to the width that it has there."""
         parts = [np.atleast_2d(self.column(column.name).T).T[:, : column.num_words] for column in columns]
         return Rows(np.concatenate([part.view(np.int32) for part in parts], 1), columns)
 
 
 class PromptLogprobs:
-    """Replaces `RequestOutput.prompt_logprobs` of scoring requests, and holds vLLM's three tensors as arrays once the
-    prompt is complete: token ids, logprobs and ranks. If a worker packed the rows, the first has their table."""
+    """Replaces `RequestOutput.prompt_logprobs` of scoring requests. Once the prompt is complete, `arrays` has vLLM's
+    token ids, logprobs and ranks. If a worker packed the rows, the first array is their table."""
 
     def __init__(self, tensors: Sequence[Any] = ()) -> None:
         self.arrays = [tensor.numpy() for tensor in tensors[:3]]
@@ -155,14 +153,16 @@ class PromptLogprobs:
 
 
 def received_rows(output: RequestOutput, columns: Columns) -> Rows:
-    """The rows of a finished request, as workers packed them. EngineOutputError if there are none."""
+    """The rows of a finished request, as workers packed them. EngineOutputError if the output is not of a scoring
+    request."""
     if not isinstance(output.prompt_logprobs, PromptLogprobs):
         raise EngineOutputError("the engine ended a request without logprobs")
     return output.prompt_logprobs.rows(columns)
 
 
 def own_rows(logprobs: Any, num_tokens: int) -> Rows:
-    """The rows of vLLM's own logprobs, from arrays or `FlatLogprobs`. EngineOutputError if there are none."""
+    """Make rows from vLLM's own logprobs, `PromptLogprobs` or `FlatLogprobs`. EngineOutputError if `logprobs` is
+    neither."""
     if isinstance(logprobs, PromptLogprobs):
         return Rows.from_arrays(*logprobs.arrays) if logprobs.arrays else Rows.empty(0, score_columns(num_tokens))
     if not isinstance(logprobs, FlatLogprobs):
@@ -175,8 +175,9 @@ def own_rows(logprobs: Any, num_tokens: int) -> Rows:
 
 
 def complete_rows(token_ids: Sequence[int] | np.ndarray, computed: Rows, first: int = 0) -> tuple[Rows, int]:
-    """Check the rows from `first` on that the engine computed for tokens [n]. A row with a NaN or another token makes
-    all rows up to it invalid. More or fewer rows than expected are all invalid.
+    """Check rows that the engine computed for tokens [n]. Row i is for token i + 1, and `computed` begins with row
+    `first`. A row with a NaN or a wrong token id is invalid, as are all rows before it. If `computed` has too many or
+    too few rows, all are invalid.
 
     Returns:
         Rows of all tokens after the first, [n - 1], and how many rows at the start are invalid.
@@ -203,6 +204,6 @@ def missing_row(position: int) -> EngineOutputError:
 
 
 def json_logprobs(logprobs: np.ndarray) -> np.ndarray:
-    """Convert float32 logprobs to float64, since the shortest digits of a float32 read back as another float64. Minus
+    """Convert float32 logprobs to float64, because the shortest digits of a float32 read back as another float64. Minus
     infinity becomes `LOWEST_LOGPROB`."""
     return np.maximum(logprobs.astype(np.float64), LOWEST_LOGPROB)

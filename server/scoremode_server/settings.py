@@ -17,15 +17,15 @@ LOGPROB_VARIABLE = "SCOREMODE_LOGPROB_BYTES"
 MAX_SEQUENCES = 65_536
 
 MAX_SCORING_TOKENS = 2**24
-"""A waiting token takes up to 75 bytes of the API server's memory."""
+"""Default of `--max-scoring-tokens`. A waiting token takes up to 75 bytes of the API server's memory."""
 
 BYTES_AHEAD = 256 * 1024**2
-"""Limit on an export's or a comparison's windows between the engine and the client; one larger window is allowed if it
-is alone."""
+"""Limit on bytes of one export's or comparison's windows that are being computed or wait for the client; one larger
+window is allowed if it is alone."""
 
 EXPORTED_BYTES = 2 * BYTES_AHEAD
-"""Limit on all exports' windows between the engine and the clients, in this process; one larger export is allowed if it
-is alone."""
+"""The same limit on the windows of all exports of this process together; one larger export is allowed if it is
+alone."""
 
 REFERENCE_VARIABLE = "SCOREMODE_REFERENCE_DIR"
 WORKER_EXTENSION = "scoremode_server.references.worker.extension.ReferenceWorker"
@@ -97,8 +97,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def server_settings(arguments: Namespace) -> Namespace:
-    """The flags above, or their defaults: stock `vllm serve` has none of them. ValueError if the environment's size of
-    the cache is not valid."""
+    """Read Scoremode's settings from parsed arguments. Flags that are missing, as in stock `vllm serve`, get their
+    defaults. ValueError if `SCORE_CACHE_VARIABLE` in the environment is not valid."""
     parser = ArgumentParser()
     add_arguments(parser)
     settings = parser.parse_args([], Namespace(**vars(arguments)))
@@ -108,8 +108,8 @@ def server_settings(arguments: Namespace) -> Namespace:
 
 
 def logprob_bytes() -> int:
-    """Bytes of working memory for prompt logprobs that every engine worker reserves, from the environment.
-    ValueError if that is 0 or not valid."""
+    """Bytes of working memory for prompt logprobs that every engine worker reserves, from the environment. ValueError
+    if the number is 0 or not valid."""
     num_bytes = _from_environment(LOGPROB_VARIABLE, LOGPROB_BYTES)
     if not num_bytes:
         raise ValueError(f"{LOGPROB_VARIABLE}: scoring needs some working memory")
@@ -117,8 +117,8 @@ def logprob_bytes() -> int:
 
 
 def configure_references(arguments: Namespace) -> None:
-    """Give the engine's workers the folder of references, through the environment, and `WORKER_EXTENSION`'s methods.
-    SystemExit if the folder cannot be created, or `--worker-extension-cls` names another class."""
+    """Give engine workers the folder for references, if there is one, through the environment, and the methods of
+    `WORKER_EXTENSION`. SystemExit if the folder cannot be created, or `--worker-extension-cls` names another class."""
     directory = arguments.reference_dir or reference_directory()
     if directory is None:
         return
@@ -133,7 +133,7 @@ def configure_references(arguments: Namespace) -> None:
 
 
 def reference_directory() -> Path | None:
-    """The folder of references, from the environment."""
+    """The folder for references, from the environment; None if it names none."""
     path = os.environ.get(REFERENCE_VARIABLE)
     return Path(path) if path else None
 
@@ -146,8 +146,8 @@ def _from_environment(variable: str, default: int) -> int:
 
 
 def allow_plugin() -> None:
-    """Add Scoremode to VLLM_PLUGINS of this process and its children. If it is unset, also name all plugins that vLLM
-    loads by default."""
+    """Add Scoremode to VLLM_PLUGINS of this process and its children. If the variable is unset, also name all plugins
+    that vLLM loads by default."""
     if (current := os.environ.get(PLUGINS_VARIABLE)) is not None:
         names = current.split(",")
     else:
@@ -162,7 +162,7 @@ def positive(text: str) -> int:
 
 
 def number_of_bytes(text: str) -> int:
-    """The bytes of a number with an optional K, M or G (powers of 1,024)."""
+    """Parse a number of bytes with an optional K, M or G (powers of 1,024)."""
     size = re.fullmatch(r"([0-9]+)([KMG]?)", text.upper())
     if size is None:
         raise ValueError(f"not a number of bytes: {text!r}")

@@ -1,5 +1,6 @@
 """Runs calls that may never end, such as reading a file of a mount that does not answer, or rendering a chat template.
-A call that hangs delays only later calls of the same subject, and not the end of the process."""
+Each call has a subject, such as a reference. A call that hangs delays only later calls of its subject, and never the
+end of the process."""
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
@@ -12,19 +13,20 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 THREADS = 4
-"""Limit on threads per subject. Each reads, checks and writes about a gigabyte of files per second."""
+"""Limit on threads per subject. Each thread reads, checks and writes about a gigabyte of files per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallThreads:
-    """Runs calls in the order of `submit`, at most `most` at once per subject, such as a reference."""
+    """Runs calls in the order of `submit`, at most `most` at once per subject."""
 
     most: int = THREADS
     _lock: Lock = field(default_factory=Lock)
     _waiting: defaultdict[str, OrderedDict[Future[Any], Callable[[], Any]]] = field(
         default_factory=lambda: defaultdict(OrderedDict)
     )
-    """Calls that no thread has begun, by subject. A canceled call leaves at once: it may hold a request's body."""
+    """Calls that no thread has begun, by subject. A canceled call is removed at once, because it may hold a request's
+    body."""
     _num_threads: Counter[str] = field(default_factory=Counter)
 
     def submit(self, name: str, call: Callable[[], T]) -> Future[T]:
@@ -37,7 +39,7 @@ class CallThreads:
                 self._num_threads[name] += 1
         future.add_done_callback(partial(self._drop, name))
         if starts:
-            # At the end of the process `ThreadPoolExecutor` would wait for its threads.
+            # A `ThreadPoolExecutor` would delay the end of the process until its threads end.
             Thread(target=self._run, args=(name,), name="scoremode-calls", daemon=True).start()
         return future
 
@@ -60,13 +62,13 @@ class CallThreads:
                     future.set_result(call())
                 except BaseException as error:
                     future.set_exception(error)
-            # Both are freed before the thread waits for the lock.
+            # Free the call and its result before this thread waits for the lock.
             del future, call
 
 
 def drop_canceled(executor: Any) -> Any:
-    """Have an executor drop canceled calls and their arguments at once; it would keep them until a thread is free.
-    Returns the executor."""
+    """Have an executor drop canceled calls and their arguments at once, not only when a thread is free. Returns the
+    executor."""
     submit = executor.submit
 
     def submit_droppable(function: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:

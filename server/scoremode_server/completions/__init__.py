@@ -1,5 +1,5 @@
-"""OpenAI completions that score. Their requests are read fast, and their logprobs are written as the JSON that vLLM
-writes.
+"""Answers requests to vLLM's own routes that score a prompt, such as OpenAI completions with `echo`. The answers are
+vLLM's JSON, but take less time.
 
-`handler` extends vLLM's own handlers, and calls private methods of them.
+`handler` extends vLLM's own handlers, and calls their private methods.
 """

@@ -2,7 +2,7 @@
 `prompt_logprobs` (trainers), chat completions (inspect_ai), and vLLM's generate route, token ids in and out (prime-rl).
 
 vLLM's own handlers validate, tokenize, make the sampling parameters and build the response. For logprobs they would
-make an object per token, so the response has gaps instead, which are filled with JSON written from arrays. A large
+make an object per token, so the response has gaps instead, which are then filled with JSON written from arrays. A large
 response is written while it is sent.
 """
 
@@ -42,29 +42,29 @@ DECODED_AT_ONCE = 8192
 which takes longer for short prompts."""
 
 HELD_SECONDS = 0.005
-"""After this time, writing lets other tasks run."""
+"""Writing a response lets other tasks run each time it has taken this long."""
 
 _GAP = b"\0"
-"""A byte that JSON never has, because texts escape it."""
+"""A byte that JSON never contains, because its strings escape it."""
 
 GAP = orjson.Fragment(_GAP)
 
 
 class ScoringHandler:
-    """Answers requests to a route by calling `method` of vLLM's own handler, with an engine client that scores. `param`
-    names the request's field with the sequences."""
+    """Answers requests to a route by calling `method` of `stock`, vLLM's own handler, with an engine client that
+    scores. `param` names the request's field that has the prompts."""
 
     def __init__(self, core: Core, stock: Any, route: str, method: str, param: str, writer: LogprobsWriter) -> None:
         self.core, self.stock, self.route, self.param = core, stock, route, param
         self._long_pacer = Pacer(at_once=1)
         self.processes = stock.model_config.logprobs_mode == "processed_logprobs"
-        """Whether a request's own temperature applies to its rows; a default of the model's never does."""
+        """Whether a request's own temperature applies to its rows; the model's default temperature never does."""
         self._method = method
         self._writer = writer
 
     async def answer(self, request: Any, raw_request: Request) -> bytes | AsyncIterator[bytes] | ErrorResponse:
-        """Answer a request. Returns JSON; for a large response its parts, each written when the reader asks for it; or
-        the error that vLLM's handler returns."""
+        """Answer a request. Returns JSON, or the error that vLLM's handler returns. A large response is returned in
+        parts, each of which is written when the reader asks for it."""
         scoring = _EngineThatScores(self, request, raw_request)
         stock = copy(self.stock)
         stock.engine_client = scoring
@@ -87,11 +87,11 @@ class ScoringHandler:
         return await getattr(stock, self._method)(request, raw_request)
 
     def prompt_text(self, request: Any, result: EnginePass) -> str | None:
-        """The text of a prompt that vLLM has not decoded, if it is needed."""
+        """The text of a prompt that vLLM has not decoded; None if the response does not need it."""
         return None
 
     def gaps(self, content: dict[str, Any], request: Any, results: list[EnginePass]) -> Iterator[Iterable[bytes]]:
-        """Put gaps into a response. Returns the JSON that fills each, in order."""
+        """Put a `GAP` into a response wherever logprobs belong. Returns the JSON that fills each gap, in order."""
         content["prompt_logprobs"] = GAP
         pieces = self._writer.prompt(results[0], Style(None, as_token_ids=False))
         return iter([logprobs_json.prompt_logprobs(pieces)])
@@ -105,7 +105,7 @@ class ScoringCompletions(ScoringHandler):
         self._texts = PromptTexts(stock.renderer.get_tokenizer, core.scorer.engine.block_size)
 
     async def respond(self, stock: Any, request: CompletionRequest, raw_request: Request) -> Any:
-        """Have vLLM build the response without logprobs, which it would write itself."""
+        """Have vLLM build the response without OpenAI's `logprobs`, for which it would make objects."""
         stock.render_completion_request = self._render
         num_top = request.logprobs if request.prompt_logprobs is None else request.prompt_logprobs
         without = request.model_copy(update={"logprobs": None, "prompt_logprobs": num_top})
@@ -127,7 +127,7 @@ class ScoringCompletions(ScoringHandler):
         if as_token_ids is None:
             as_token_ids = self.stock.return_tokens_as_token_ids
         style = Style(request.logprobs, bool(as_token_ids))
-        # Check all of them before the response begins.
+        # Check the sampled tokens of all prompts before the response begins.
         sampled = [
             [] if request.max_tokens == 0 or request.logprobs is None else [self._write_sampled(result, style)]
             for result in results
@@ -135,8 +135,8 @@ class ScoringCompletions(ScoringHandler):
         return self._fillings(results, sampled, style, echoes=bool(request.echo))
 
     async def _render(self, request: CompletionRequest) -> Any:
-        """Check and render a request as vLLM does. Only token ids, unless there are many, are decoded later: after they
-        are scored."""
+        """Check and render a request as vLLM does. Prompts given as at most `DECODED_AT_ONCE` token ids are decoded
+        later, after they are scored."""
         stock = self.stock
         prompts = _token_prompts(request)
         async with self.core.admission.until_stopped():
@@ -155,7 +155,8 @@ class ScoringCompletions(ScoringHandler):
     def _fillings(
         self, results: list[EnginePass], sampled: list[list[OpenAI]], style: Style, *, echoes: bool
     ) -> Iterator[Iterable[bytes]]:
-        """Yield, for each prompt, OpenAI's logprobs if they are wanted, and then vLLM's."""
+        """Yield the JSON of each prompt: of OpenAI's `logprobs` if the request wants them, and then of vLLM's
+        `prompt_logprobs`."""
         in_openai = echoes and style.num_top is not None
         for result, sampled_logprobs in zip(results, sampled, strict=True):
             pieces = self._writer.prompt(result, style if in_openai else Style(None, as_token_ids=False))
@@ -173,8 +174,8 @@ class ScoringCompletions(ScoringHandler):
 
 
 class _EngineThatScores:
-    """The engine client of one request to vLLM's handler. The handler calls `generate` for each prompt before it reads
-    an output, so all prompts are scored as one request."""
+    """The engine client that vLLM's handler gets for one request. The handler calls `generate` for each prompt before
+    it reads an output, so all prompts are scored as one request."""
 
     def __init__(self, handler: ScoringHandler, request: Any, raw_request: Request) -> None:
         self.passes: list[EnginePass] = []
@@ -182,7 +183,7 @@ class _EngineThatScores:
         self._handler, self._request, self._raw_request = handler, request, raw_request
         self._owner = handler.core.owner(raw_request.headers)
         self._settings: Callable[..., ScoreSettings] = ScoreSettings
-        """Makes the settings, which all passes share, from their queue."""
+        """Makes the settings that all passes share, given their `queue`."""
         self._finished = asyncio.Event()
 
     def __getattr__(self, name: str) -> Any:
@@ -197,10 +198,10 @@ class _EngineThatScores:
         if isinstance(self._request, CompletionRequest):
             params.logprobs, params.flat_logprobs = self._request.logprobs, True
             if self._request.max_tokens == 0 and len(token_ids) == self._handler.stock.model_config.max_model_len:
-                # vLLM only takes prompts after which another token fits.
+                # vLLM accepts only prompts that leave space for another token.
                 spec = replace(spec, last_token=token_ids[-1])
                 prompt = {**prompt, "prompt_token_ids": token_ids[:-1]}
-        # Engines that move a request between them know it by its id, and must find its keys and values.
+        # Engines that send each other keys and values find them by the request's id, so it must not change.
         is_moved = "kv_transfer_params" in (params.extra_args or {})
         request_id = request_id if is_moved else engine_id(request_id)
         engine_pass = EnginePass(TokenSequence(context=token_ids))
@@ -215,19 +216,19 @@ class _EngineThatScores:
         return self._output(len(self.passes) - 1, prompt)
 
     async def _output(self, index: int, prompt: Any) -> AsyncIterator[RequestOutput]:
-        """Yield the only output of a prompt, without its logprobs."""
+        """Yield the only output of a prompt, which has no prompt logprobs."""
         if len(self.passes) == 1:
             await self._score()
         elif index == 0:
             self.tasks.append(asyncio.create_task(self._score()))
-            # The first prompt raises the error of all.
+            # If any prompt fails, only the first prompt's output raises the error.
             await self.tasks[0]
         if index == 0:
             await self._handler.core.scorer.pacer.wait()
             self._finished.set()
         await self._finished.wait()
         result = self.passes[index]
-        # Set all tokens, because the last one may not have been fed.
+        # Set all tokens, because the engine may not have been fed the last one.
         result.output.prompt_token_ids = result.sequence.context
         output = copy(result.output)
         if output.prompt is None:
@@ -236,7 +237,6 @@ class _EngineThatScores:
         yield output
 
     async def _score(self) -> None:
-        """Score all prompts as one request."""
         handler, core = self._handler, self._handler.core
         request_id = self._raw_request.state.request_metadata.request_id
         num_tokens = sum(engine_pass.sequence.num_tokens for engine_pass in self.passes)
@@ -261,7 +261,7 @@ class _EngineThatScores:
 
 
 def _token_prompts(request: CompletionRequest) -> list[list[int]]:
-    """The prompts of a request, if they are token ids whose text may be wanted; else none."""
+    """The prompts of a request, if they are token ids that may be decoded after they are scored; else none."""
     if request.suffix is not None or request.truncate_prompt_tokens is not None or request.return_token_ids:
         return []
     prompts: list[Any] = as_prompts(request.prompt or "")
@@ -278,7 +278,7 @@ def filled(content: dict[str, Any], fillings: Iterable[Iterable[bytes]]) -> Iter
 
 
 async def paced(parts: Iterable[bytes], pacer: Pacer) -> AsyncIterator[bytes]:
-    """Join small parts, and let other tasks run between parts."""
+    """Join small parts, and let other tasks run between the joined ones."""
     waiting: list[bytes] = []
     await pacer.wait()
     began = time.monotonic()

@@ -1,6 +1,6 @@
-"""The logprobs of a completion, written from arrays as the JSON that vLLM writes from objects.
+"""Writes the logprobs of a completion from arrays, as the JSON that vLLM would write from objects.
 
-The JSON of cached blocks is stored under their block hashes, because benchmarks repeat prefixes.
+JSON is stored by the hashes of the blocks that it describes, because benchmarks repeat prefixes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,15 +19,15 @@ from scoremode_server.scoring.tokenizer import TokenStrings
 from scoremode_server.vllm_compat.output_processor import INCOMPLETE
 
 PIECE_ENTRIES = 16_384
-"""Logprobs in a piece of JSON, which takes some five milliseconds to write."""
+"""Limit on logprobs in a piece of JSON. Writing this many takes some five milliseconds."""
 
 STORED_BYTES = 64 * 1024**2
 
 MAX_STORED_COLUMNS = 32
-"""JSON of rows with more columns is not stored: one prompt with its top 100 would evict a hundred questions."""
+"""JSON with more tokens per row is not stored: one prompt with its top 100 would evict a hundred questions."""
 
 _UNKNOWN, _UNIQUE, _SHARED, _WITHIN_CHARACTER = range(4)
-"""Kinds of tokens: not in the table yet, with a text of its own, with another token's text, or ending within a
+"""Kinds of tokens, in order: not added yet, with a text of its own, with another token's text, or ending within a
 character."""
 
 
@@ -38,18 +38,18 @@ class Style:
     num_top: int | None
     """Alternatives in OpenAI's `top_logprobs`; None if OpenAI's `logprobs` are not wanted."""
     as_token_ids: bool
-    """Whether OpenAI's `logprobs` name tokens `token_id:5` instead of by their texts."""
+    """Whether OpenAI's `logprobs` name a token `token_id:5` instead of using its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenAI:
-    """Some rows as parts of OpenAI's `logprobs`, without the brackets around them."""
+    """Some rows as JSON for the lists in OpenAI's `logprobs`, without their brackets."""
 
     names: bytes
     logprobs: bytes
     top: bytes
     lengths: np.ndarray
-    """Characters of each name, [rows]."""
+    """[rows]: the number of characters in each name."""
 
 
 Key = tuple[bytes, int, Style]
@@ -58,10 +58,10 @@ Key = tuple[bytes, int, Style]
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Some rows as JSON, without the brackets around them."""
+    """Some rows as JSON for lists, without their brackets."""
 
     full: bytes
-    """vLLM's `prompt_logprobs`: at each position, tokens by id, with rank and text."""
+    """vLLM's `prompt_logprobs`: for each position, tokens by id, with logprob, rank and text."""
     openai: OpenAI | None
     """OpenAI's `logprobs`; None if they are not wanted."""
     before: Key | None = None
@@ -69,20 +69,20 @@ class Written:
 
     @property
     def num_bytes(self) -> int:
-        """A rough size: 512 in addition to the text, and OpenAI's parts are together about as long as `full`."""
+        """A rough size: OpenAI's parts are together about as long as `full`, and the objects take 512 bytes."""
         return 512 + 2 * len(self.full)
 
 
 class Entries(NamedTuple):
-    """Entries to write for rows [n, columns], row after row. A place is an index into all entries."""
+    """The entries to write for some rows, row after row, one per token. A place is an index into all entries."""
 
     logprobs: list[bytes]
     repeats: list[int]
-    """Places in the top k that have their row's actual token."""
+    """Places of top tokens that are their row's actual token."""
     ambiguous: list[int]
     """Places of tokens whose text another token may have."""
     completed: list[tuple[int, str]]
-    """Places of tokens that end within a character, and their texts."""
+    """Places of tokens that end within a character, and their texts after their context."""
 
 
 class TokenPieces:
@@ -103,8 +103,8 @@ class TokenPieces:
         self._first_with_text: dict[str, int] = {}
 
     def fill(self, token_ids: np.ndarray) -> tuple[list[int], list[int]]:
-        """Add these tokens [n]. Returns two lists of places: of tokens whose text another token may have, and among
-        them of tokens that end within a character."""
+        """Add the tokens [n] that are new. Returns two lists of indices into `token_ids`: tokens whose text another
+        token may have, and those of them that end within a character."""
         size = int(token_ids.max(initial=0)) + 1
         if size > len(self._kinds):
             for table in (self.before, self.after, self.texts, self.lengths, self._kinds):
@@ -145,7 +145,7 @@ class LogprobsWriter:
         """Yield a prompt's logprobs in pieces, each written when the reader asks for it: the first token, which has
         none, and then the rows after it.
 
-        If the engine had the first blocks cached, stored pieces are used, and new ones are stored.
+        If the engine had the first blocks cached, stored pieces are reused, and new pieces are stored.
         """
         token_ids, rows, num_columns = result.output.prompt_token_ids, result.rows, result.rows.width
         most_rows = max(1, PIECE_ENTRIES // num_columns)
@@ -179,8 +179,8 @@ class LogprobsWriter:
         return Written(b"null", OpenAI(orjson.dumps(name), b"null", b"null", np.array([len(name)])))
 
     def _find(self, keys: Sequence[Key]) -> tuple[list[Written], int]:
-        """The stored pieces that cover the most of a sequence's first blocks, and the number of blocks that they
-        cover."""
+        """Find the stored pieces that cover as many of a sequence's first blocks as possible. Returns the pieces and
+        the number of blocks."""
         for num_stored in range(len(keys), 0, -1):
             pieces: list[Written] = []
             key: Key | None = keys[num_stored - 1]
@@ -194,15 +194,15 @@ class LogprobsWriter:
     def _write(
         self, token_ids: Sequence[int], rows: Rows, start: int, end: int, style: Style, before: Key | None = None
     ) -> Written:
-        """Write the rows from `start` to `end`, at least one. An actual token that is among the top k appears once,
-        with its rank there."""
+        """Write the rows from `start` to `end`, at least one. An actual token that is also a top token appears once,
+        with its rank among these."""
         rows = rows[start:end]
         entries = self._entries(token_ids, rows, start)
         openai = None if style.num_top is None else self._openai(rows, entries, style)
         return Written(self._full(rows, entries), openai, before)
 
     def _entries(self, token_ids: Sequence[int], rows: Rows, start: int) -> Entries:
-        """Collect the entries to write for rows of a prompt, the first of which is row `start`."""
+        """Collect the entries to write for rows of a prompt. The first of them is the prompt's row `start`."""
         ids = rows.token_ids
         ambiguous, within = self._pieces.fill(ids.ravel())
         logprobs = orjson.dumps(json_logprobs(rows.logprobs).ravel(), option=orjson.OPT_SERIALIZE_NUMPY)
@@ -263,7 +263,7 @@ def openai_logprobs(pieces: Iterable[Written], sampled: Sequence[OpenAI] = ()) -
         yield b""
     parts += sampled
     lengths = np.concatenate([part.lengths for part in parts])
-    # The longest strings are parts of their own, which saves a copy of them.
+    # Each of the longest strings is a separate part, which saves a copy of it.
     offsets = orjson.dumps(lengths.cumsum() - lengths, option=orjson.OPT_SERIALIZE_NUMPY)
     yield b'{"text_offset":%b,"token_logprobs":[' % offsets
     yield b",".join([part.logprobs for part in parts])
@@ -275,7 +275,6 @@ def openai_logprobs(pieces: Iterable[Written], sampled: Sequence[OpenAI] = ()) -
 
 
 def prompt_logprobs(pieces: Iterable[Written]) -> Iterator[bytes]:
-    """Yield vLLM's `prompt_logprobs` from pieces."""
     opening = b"["
     for piece in pieces:
         yield opening
@@ -285,8 +284,9 @@ def prompt_logprobs(pieces: Iterable[Written]) -> Iterator[bytes]:
 
 
 def _ends(start: int, num_cached: int, num_blocks: int, most: int) -> Iterator[int]:
-    """The blocks at which pieces end, from block `start` on, with at most `most` blocks per piece. One piece ends with
-    the cached blocks: there this prompt differs from an earlier one, and the next prompt may as well."""
+    """Yield the number of blocks up to the end of each piece, from block `start` on, with at most `most` blocks per
+    piece. One piece ends with the cached blocks: there this prompt differs from an earlier one, and the next prompt may
+    differ there too."""
     for last in (num_cached, num_blocks):
         while start < last:
             start = min(start + most, last)
@@ -294,7 +294,7 @@ def _ends(start: int, num_cached: int, num_blocks: int, most: int) -> Iterator[i
 
 
 def _left_out(entries: Entries, shape: tuple[int, ...], num_top: int) -> list[int]:
-    """The places of rows of this shape that are not in OpenAI's `top_logprobs`, which has the actual token and up to
+    """The places that OpenAI's `top_logprobs` leaves out, in rows of this shape. It has a row's actual token and up to
     `num_top` others."""
     if shape[1] <= num_top + 1:
         return list(entries.repeats)
@@ -304,9 +304,11 @@ def _left_out(entries: Entries, shape: tuple[int, ...], num_top: int) -> list[in
 
 
 def _top(names: list[bytes], logprobs: np.ndarray, entries: Entries, num_top: int) -> bytes:
-    """OpenAI's `top_logprobs` of rows with these names and logprobs [rows, columns]. Each entry has four pieces.
+    """Write OpenAI's `top_logprobs` of rows with logprobs [rows, columns] and one name per logprob. Each entry has four
+    pieces: the separator before it, the name, a colon and the logprob.
 
-    Different tokens may have the same name. Only rows with ambiguous tokens are searched for such names.
+    If different tokens have the same name, the most likely one's logprob is written. Only rows with ambiguous tokens
+    are searched for such names.
     """
     num_columns: int = logprobs.shape[1]
 

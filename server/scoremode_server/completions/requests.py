@@ -1,4 +1,4 @@
-"""Requests to vLLM's routes: which of them score, and models of them whose validation stops at the first wrong
+"""Decides which requests to vLLM's routes score, and defines models of them whose validation stops at the first wrong
 value."""
 
 from typing import Annotated, Any
@@ -19,26 +19,27 @@ _PROCESSORS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("bad_words", "logit_bias", "allowed_token_ids"), (None, [], {})),
     **dict.fromkeys(("structured_outputs", "thinking_token_budget"), (None,)),
 }
-"""The sampling parameters other than temperature that change vLLM's processed logprobs, and the values that do not."""
+"""The sampling parameters, other than temperature, that change vLLM's processed logprobs; each with its values that
+change nothing."""
 
 TokenIds = Many[Annotated[int, Field(ge=0)]]
 
 
 class CompletionBody(CompletionRequest):
-    """vLLM's request, with a list of any length."""
+    """vLLM's model of a completion request, but with lists of any length as `prompt`."""
 
     prompt: Annotated[TokenIds | Many[TokenIds] | str | Many[str], one_message(PROMPT_FORMS)] | None = None
 
 
 class GenerateBody(GenerateRequest):
-    """vLLM's request, with a list of any length."""
+    """vLLM's model of a request for token ids, but with any number of `token_ids`."""
 
     token_ids: Many[int] = Field(min_length=1)
 
 
 def _num_top(request: CompletionRequest | ChatCompletionRequest, num_sampled: int | None) -> int | None:
-    """How many top tokens a request wants for its prompt; None if it wants no logprobs for it. If only the number for
-    the sampled token is set, `echo` applies it to the prompt."""
+    """How many top tokens a request wants for its prompt; None if it wants no logprobs for it. If the request sets only
+    the number for the sampled token, `echo` applies it to the prompt too."""
     return num_sampled if request.prompt_logprobs is None and request.echo else request.prompt_logprobs
 
 
@@ -57,8 +58,8 @@ def is_scoring_completion(request: CompletionRequest) -> bool:
 
 
 def row_temperature(params: SamplingParams) -> float:
-    """The temperature of a prompt's rows with processed logprobs: the request's own, or 1 if that is 0, as in vLLM's
-    sampler. RequestError if the request sets other processors."""
+    """The temperature of a prompt's rows on a server with processed logprobs: the request's own, or 1 if that is 0, as
+    in vLLM's sampler. RequestError if the request sets a parameter in `_PROCESSORS`."""
     for name, neutral in _PROCESSORS.items():
         if getattr(params, name) not in neutral:
             raise RequestError(

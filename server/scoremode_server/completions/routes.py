@@ -1,5 +1,5 @@
-"""vLLM's routes that may score: `POST /v1/completions`, `POST /v1/chat/completions`, and with token ids `POST
-/inference/v1/generate`. Answers to scoring requests are written from arrays. vLLM answers all others."""
+"""vLLM's routes that may score: `POST /v1/completions`, `POST /v1/chat/completions`, and `POST /inference/v1/generate`
+for token ids. Answers to scoring requests are written from arrays. vLLM answers all other requests."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
@@ -44,7 +44,7 @@ HANDLERS = {
     GENERATE: (ScoringHandler, "serving_tokens", "serve_tokens", "token_ids"),
 }
 """For each route: our handler's class, the name of vLLM's handler in the app's state, its method that answers, and the
-request's field with the sequences."""
+request's field that has the prompts."""
 
 STOCK_RESPONSES: dict[int | str, dict[str, Any]] = {
     **EVENT_RESPONSES,
@@ -66,8 +66,8 @@ generate_router = APIRouter(route_class=CompletionRoute)
 
 
 def routers(app: FastAPI) -> Sequence[APIRouter]:
-    """The routers to include in the app. The second one needs a flag with which vLLM serves its route
-    (`--enable-scale-out`, `--tokens-only`)."""
+    """The routers to include in the app. The second is included only if vLLM serves its route (`--enable-scale-out`,
+    `--tokens-only`)."""
     stock = [route.endpoint for route in app.routes if isinstance(route, APIRoute)]
     return [router, generate_router] if stock_tokens.generate in stock else [router]
 

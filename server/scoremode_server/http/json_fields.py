@@ -1,4 +1,4 @@
-"""The fields of a JSON body, each decoded separately, so that an error names the field."""
+"""Decodes each field of a JSON body separately, so that an error names the field."""
 
 from typing import Any
 
@@ -8,18 +8,20 @@ import numpy as np
 from scoremode_server.errors import MAX_NAME, RequestError
 
 MAX_FIELDS = 1000
-"""Limit on the fields of a body. A model makes an error for each unknown one."""
+"""Limit on the fields of a body. A pydantic model makes an error for each unknown field."""
 
 MAX_LISTS = 2**18
-"""Limit on lists and objects in one field: three per answer, or one per position of a long context. Python's garbage
-collector goes through all of them repeatedly, so a million would stop the server for seconds."""
+"""Limit on lists and objects in one field. Requests need three per entry of `answers`, or one per position of a long
+context. Python's garbage collector goes through all of them repeatedly, so a million would stop the server for
+seconds."""
 
 LONG_LISTS = {"prompt", "texts", "continuations", "candidate_token_ids", "logprobs_from", "token_ids", "answers"}
-"""Fields that may have any number of values. Validation stops at the first wrong value."""
+"""Fields that may have any number of values: their validation stops at the first wrong value."""
 
 MAX_VALUES = 500_000
-"""Limit on values in any other field; no vocabulary has as many tokens. vLLM's models make an error for each wrong
-value. In long lists names are counted instead, because all models make an error for each unknown name."""
+"""Limit on values in a field other than `LONG_LISTS`; no vocabulary has as many tokens. vLLM's models make an error for
+each wrong value. In `LONG_LISTS` it limits the names in objects instead, because all models make an error for each
+unknown name."""
 
 
 class _Name(str):
@@ -37,7 +39,7 @@ _NOT_MARKS = bytes(byte for byte in range(256) if byte not in _MARKS)
 
 
 def read_fields(body: bytes) -> dict[str, Any]:
-    """The fields of a JSON object."""
+    """Decode the fields of a JSON object."""
     try:
         named = _FIELDS.decode(body)
     except msgspec.ValidationError:
@@ -51,7 +53,7 @@ def read_fields(body: bytes) -> dict[str, Any]:
         field, content = str(name), bytes(raw)
         if field in fields:
             raise RequestError(f"{field[:MAX_NAME]} is given more than once", field[:MAX_NAME])
-        # A shorter field cannot have too many.
+        # A shorter field cannot exceed a limit.
         if len(content) > MAX_LISTS and content.startswith((b"[", b"{")):
             marks = _outside_texts(content)
             _check_count(marks.count(b"[") + marks.count(b"{"), MAX_LISTS, "lists and objects", field, field)
@@ -65,7 +67,7 @@ def read_fields(body: bytes) -> dict[str, Any]:
 
 
 def _outside_texts(content: bytes) -> bytes:
-    """The brackets, commas and colons of JSON outside its strings."""
+    """The opening brackets, commas and colons of JSON outside its strings, and its closing quotes."""
     # Without escapes, each quote begins or ends a string.
     marks = content.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_MARKS)
     values = np.frombuffer(marks, np.uint8)

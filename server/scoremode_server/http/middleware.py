@@ -1,5 +1,5 @@
-"""Middleware around all of vLLM's own: request ids (`X-Request-Id`), and the API key, required on every route except
-those in `OPEN_PATHS`. vLLM itself guards some path prefixes only."""
+"""Middleware that wraps all of vLLM's own. It gives requests their ids (`X-Request-Id`), and requires an API key on
+every path except `OPEN_PATHS`. vLLM itself guards only some path prefixes."""
 
 import secrets
 from argparse import Namespace
@@ -20,20 +20,20 @@ from scoremode_server.http import page
 HEADER = "X-Request-Id"
 
 _STARTS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
-"""Messages that carry the headers of an answer."""
+"""Types of ASGI messages that carry the headers of an answer."""
 
 OPEN_PATHS = frozenset(
     {
-        # Probes and scrapers, which seldom have a key.
+        # Probes and scrapers use these paths, and seldom have a key.
         *("/health", "/ping", "/version", "/metrics"),
-        # The API's description, which is the same on every server, and the pages that show it.
+        # The API's description is the same on every server, as are the pages that show it.
         *("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"),
         *("/static/swagger-ui-bundle.js", "/static/swagger-ui.css"),
-        # Files that are the same on every server. The page requests scores with the key that the user types in.
+        # The page's files are the same on every server. Its requests for scores have the key that the user types in.
         *page.FILES,
     }
 )
-"""Paths that need no key, below the root path and with or without slashes at the end, as Starlette routes them."""
+"""Paths that need no key. They are relative to the server's root path, and may have slashes at the end."""
 
 
 def configured_keys(args: Namespace) -> list[str]:
@@ -63,7 +63,7 @@ class Authentication(AuthenticationMiddleware):
 def _is_open(scope: Scope) -> bool:
     if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
         return True
-    # Open paths begin with a slash, so the rest is what Starlette routes on.
+    # Open paths begin with a slash, so below the root path /root, /root/docs is open, but not /rootdocs.
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path.rstrip("/") in OPEN_PATHS
 
@@ -77,10 +77,10 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class RequestIds:
-    """Middleware that sets `request.state.request_id`, and the header on every answer.
+    """Middleware that sets `request.state.request_id`, and the `X-Request-Id` header of every answer.
 
-    The client's id is used if it has 1 to 128 characters of printable ASCII. Any other is replaced. It is replaced in
-    the request's header too, because vLLM makes the engine's ids and log lines from that.
+    The client's id is used if it has 1 to 128 characters of printable ASCII. Any other id is replaced, in the request's
+    header too, because vLLM makes the engine's ids and log lines from that header.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -101,7 +101,7 @@ class RequestIds:
         async def send_with_id(message: Message) -> None:
             if message["type"] in _STARTS:
                 message.setdefault("headers", [])
-                # Replaced, not added: vLLM's `--enable-request-id-headers` adds one as well.
+                # Replace the header, because vLLM's `--enable-request-id-headers` may have added one.
                 MutableHeaders(scope=message)[HEADER] = request_id
             await send(message)
 

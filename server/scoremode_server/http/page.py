@@ -13,7 +13,8 @@ FOLDER = Path(__file__).parents[1] / "page"
 CONTENT_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 HEADERS = {
-    # Only this server's files, and answers of any server that the user types in; no text can become HTML or a script.
+    # The page can load only this server's files, and request scores from any server that the user types in. No text can
+    # become HTML or a script.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
         "connect-src 'self' http: https:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -37,7 +38,7 @@ router = APIRouter(route_class=ScoremodeRoute, include_in_schema=False)
 
 
 def _answering_with(file: Path) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that answers with a file as it was when the server started."""
+    """Make an endpoint that answers with a file as it was when the server started."""
     content = file.read_bytes()
     headers = HEADERS | {"Content-Type": f"{CONTENT_TYPES[file.suffix]}; charset=utf-8"}
 

@@ -1,5 +1,5 @@
-"""Shared by all routes: reading a request's body, cancelling it when the client leaves, logging how it ended, and
-answering errors in OpenAI's shape."""
+"""Reads the bodies of requests, cancels a request when its client leaves, logs how it ended, and answers errors in
+OpenAI's shape, for all routes."""
 
 import asyncio
 import json
@@ -43,13 +43,13 @@ STATUSES: dict[type[BaseException], HTTPStatus] = {
     errors.OverdueError: HTTPStatus.GATEWAY_TIMEOUT,
     errors.StorageError: HTTPStatus.INSUFFICIENT_STORAGE,
 }
-"""The HTTP status of each error. Packages below `http` know none."""
+"""The HTTP status of each error. Packages in layers below `http` know no statuses."""
 
 CLIENT_CLOSED_REQUEST = 499
 """The status, in logs and metrics, of a request whose client left."""
 
 WHEN_SENT = "scoremode.when_sent"
-"""The key in a request's ASGI scope of a function that is called when its answer was sent, or can no longer be."""
+"""The key in a request's ASGI scope for a function to call once the answer was sent, or can no longer be sent."""
 
 READ_AT_ONCE = 256 * 1024
 """Bytes of a body that are decoded on the event loop, in a few milliseconds. Longer ones are decoded in a thread."""
@@ -66,14 +66,14 @@ EVENT_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {"text/even
 
 
 class ScoremodeRoute(APIRoute):
-    """A route that answers its requests' errors in OpenAI's shape; all other errors go to vLLM's handlers. Requests
-    with a body bypass FastAPI, whose models would look at each value again."""
+    """A route that answers invalid bodies and errors in `STATUSES` in OpenAI's shape; other errors go to vLLM's
+    handlers. It reads bodies without FastAPI, which would go through all values again."""
 
     read_as: ClassVar[Mapping[Any, type[BaseModel] | None]] = {}
-    """The models that read bodies, instead of those that routes name; None to leave reading to FastAPI."""
+    """Maps a model that an endpoint names to the model that reads its bodies instead; None leaves reading to
+    FastAPI."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
         try:
             await super().handle(scope, receive, send)
         finally:
@@ -99,9 +99,9 @@ class ScoremodeRoute(APIRoute):
                 # vLLM's check of the content type raises this.
                 failure = errors.RequestError("; ".join(map(str, error.errors())), None)
             except ValidationError as error:
-                # One error whose `param` is the first field at fault, and whose message explains all faults.
+                # The error's `param` is the first field at fault; its message has up to `MAX_REPORTED` faults.
                 details = error.errors(include_url=False, include_input=False)[:MAX_REPORTED]
-                # A union of types has an error for each of them.
+                # pydantic makes one error per type of a union; some have equal texts.
                 failure = errors.RequestError("; ".join(dict.fromkeys(map(_describe, details))), _field(details[0]))
             except WindowError as error:
                 failure = errors.RequestError(str(error), error.field)
@@ -117,8 +117,9 @@ class ScoremodeRoute(APIRoute):
 
 
 def until_disconnect(handler: RouteHandler) -> RouteHandler:
-    """Count a handler in vLLM's load, limit it by `--request-timeout`, and cancel it when the client leaves. Unlike
-    vLLM's `with_cancellation`, this waits until the handler has ended, so no work outlives its answer."""
+    """Count a handler in vLLM's load metric, limit its time to `--request-timeout`, and cancel it when the client
+    leaves. Unlike vLLM's `with_cancellation`, this waits until the handler has ended, so no work outlives the
+    answer."""
     counted = load_aware_call(handler)
 
     @wraps(handler)
@@ -154,7 +155,7 @@ async def accept(
             # Texts and tokens never get into the log.
             logger.info(
                 "request id=%s route=%s status=%d sequences=%d tokens=%d cached=%d waited=%.3f ran=%.3f",
-                # Quoted: the client chose it, and must not write other fields or lines.
+                # Quote the client's id, so that it cannot write other fields or lines.
                 json.dumps(request_id),
                 route,
                 status_of(failure),
@@ -176,7 +177,8 @@ def status_of(error: BaseException | None) -> int:
 
 
 def error_content(error: Exception) -> dict[str, Any]:
-    """Make `{"error": {"message", "type", "param", "code"}}`. vLLM decides on errors other than RequestError."""
+    """Make `{"error": {"message", "type", "param", "code"}}`. vLLM sets these fields for errors other than
+    RequestError."""
     if isinstance(error, errors.RequestError):
         status = STATUSES[type(error)]
         kind = f"{status.phrase.title().replace(' ', '')}Error"
@@ -190,8 +192,8 @@ _TYPES = ("str", "int", "float", "bool")
 
 
 def _field(detail: Any) -> str | None:
-    """The field that an error of pydantic names; None if the error is in the whole body, such as fields that exclude
-    each other."""
+    """The field that a pydantic error names; None if it concerns the whole body, such as fields that exclude each
+    other."""
     return str(detail["loc"][0])[: errors.MAX_NAME] if detail["loc"] else None
 
 
@@ -205,7 +207,8 @@ def _describe(detail: Any) -> str:
 
 
 def _part(part: int | str) -> str:
-    """Format a part of an error's place. A type only names a branch of a union, and becomes an empty text."""
+    """Format a part of a pydantic error's location. A type only names a branch of a union, and becomes an empty
+    text."""
     if isinstance(part, int):
         return f"[{part}]"
     return f".{part[: errors.MAX_NAME]}" if part.isidentifier() and part not in _TYPES else ""

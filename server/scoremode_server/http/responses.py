@@ -1,5 +1,4 @@
-"""JSON responses, written from numpy arrays without a Python object per token: a single one, or a stream of server-sent
-events."""
+"""Writes JSON responses, single ones or streams of server-sent events, and limits the memory of large ones."""
 
 import asyncio
 from collections import deque
@@ -28,19 +27,19 @@ ANSWER_BYTES = 2**30
 is allowed if it is alone. Scores take at most half of this."""
 
 LARGE_BYTES = 2**18
-"""Answers up to this size do not count, because a connection may hold a longer body."""
+"""Answers up to this size do not count towards `ANSWER_BYTES`: the buffer of a connection may be larger."""
 
 VALUE_BYTES = {"base64": 8, "float": 64}
 """Bytes of a logprob and its token id in an answer, by encoding."""
 
 SECONDS_TO_WAIT = 300
-"""The time that a request waits for space for its answer: half of the time after which a client gives up."""
+"""The time that a request waits for space for its answer: half of the Python client's timeout."""
 
 PART_BYTES = 2**20
 """The size of the parts of a large answer. The server's connection holds two parts that the client has not read."""
 
 Events = Callable[[RequestQueue], AsyncGenerator[dict[str, Any], None]]
-"""Yields the windows of a request, then its result."""
+"""A function that yields a request's windows, and then its result."""
 
 
 def dump(content: Any) -> bytes:
@@ -52,7 +51,7 @@ def json_response(content: Any) -> Response:
     body = dump(content)
     if len(body) <= PART_BYTES:
         return Response(body, media_type="application/json")
-    # A response in parts ends when the client has read all but the last. A single part would end it at once, while the
+    # A response in parts ends when the client has read most of it. A response in one part would end at once, while the
     # connection still holds the whole body.
     headers = {"Content-Length": str(len(body))}
     return StreamingResponse(_in_parts(body), headers=headers, media_type="application/json")
@@ -64,8 +63,8 @@ async def _in_parts(body: bytes) -> AsyncGenerator[bytes, None]:
 
 
 class AnswerSpace:
-    """Limits the bytes of large answers. Requests wait in turn before the engine computes anything for them. A client
-    that reads slowly keeps its answer's space."""
+    """Limits the bytes of large answers. Requests wait in the order of arrival, before the engine computes anything for
+    them. A client that reads slowly keeps its answer's space."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -73,7 +72,7 @@ class AnswerSpace:
 
     async def reserve(self, request: Request, num_values: int, encoding_format: str = "base64") -> None:
         """Wait until there is space for an answer of `num_values` logprobs, and hold it until the answer is sent.
-        BusyError if there is none in time."""
+        BusyError if there is no space within `SECONDS_TO_WAIT`."""
         num_bytes = num_values * VALUE_BYTES[encoding_format]
         if num_bytes <= LARGE_BYTES:
             return
@@ -97,12 +96,13 @@ class AnswerSpace:
 
 
 def padded(values: np.ndarray, num_without: int, missing: float = np.nan) -> np.ndarray:
-    """Put a filler before values for each position without a row. The result is contiguous."""
+    """Put `missing` before values [n, ...] for `num_without` positions without a row. The result is contiguous."""
     return np.concatenate([np.full((num_without, *values.shape[1:]), missing, values.dtype), values])
 
 
 def columns_json(rows: Rows, names: Iterable[str], encoding_format: str, num_without: int = 0) -> dict[str, Any]:
-    """Columns of rows by name, after `num_without` positions without a row. In JSON, infinite numbers become null."""
+    """Encode columns of rows, by name. The first `num_without` positions have no row: they get null, or in base64 NaN
+    or `NO_TOKEN`. In JSON, infinite numbers become null."""
     encoded: dict[str, Any] = {}
     for name in names:
         values = rows.column(name)
@@ -110,7 +110,7 @@ def columns_json(rows: Rows, names: Iterable[str], encoding_format: str, num_wit
         if encoding_format == "base64":
             encoded[name] = encode_column(padded(values, num_without, np.nan if is_float else NO_TOKEN))
         else:
-            # As float64, because the shortest digits of a float32 read back as another float64.
+            # Write float64, because the shortest digits of a float32 read back as another float64.
             numbers = values.astype(np.float64) if is_float else values
             encoded[name] = [*[None] * num_without, *numbers.tolist()]
     return encoded
@@ -119,7 +119,7 @@ def columns_json(rows: Rows, names: Iterable[str], encoding_format: str, num_wit
 def top_entries(
     token_ids: np.ndarray, logprobs: np.ndarray, texts_of: Callable[[Sequence[int]], list[str]] | None = None
 ) -> list[list[dict[str, Any]]]:
-    """The top tokens [n, k] at each position, each as a `TopLogprob`, with texts if wanted."""
+    """Make a `TopLogprob` for each of the top tokens [n, k], with its text if `texts_of` is given."""
     entries = [
         [{"token_id": token_id, "logprob": logprob} for token_id, logprob in zip(*row, strict=True)]
         for row in zip(token_ids.tolist(), json_logprobs(logprobs).tolist(), strict=True)
@@ -134,8 +134,8 @@ def top_entries(
 async def respond(
     admission: Admission, route: str, request_id: str, events: Events, *, stream: bool, with_windows: bool = False
 ) -> Response:
-    """Accept a request whose sequences count when they begin. Answer with a stream of all events, or with the result
-    alone, which has the windows in `data` if `with_windows`."""
+    """Accept a request whose sequences are counted one by one, as each begins. Answer with a stream of all events, or
+    with the result alone, which has the windows in `data` if `with_windows`."""
     in_queue = accept(admission, route, request_id)
     if stream:
         return ClosingStream(_event_stream(in_queue, events, request_id), media_type="text/event-stream")
@@ -150,7 +150,8 @@ async def respond(
 
 
 class ClosingStream(StreamingResponse):
-    """Streams content, which it closes when the client leaves, after a `beginning` that was already read from it."""
+    """Streams what a generator yields, and closes the generator when the client leaves. A `beginning`, already read
+    from the generator, is sent first."""
 
     def __init__(self, content: AsyncGenerator[Any, None], beginning: Any = None, **options: Any) -> None:
         self._content = content
@@ -163,7 +164,7 @@ class ClosingStream(StreamingResponse):
             yield part
 
     async def stream_response(self, send: Send) -> None:
-        """Send all content and close it: Starlette would leave that to the garbage collector."""
+        """Send all parts and close the generator, which Starlette would leave to the garbage collector."""
         async with aclosing(self._content):
             await super().stream_response(send)
 
@@ -171,8 +172,8 @@ class ClosingStream(StreamingResponse):
 async def in_own_task(
     in_queue: AbstractAsyncContextManager[RequestQueue], parts: Callable[[RequestQueue], AsyncGenerator[T, None]]
 ) -> AsyncGenerator[T, None]:
-    """Yield the parts of the answer to an accepted request. A task of its own owns the request, because the request's
-    time may run out while the client reads. If the reader stops, the request ends at once."""
+    """Yield the parts of the answer to an accepted request. A separate task enters `in_queue`, so that a timeout can
+    end the request while the client reads. If the reader stops, the request ends at once."""
     made: asyncio.Queue[T | None] = asyncio.Queue()
 
     async def own() -> None:

@@ -1,4 +1,5 @@
-"""References of a model's own answers to prompts: their windows, and how long another model gives the same tokens."""
+"""Cuts the windows of a model's own answers to prompts, and counts how many tokens of each answer another model agrees
+with."""
 
 from scoremode.kld import KldPositions, agreement_lengths, of_answers
 from scoremode.windows import Window
@@ -30,8 +31,8 @@ def answer_windows(request: ReferenceRequest, answers: Answers, limits: Limits) 
 
 
 def agreement(reference: StoredReference, positions: KldPositions) -> list[int] | None:
-    """Count each answer's tokens before the first that is not the served model's top token. `positions` are those of
-    the whole reference. None if its answers are not greedy."""
+    """Count each answer's tokens before the first that is not the served model's top token. `positions` has the figures
+    of all targets of the reference. None if the reference has no greedy answers."""
     answers, text = reference.manifest.answers, reference.text
     if answers is None or not answers.are_greedy:
         return None

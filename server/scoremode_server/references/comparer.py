@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 SECONDS_TO_WAIT = 45.0
 """How long a request waits while the engine compares with other references. Proxies cut off an answer that has sent no
-byte for 60 seconds. A client that tries again keeps its place in the queue."""
+byte for 60 seconds. If the client tries again, its reference has kept its place in the queue."""
 
 
 def llama_cpp_header(reference: StoredReference) -> bytes:
@@ -65,7 +65,7 @@ class MarkedWindow:
     """Position of the first target."""
     mark: WindowMark
     settings: ScoreSettings
-    """`top_logprobs` holds for the served model and for the reference."""
+    """`top_logprobs` applies to the served model and to the reference."""
     sink_columns: Columns
 
     @classmethod
@@ -78,9 +78,9 @@ class MarkedWindow:
         boundaries: Iterable[int] = (),
         statistics: Iterable[Statistic] = (),
     ) -> "MarkedWindow":
-        """Make a window of a reference whose text has been read. The queue counts its tokens until it is done. Its
-        residual stream is recorded or replaced at `boundaries`: see `WindowMark`. `statistics` are computed of both
-        models."""
+        """Make a window of a reference whose text has been read. The request's queue counts the window's tokens until
+        the window is done. `boundaries` says where the residual stream is recorded or replaced: see `WindowMark`.
+        `statistics` names figures to compute for both models."""
         token_ids, first = reference.text.window(index)
         settings.queue.add(1, len(token_ids))
         mark = WindowMark(
@@ -101,8 +101,8 @@ class MarkedWindow:
     def engine_pass(
         self, rank: int | None = None, inside: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> EnginePass:
-        """Make a pass that enters a context of `inside` while it is in the engine. `rank` is the data-parallel rank
-        that has read the window's files; None means any."""
+        """Make the window's pass, which enters a context of `inside` while it is in the engine. `rank` is the
+        data-parallel rank that has read the window's files; None means any."""
         settings = self.settings
         if rank is not None:
             settings = replace(settings, options={**settings.options, "data_parallel_rank": rank})
@@ -165,7 +165,7 @@ class Comparer:
 
         window_bytes = 16 * (1 + settings.top_logprobs) * int(reference.text.num_tokens.max())
         num_ahead = min(self.core.admission.size.sequences + 1, max(1, BYTES_AHEAD // window_bytes))
-        # Read further ahead than the engine computes, because workers report files only between steps.
+        # Begin more windows than the engine can take, because workers report files only between steps.
         num_ahead = num_ahead if most is None else min(most, num_ahead)
         return self._in_order(reference, windows, settings, compared, loads=STEPS_READ_AHEAD, most=num_ahead)
 
@@ -173,8 +173,8 @@ class Comparer:
         self, reference: StoredReference, indices: range, settings: ScoreSettings
     ) -> AsyncGenerator[np.ndarray, None]:
         """Yield an opened reference's distributions at each window's targets in llama.cpp's format: int32 [scored,
-        words]. The served model scores the windows too, but its scores are not used. BusyError if other exports use all
-        of `EXPORTED_BYTES`."""
+        words]. The served model scores the windows too, but its scores are not used. BusyError if other exports leave
+        too little of `EXPORTED_BYTES`."""
 
         async def exported(window: MarkedWindow) -> np.ndarray:
             rows = await self._rows(reference, window)
@@ -205,7 +205,6 @@ class Comparer:
         compute: Callable[[MarkedWindow], Coroutine[Any, Any, T]],
         **how_many: Any,
     ) -> AsyncGenerator[T, None]:
-        """Yield the result of `compute` for each window, in order."""
         async with aclosing(settings.queue.in_order(map(compute, windows), **how_many)) as in_order:
             async for result in in_order:
                 yield result
@@ -214,9 +213,10 @@ class Comparer:
 
     async def _rows(self, reference: StoredReference, window: MarkedWindow) -> Rows:
         """Have the engine compute a window. BusyError if the engine compares with other references for
-        `SECONDS_TO_WAIT`. Once a window of the request has entered the engine, the others wait without that limit."""
+        `SECONDS_TO_WAIT`. Once a window of the request has entered the engine, the request's other windows wait without
+        that limit."""
         head, queue, options = reference.manifest.head, window.settings.queue, window.settings.options
-        # Workers hold a second tensor if there are boundaries: the residual stream.
+        # If the window has boundaries, workers hold a second tensor for it: the residual stream.
         num_tokens = len(window.token_ids) * (2 if window.mark.boundaries else 1)
         rank = options.get("data_parallel_rank")
         while True:

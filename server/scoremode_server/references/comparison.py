@@ -1,4 +1,4 @@
-"""Compares windows of a reference with the served model: from a request to its figures, or to a noise floor."""
+"""Compares windows of a reference with the served model, and summarizes them as figures or as a noise floor."""
 
 import asyncio
 import time
@@ -56,7 +56,7 @@ class Comparison:
 
     @property
     def num_values(self) -> list[int]:
-        """The number of values in the answer, per window: logprobs and statistics."""
+        """How many logprobs and statistics of both models the answer has, per window."""
         text = self.reference.text
         num_scored = (text.num_tokens - text.num_context)[self.windows.start : self.windows.stop]
         width = 1 + self.request.top_logprobs + len(self.request.statistics)
@@ -67,11 +67,11 @@ class Comparison:
         return int(self.reference.text.num_tokens[self.windows.start : self.windows.stop].sum())
 
     async def rows(self, settings: ScoreSettings) -> AsyncGenerator[tuple[int, Rows], None]:
-        """Compute the windows, and store the figures of their positions. Yields each window's index and rows."""
+        """Compute the windows, and put their figures into `positions`. Yields each window's index and rows."""
         indices, most = list(self.windows), None
         if self.request.as_noise_floor:
-            # A noise floor needs other batches than those of the recording: windows in reverse order, and in the
-            # prefill lane, in which references are recorded, fewer in flight. Two keep the engine busy.
+            # A noise floor needs other batches than the recording, so windows are sent in reverse order. In the prefill
+            # lane, in which references are recorded, fewer are also in flight. Two keep the engine busy.
             indices.reverse()
             most = min(2, len(indices) - 1) or 1 if self.request.lane == "prefill" else None
         boundaries = () if self.request.from_boundary is None else (self.request.from_boundary,)
@@ -83,7 +83,8 @@ class Comparison:
                 yield index, rows
 
     async def figures(self) -> KldStatistics:
-        """Summarize the windows, which must all be computed, and store a noise floor in the reference."""
+        """Summarize the windows, all of which must be computed. If the request measures a noise floor, store it in the
+        reference."""
         parts = [self.positions[index] for index in self.windows]
         joined = KldPositions.concatenate(parts)
         figures = await asyncio.to_thread(statistics, joined, list(map(len, parts)), self.windows.start)
@@ -122,7 +123,6 @@ def _noise_floor(
 
 
 def _windows(request: KldRequest, num_windows: int) -> range:
-    """The indices of the requested windows of a reference that has `num_windows`."""
     first, last = request.windows or (0, num_windows)
     if not 0 <= first < last <= num_windows:
         raise RequestError(
@@ -134,7 +134,8 @@ def _windows(request: KldRequest, num_windows: int) -> range:
 
 
 def _positions(rows: Rows) -> KldPositions:
-    """Copy the figures of a window's targets. Views would keep the whole table in memory, with its top tokens."""
+    """Copy the figures of a window's targets. Views would keep the whole table of rows in memory, with all top
+    tokens."""
     reference_ids, reference_logprobs = rows.column("reference_token_ids"), rows.column("reference_logprobs")
     views = KldPositions(
         token_ids=rows.token_ids[:, 0],

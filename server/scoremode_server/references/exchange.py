@@ -46,8 +46,8 @@ STEPS_READ_AHEAD = 3
 engine takes at once (`EngineSize.tokens`). It is more than 1 so that windows are ready when the engine has space."""
 
 HEADS_READ_AHEAD = 4
-"""Limit on LM heads that workers read or hold on the host at once per API server. Each takes a gigabyte for 8B
-parameters."""
+"""Limit on LM heads that workers read or hold on the host at once per API server. The head of a model of 8B parameters
+takes a gigabyte."""
 
 ALIVE_SECONDS = 1.0
 """Seconds between checks whether the engine has died. vLLM never answers a call to a dead engine."""
@@ -74,7 +74,7 @@ class _Comparison:
     """The windows of one reference that this API server compares in one engine, now or soon."""
 
     mark: WindowMark
-    """Any one of these windows' marks: all name the same reference and LM head."""
+    """The mark of one of these windows; the marks of all name the same reference and LM head."""
     head: HeadFormat
     num_windows: int = 0
     num_inside: int = 0
@@ -82,20 +82,21 @@ class _Comparison:
     num_tokens: int = 0
     """Tokens of these windows that workers read or hold."""
     ticket: str = ""
-    """The ticket under which workers read the LM head to the host; empty before it is ordered, and once the device has
-    it."""
+    """The ticket under which workers read the LM head to the host; empty before the head is ordered, and once it is on
+    the device."""
     is_read: bool = False
     """Whether all ranks have read the LM head."""
     failure: Exception | None = None
     """Why no window can enter the engine."""
     may_enter: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while windows may enter the engine, and for good once there is a `failure`."""
+    """Set while windows may enter the engine, and permanently once there is a `failure`."""
     next_to_read: asyncio.Lock = field(default_factory=asyncio.Lock)
     has_left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when workers drop a window."""
 
     async def wait(self, seconds: float | None) -> None:
-        """Wait for the lease. BusyError after `seconds`; the error given to `fail` if that comes first."""
+        """Wait until windows may enter the engine. BusyError after `seconds`. Raises the error given to `fail`, if
+        any."""
         try:
             async with asyncio.timeout(seconds):
                 await self.may_enter.wait()
@@ -153,8 +154,8 @@ class _Engine:
     comparisons: dict[str, _Comparison] = field(default_factory=dict)
     """Comparisons by the key of their reference's LM head."""
     may_be_noted: bool = False
-    """Whether the last call may have told workers that this API server wants or uses a lease. Then they must be called
-    again, to learn when it no longer does."""
+    """Whether the last call may have told workers that this API server wants or uses a lease. If so, the workers must
+    be called again, to learn when this API server no longer does."""
     lease: LeaseState = field(default_factory=lambda: LeaseState(key="", is_granted=False, is_used=False, waiting=[]))
 
     @property
@@ -171,7 +172,7 @@ class _Engine:
         return self.lease["is_used"] and self.lease["key"] != key
 
     def message(self, server: str, tickets: set[str]) -> tuple[Any, ...]:
-        """The next message to the workers: orders, tickets to look up, and this API server's side of the lease."""
+        """Make the next message to the workers: orders, tickets to look up, and this API server's side of the lease."""
         self._order_heads()
         wanted = {}
         for key, comparison in self.comparisons.items():
@@ -197,7 +198,7 @@ class _Engine:
             self.orders.append(ReadHead(comparison.mark, comparison.ticket, comparison.head.model_dump()))
 
     def note(self, answers: list[dict[str, Any]]) -> None:
-        """Let windows enter the engine if the workers' answers allow it, or fail them if their LM head cannot be
+        """Let windows enter the engine if the workers' answers allow it, or fail the windows whose LM head cannot be
         read."""
         self.lease = answers[0]["lease"]
         for key, comparison in self.comparisons.items():
@@ -288,8 +289,8 @@ class WorkerFiles:
             raise _file_error(str(error), mark, f"window {mark.index}") from None
 
     async def wait_until_done(self, ticket: str, rank: int | None = None) -> None:
-        """Wait until all workers of engine `rank` have done what was ordered; if it is None, until one worker of any
-        engine has. UnreadableFileError if a worker could not."""
+        """Wait until all workers of engine `rank` have done what was ordered under a ticket; if `rank` is None, until
+        one worker of any engine has done it. UnreadableFileError if a worker could not do it."""
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outcomes[outcome] = ticket, rank
         self._call_soon()
@@ -324,7 +325,7 @@ class WorkerFiles:
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
         for engine in self._engines:
-            # Without calls, nobody reports whether the lease is used.
+            # No later answer will report that the lease is free, so assume now that it is.
             engine.lease["is_used"] = False
 
     async def _exchange(self) -> list[list[dict[str, Any]]]:
@@ -382,17 +383,16 @@ class WorkerFiles:
 
 
 def _failure(answers: list[dict[str, Any]], ticket: str) -> str | None:
-    """Why a worker could not do what was ordered with a ticket; None if no worker failed."""
+    """Why a worker could not do what was ordered under a ticket; None if no worker failed."""
     return next(filter(None, (answer["outcomes"].get(ticket) for answer in answers)), None)
 
 
 def _is_done(answers: list[dict[str, Any]], ticket: str, quantifier: Callable[[Iterable[bool]], bool] = all) -> bool:
-    """Whether all or any of the workers have done what was ordered with a ticket."""
+    """Whether all workers, or with `any` at least one, have done what was ordered under a ticket."""
     return quantifier(answer["outcomes"].get(ticket) == "" for answer in answers)
 
 
 def _file_error(failure: str, mark: WindowMark, what: str) -> Exception:
-    """The error for a file that workers could not read."""
     if failure != OVERDUE:
         return UnreadableFileError(failure)
     return UnavailableError(

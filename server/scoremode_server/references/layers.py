@@ -15,7 +15,8 @@ from scoremode_server.vllm_compat.engine_client import call_workers
 
 @dataclass(slots=True)
 class LayerParts:
-    """Checks whether layers can be recorded and resumed from, for the routes."""
+    """Checks for the routes whether the served model's layers can be recorded, and whether it can be resumed from
+    recorded ones."""
 
     core: Core
     _described: ReferenceLayers | None = None

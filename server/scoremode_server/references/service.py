@@ -63,8 +63,8 @@ class References:
             return None
 
     async def in_thread(self, name: str, call: Callable[[], T]) -> T:
-        """Run a call that reads or writes files of a reference in a thread. UnavailableError if it hangs, which affects
-        no other reference."""
+        """Run a call that reads or writes files of a reference, in a thread. UnavailableError if the call hangs; calls
+        for other references still run."""
         try:
             async with asyncio.timeout(SECONDS_TO_ANSWER):
                 return await asyncio.wrap_future(self._threads.submit(name, call))
@@ -75,8 +75,8 @@ class References:
             ) from None
 
     async def use(self, name: str, call: Callable[[], T]) -> T:
-        """Run a call that needs a reference in a thread. NotServedError if no reference has that name, ConflictError if
-        it is damaged, StorageError if a file cannot be written."""
+        """Run a call that needs the reference `name`, in a thread. NotServedError if no reference has that name,
+        ConflictError if it is damaged, StorageError if a file cannot be written."""
         try:
             return await self.in_thread(name, call)
         except NoReferenceError as error:
@@ -89,7 +89,7 @@ class References:
 
     async def open(self, name: str) -> StoredReference:
         reference = await self.use(name, lambda: self.directory.open(name))
-        # Reuse the tokens that were read for it, if the manifest is the same.
+        # If the manifest has not changed, reuse the reference opened before, with the tokens that were read for it.
         opened = self._opened.get(name)
         self._opened[name] = reference = opened if opened == reference else reference
         return reference
@@ -114,16 +114,14 @@ class References:
         return await self.use(reference.name, lambda: reference.text)
 
     async def free_bytes(self) -> int:
-        """The free space on the disk of the folder."""
+        """The free space on the disk that has the folder of references."""
         return await self.in_thread("", lambda: shutil.disk_usage(self.directory.root).free)
 
     def broken(self, name: str, failure: BrokenFileError | str) -> ConflictError:
-        """The error for a damaged file of a reference."""
         reason = self._without_folder(name, failure)
         return ConflictError(f"reference {name!r} cannot be read: {reason}", self.param)
 
     def unwritable(self, name: str, failure: OSError | str) -> StorageError:
-        """The error for a file of a reference that cannot be written."""
         reason = self._without_folder(name, failure)
         return StorageError(f"reference {name!r} could not be written: {reason}", "name")
 

@@ -1,5 +1,5 @@
 """Describes the runner, kernels and devices that compute a server's numbers, as the first worker and vLLM's
-configuration have them. Readers of a measurement see the description; no result depends on it."""
+configuration report them. Readers of a measurement see the description; no result depends on it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +28,7 @@ _INT8_ON_CPU = "CPUInt8ScaledMMLinearKernel"
 
 
 async def what_computes(client: EngineClient) -> ComputedBy:
-    """Describe what computes an engine's numbers, in all replicas."""
+    """Describe the devices, kernels and parallelism that compute an engine's numbers, over all its replicas."""
     config = client.vllm_config
     parallel, drafts = config.parallel_config, config.speculative_config
     described: dict[str, Any] = {}
@@ -54,8 +54,8 @@ async def what_computes(client: EngineClient) -> ComputedBy:
 
 
 def describe_worker(wrapper: Any) -> dict[str, Any] | None:
-    """Describe a worker, as a method of vLLM's worker wrappers that all ranks call together. The first rank returns
-    fields of `ComputedBy`; others return only what is wrong with their logits, or None."""
+    """Describe a worker. This becomes a method of vLLM's worker wrappers, which all ranks call at the same time. The
+    first rank returns fields of `ComputedBy`; other ranks return only what is wrong with their logits, or None."""
     worker = wrapper.worker
     runner = worker.model_runner
     logits = _logits(runner)
@@ -86,7 +86,7 @@ def _implementation(model: torch.nn.Module) -> str:
 
 @torch.inference_mode()
 def _logits(runner: Any) -> dict[str, str]:
-    """The field `wrong_logits`, if this rank computes logits and they are wrong."""
+    """The field `wrong_logits` of `ComputedBy`, if this rank computes logits and they are wrong."""
     has_processor = any(type(part) is LogitsProcessor for part in runner.model.modules())
     if not has_processor or not get_pp_group().is_last_rank:
         return {}
@@ -132,9 +132,10 @@ def _name(part: Any) -> str:
 
 
 def int8_products_saturate() -> bool:
-    """Whether this CPU lacks VNNI: oneDNN, vLLM's INT8 kernel on CPUs, then adds pairs of products in 16 bits.
+    """Whether this is an x86 CPU without VNNI. There oneDNN, which vLLM's INT8 kernel on CPUs uses, adds pairs of
+    products in 16 bits, which may overflow.
 
-    oneDNN's documentation tells so under "Nuances of int8 Computations".
+    oneDNN's documentation explains this under "Nuances of int8 Computations".
     """
     capabilities = torch.cpu.get_capabilities()
     return capabilities["architecture"] == "x86_64" and not (capabilities["avx512_vnni"] or capabilities["avx_vnni"])

@@ -1,5 +1,5 @@
 """Refuses models that vLLM loads on a CPU but cannot compute there. The check runs while vLLM makes its configuration,
-before it loads them."""
+before it loads a model."""
 
 from typing import Any
 

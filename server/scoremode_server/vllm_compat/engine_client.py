@@ -1,6 +1,6 @@
 """Changes vLLM's engine client for scoring requests: changed weights drop cached rows, limits on queued requests do not
-count scoring requests, and shutdown waits for them. vLLM has no event for a change, so the methods that change weights
-are wrapped."""
+count scoring requests, and shutdown waits for scoring requests. vLLM does not report a change of weights, so the
+methods that change them are wrapped."""
 
 import asyncio
 import inspect
@@ -34,8 +34,8 @@ the name and path of an adapter. `collective_rpc` calls anything in the workers,
 def within_changes(
     engine: EngineClient, change: Callable[[], AbstractContextManager[None]], after: Callable[[], None]
 ) -> None:
-    """Wrap this client's methods in `CHANGES`: each runs inside a context of `change`, and then calls `after`.
-    RuntimeError if the engine lacks one of them, because changes might then go unnoticed."""
+    """Wrap the engine client's methods in `CHANGES`: each runs inside a context of `change`, and then calls `after`.
+    RuntimeError if the client does not have one of these methods, because changes might then go unnoticed."""
 
     def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -56,8 +56,9 @@ def within_changes(
 
 
 def may_go_unnoticed(config: VllmConfig) -> bool:
-    """Whether another API server process may change weights. The routes that change them belong to vLLM's development
-    mode, except for loading adapters, which vLLM refuses if there are several processes."""
+    """Whether another API server process may change weights without this one noticing. The routes that change them
+    belong to vLLM's development mode, except for loading adapters, which vLLM refuses if there are several
+    processes."""
     return bool(envs.VLLM_SERVER_DEV_MODE and config.parallel_config._api_process_count > 1)
 
 
@@ -111,7 +112,7 @@ def drain_before_shutdown(engine: Any, drain: Callable[[float], Coroutine[Any, A
     loop, thread, shutdown = asyncio.get_running_loop(), threading.get_ident(), engine.shutdown
 
     def drain_and_shut_down(timeout: float | None = None) -> None:
-        # vLLM calls it twice.
+        # vLLM calls `shutdown` twice, but only the first call drains.
         engine.shutdown = shutdown
         begun = time.monotonic()
         if engine.errored:

@@ -15,7 +15,7 @@ MARK = EngineCoreProc.ENGINE_CORE_DEAD
 
 
 def describe(error: BaseException | None) -> str:
-    """An error's type and message in one line; those of the worker's error if vLLM says that a worker failed."""
+    """The type and message of an error in one line. If vLLM says that a worker failed, they are the worker's."""
     line = textwrap.shorten(f"{type(error).__name__}: {error}", 1000, placeholder=" ...")
     return re.sub("RuntimeError: Worker failed with error '(.*)', please check.*", r"\1", line)
 
@@ -29,7 +29,7 @@ def patch() -> None:
     )
 
     def send_with_error(self: Any) -> None:
-        # vLLM sends this constant, and looks it up by its name to recognize it.
+        # vLLM sends this constant, and compares messages with it: `note_and_validate` replaces it too.
         EngineCoreProc.ENGINE_CORE_DEAD = MARK + describe(sys.exception()).encode()
         send(self)
 
@@ -40,7 +40,7 @@ def patch() -> None:
         validate(self, frames)
 
     def handle_with_type(self: Any, output: Any) -> None:
-        # vLLM passes on only an error's message.
+        # Add the type to the message, because vLLM passes on only an error's message.
         handle(self, RuntimeError(describe(output)) if isinstance(output, Exception) else output)
 
     EngineCoreProc._send_engine_dead = send_with_error

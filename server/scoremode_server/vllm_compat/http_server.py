@@ -14,8 +14,9 @@ connection whose client reads nothing."""
 
 
 class IgnoresOffers(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, which ignores a request's offer of another protocol. Java's client offers HTTP/2 with a
-    connection's first request (`Upgrade: h2c`), and httptools would take the body for the other protocol."""
+    """uvicorn's HTTP protocol class, changed to ignore a request's offer of another protocol. Java's client offers
+    HTTP/2 with a connection's first request (`Upgrade: h2c`), and httptools would take the body for the other
+    protocol."""
 
     def data_received(self, data: bytes) -> None:
         self._data = data
@@ -32,7 +33,7 @@ class IgnoresOffers(HttpToolsProtocol):
             return
         headers = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
         head = b"%b %b HTTP/1.1\r\n%b\r\n" % (self.scope["method"].encode(), self.url, headers)
-        # httptools says where the headers end.
+        # The exception of httptools says where the headers end.
         self.data_received(head + self._data[stopped.args[0] :])
 
 
@@ -43,7 +44,7 @@ def change_http_server(app: Any) -> None:
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncGenerator[Any, None]:
-        # vLLM makes the server when the app is finished, and has no flags for these.
+        # vLLM makes the server when the app is finished, and has no flags for these two settings.
         config = app.state.server.config
         config.timeout_graceful_shutdown = CLOSE_SECONDS
         if config.http_protocol_class is HttpToolsProtocol:

@@ -15,8 +15,9 @@ from scoremode_server.worker.sinks import SinkMaker
 
 def install(on_worker_start: Callable[[], Mapping[str, SinkMaker]]) -> None:
     """Patch vLLM in this process. Further calls do nothing. The model runners are patched when a worker of this process
-    has its device, because some cannot be imported before. `on_worker_start` is called then, and returns the
-    `SinkMaker` of each extension's sinks, by name. ValueError if the memory setting is not a number of bytes."""
+    has its device, because some of their modules cannot be imported earlier. `on_worker_start` is called then, and
+    returns the `SinkMaker` of each extension's sinks, by name. ValueError if the memory setting is not a number of
+    bytes."""
     budget = logprob_bytes()
     if getattr(WorkerWrapperBase, "_scoremode_patched", False):
         return

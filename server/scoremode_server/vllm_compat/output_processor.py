@@ -23,7 +23,7 @@ DECODED_TOKENS = 16
 at most four bytes; vLLM's detokenizer for slow tokenizers looks at six."""
 
 INCOMPLETE = "�"
-"""The text to which the bytes of an incomplete character decode."""
+"""The text that the bytes of an incomplete character decode to."""
 
 
 def is_scoring(state: Any) -> bool:
@@ -39,7 +39,6 @@ def decode_within_character(tokenizer: TokenizerLike, token_id: int, context: Se
 
 
 def patch() -> None:
-    """Patch vLLM's output processing in this process."""
     make, update = LogprobsProcessor.from_new_request.__func__, LogprobsProcessor._update_prompt_logprobs
     make_detokenizer = IncrementalDetokenizer.from_new_request.__func__
 
@@ -72,12 +71,13 @@ def patch() -> None:
 
 
 def _with_end_of_prompt(tokenizer: TokenizerLike, request: EngineCoreRequest) -> EngineCoreRequest:
-    """Copy a request with only the end of its prompt, if the next token has the same text after it. It has not if the
-    prompt ends within a character: then vLLM's detokenizer gives the whole prompt as the next token's text."""
+    """Copy a request with only the end of its prompt, if the next token has the same text after this end as after the
+    whole prompt. If the prompt ends within a character, return the request itself: vLLM's detokenizer then gives the
+    whole prompt as the next token's text."""
     if request.prompt_token_ids is None or len(request.prompt_token_ids) <= DECODED_TOKENS:
         return request
     end = request.prompt_token_ids[-DECODED_TOKENS:]
-    # Bypass transformers where vLLM's detokenizer does, because it would add nothing.
+    # Decode without transformers where vLLM's detokenizer does so; the text is the same.
     decode = tokenizer._tokenizer.decode if uses_fast_detokenizer(tokenizer) else tokenizer.decode
     text = decode(end, skip_special_tokens=request.sampling_params.skip_special_tokens)
     if not text or text.endswith(INCOMPLETE):

@@ -15,8 +15,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def patch() -> None:
-    """Tie to this process each one that vLLM starts from it from now on: API servers, engines, workers, coordinators.
-    Ray starts its workers itself, and ends them with their driver."""
+    """From now on, let each process that vLLM starts from this one end with this one: API servers, engines, workers,
+    coordinators. Ray starts its workers itself, and ends them with their driver."""
     start = BaseProcess.start
 
     def start_tied(self: Any) -> None:

@@ -23,7 +23,8 @@ def patch() -> None:
 
 
 def within_lane(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-    """Limit a request's `num_new_tokens` in a step: first to the rest of its context, and then to one chunk."""
+    """Limit a request's `num_new_tokens` in a step: to the rest of the tokens that its lane prefills, and after those
+    to one chunk."""
     params = request.sampling_params
     spec = ((params and params.extra_args) or {}).get(ROWS)
     # Tokens after the prompt are drafts, all of which vLLM needs.
@@ -37,7 +38,8 @@ def has_lanes(config: VllmConfig) -> bool:
     """Whether an engine can serve lanes. Its scheduler must be patched and give all ranks the same tokens, and its
     model must begin a text in a step of one token as in a longer one."""
     model = config.model_config
-    # Its linear attention takes a step of one token for a decode, and resumes from the slot's old state.
+    # This model's linear attention treats a step of one token as a decode, and resumes from the old state in the
+    # request's slot.
     if model.architecture == "BailingMoeV2_5ForCausalLM":
         return False
     # V1 replays a full graph for a step of one token, with the state slots of an earlier step.

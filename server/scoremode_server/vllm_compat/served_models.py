@@ -15,7 +15,7 @@ from scoremode_server.errors import MAX_NAME, NotServedError, RequestError
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model that requests can name, and its adapter if it is one."""
+    """A model or LoRA adapter that requests can name; `lora` is None for a model."""
 
     name: str
     lora: LoRARequest | None
@@ -31,7 +31,7 @@ class ServedModels(BaseServing):
     """vLLM's own look-up of model names, so that aliases and adapters (also those loaded later) work as in vLLM."""
 
     async def resolve(self, name: str | None) -> ResolvedModel:
-        """Find the model or adapter of a name; without one, the served model. NotServedError if there is none of that
+        """Find the model or adapter with a name; without a name, the served model. NotServedError if neither has that
         name."""
         request = SimpleNamespace(model=name)
         if (failure := await self._check_model(request)) is not None:
@@ -45,7 +45,8 @@ class ServedModels(BaseServing):
         return ResolvedModel(self.models.model_name(lora), lora)
 
     async def engine_options(self, raw_request: Request, model: ResolvedModel) -> dict[str, Any]:
-        """Arguments of vLLM's `generate` that a request's headers set, as vLLM's own routes read them."""
+        """Arguments of vLLM's `generate`: the model's adapter, and those that vLLM's own routes read from a request's
+        headers."""
         return {
             "lora_request": model.lora,
             "trace_headers": await self._get_trace_headers(raw_request.headers),

@@ -2,7 +2,8 @@
 
 `private.toml` lists the private parts that Scoremode uses. For every supported version, `manifest.json` has a hash of
 the source text of each, and of every name that Scoremode imports from vLLM. `scripts/check_vllm.py VERSION --write`
-writes it. Source text is found without importing vLLM, because it may be an unknown version, or a wheel.
+writes `manifest.json`. Source text is found without importing vLLM, because its version may be unknown, or it may be in
+a wheel.
 """
 
 import ast
@@ -40,14 +41,14 @@ PRIVATE: dict[str, str] = {
 
 def require_supported() -> None:
     """RuntimeError if Scoremode does not run on the installed vLLM, or if its API server is the one in Rust. Scoremode
-    runs on each release in the manifest, and on others in the supported range if all private parts have the same source
-    text as in one of these."""
+    runs on each release in the manifest, and on other releases in the supported range if all private parts have the
+    same source text as in a release in the manifest."""
     import vllm
 
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
         raise RuntimeError("unset VLLM_USE_RUST_FRONTEND: vLLM's API server in Rust has none of Scoremode's routes")
     hashes = recorded_hashes()
-    # Builds for one platform differ in the local part only: 0.32.0+cpu.
+    # A build for one platform adds only a local part to the version, as in 0.32.0+cpu.
     version = str(vllm.__version__).partition("+")[0]
     if version in hashes:
         return
@@ -57,7 +58,7 @@ def require_supported() -> None:
     sources = Sources(Path(vllm.__file__).parents[1])
     installed = {key: digest(sources.segment(key)) for key in PRIVATE}
     differences = ([key for key in installed if installed[key] != recorded.get(key)] for recorded in hashes.values())
-    # Compare with the most similar version.
+    # Compare with the most similar release in the manifest.
     if changes := min(differences, key=len):
         raise RuntimeError(f"{refusal}, which differs from these in what Scoremode patches: {', '.join(changes)}")
 
@@ -87,7 +88,7 @@ class Sources:
 
 
 def digest(segment: str | None) -> str | None:
-    """A short hash of a source text, as the manifest has it; None for a name that is gone."""
+    """The short hash of a source text that the manifest has; None for a name that no longer exists."""
     return None if segment is None else hashlib.sha256(segment.encode()).hexdigest()[:16]
 
 
@@ -101,7 +102,7 @@ def as_written(text: str, node: ast.stmt) -> str:
 
 
 def _parse(root: Traversable, path: str) -> tuple[str, ast.Module] | None:
-    """The text and the tree of the module of a dotted name, if it exists."""
+    """The source text and the syntax tree of a module, given its dotted name; None if there is no such module."""
     files = [root / f"{path.replace('.', '/')}{end}" for end in (".py", "/__init__.py")]
     text = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), None)
     return None if text is None else (text, ast.parse(text))

@@ -11,11 +11,11 @@
                             stream [fed, hidden] of a window at each boundary of decoder layers, if these are
                             recorded; fed: the window's tokens given to the engine, all but the last
 
-A row of `windows` has the position of the document's first token in `token_ids`, and the window's start, end, first
-target and leading token (-1 for none) within the document. The window's hidden states predict its targets. A row of
-`origins` has three indices: of the text, conversation or answer in the request's list, of its label in the manifest's
-`text.labels`, and of the turn's role in `text.roles`; -1 for no label or role. References of earlier versions have no
-`origins`.
+A row of `windows` has the position of the document's first token in `token_ids`, the window's start, end and first
+target within the document, and the id of the token put before the window (-1 for none). The window's hidden states
+predict its targets. A row of `origins` has three indices: of the text, conversation or answer in the request's list, of
+its label in the manifest's `text.labels`, and of the turn's role in `text.roles`; -1 for no label or role. References
+of earlier versions have no `origins`.
 """
 
 import fcntl
@@ -43,7 +43,7 @@ _HEAD = "lm_head.safetensors"
 _SHARD = re.compile(r"(\d{6,})\.safetensors")
 _DELETED = ".deleted-"
 _MOST_NAMED = 20
-"""How many existing references the error for an unknown name lists at most."""
+"""Limit on the existing references that the error for an unknown name lists."""
 
 
 class NoReferenceError(Exception):
@@ -89,12 +89,12 @@ class StoredReference:
         return {int(name[1]) for path in (self.path / "windows").glob("*") if (name := _SHARD.fullmatch(path.name))}
 
     def write_shard(self, index: int, hidden_states: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Write a window: [scored, hidden] in the served dtype, and [scored] float32."""
+        """Write a window's hidden states [scored, hidden], in the served dtype, and logprobs [scored] float32."""
         tensors = {"hidden_states": hidden_states, "logprobs": logprobs}
         write_tensors(self.shard(index), tensors, self.about(f"window {index}"))
 
     def read_shard(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states and logprobs of a window."""
+        """Read a window's hidden states [scored, hidden] and logprobs [scored]."""
         tensors = read_tensors(self.shard(index), self.about(f"window {index}"))
         return tensors["hidden_states"], tensors["logprobs"]
 
@@ -121,7 +121,7 @@ class StoredReference:
         write_tensors(self.path / _HEAD, tensors, self.about("LM head"))
 
     def read_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The weight [vocabulary, hidden] and the bias."""
+        """Read the weight [vocabulary, hidden] and the bias [vocabulary], None if the head has no bias."""
         tensors = read_tensors(self.path / _HEAD, self.about("LM head"))
         return tensors["weight"], tensors.get("bias")
 
@@ -131,17 +131,18 @@ class StoredReference:
         return StoredReference(self.name, self.path, manifest)
 
     def disk_bytes(self) -> int:
-        """The size of all files, without those that are being written."""
+        """The size in bytes of all files, except those that are being written."""
         num_bytes = 0
         for folder, _, names in os.walk(self.path):
             for name in names:
-                # The file was moved or deleted meanwhile.
+                # The file may have been moved or deleted meanwhile.
                 with suppress(FileNotFoundError):
                     num_bytes += 0 if name.startswith(".") else os.path.getsize(os.path.join(folder, name))
         return num_bytes
 
     def about(self, part: str) -> dict[str, str]:
-        """The identity that is written into a file, so that it is not taken for another reference's."""
+        """The description written into a file of tensors, so that the file is not taken for another one, or for another
+        reference's."""
         return {"reference": self.manifest.identity, "part": part}
 
 
@@ -157,7 +158,7 @@ class StoredText:
     def from_documents(
         cls, documents: Sequence[tuple[Sequence[int], Sequence[Window]]], origins: Sequence[tuple[int, int, int]]
     ) -> "StoredText":
-        """The text of documents with their windows."""
+        """Join documents, each with its tokens and windows. `origins` has an entry per window: see the module."""
         offset, rows = 0, []
         for token_ids, windows in documents:
             rows += [
@@ -269,7 +270,7 @@ class ReferenceDirectory:
             path.rename(trash)
         except FileNotFoundError:
             raise self._unknown(name) from None
-        # Also remove the remains of earlier deletions, during which a process was killed or a file was written.
+        # Also remove what earlier deletions left because a process was killed or a file was written at the same time.
         for folder in self.root.glob(f"{_DELETED}*"):
             if folder.is_dir() and not folder.is_symlink():
                 shutil.rmtree(folder, ignore_errors=True)

@@ -22,7 +22,8 @@ HeadDtype = Literal["float32", "float16", "bfloat16"]
 
 
 class HeadFormat(BaseModel):
-    """How hidden states become logits: scale * cap(hidden · weightᵀ + bias)."""
+    """How hidden states become logits: scale * cap(hidden · weightᵀ + bias), where cap(x) = soft_cap * tanh(x /
+    soft_cap)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -42,7 +43,7 @@ class TextPlan(TextInWindows):
 
     fingerprint: str
     labels: list[str] = Field([])
-    """Labels of the text. Its `origins` refer to them by index, and to `roles` likewise."""
+    """Labels of the documents. `StoredText.origins` refers to labels and `roles` by index."""
     roles: list[str] = Field([])
 
 
@@ -55,13 +56,14 @@ class Result(BaseModel):
 
 
 class Manifest(KeptWithReference):
-    """All fields of the file. `identity` is written into every file of the reference."""
+    """All fields of the file but its checksum. `identity` is also written into every safetensors file of the
+    reference."""
 
     format_version: int = FORMAT_VERSION
     identity: str
     model: ModelIdentity
     head: HeadFormat
-    """The LM head, whose weights are on disk if there is a result."""
+    """The format of the LM head, whose weights are on disk if there is a result."""
     text: TextPlan
     result: Result | None = None
     """None until all windows are on disk."""

@@ -64,8 +64,8 @@ def read_tensors(path: Path, about: Mapping[str, str | int]) -> dict[str, torch.
 
 
 def _parse(content: np.ndarray) -> tuple[str, dict[str, torch.Tensor]]:
-    """Split a safetensors file into our metadata and the tensors. It has 8 bytes with the header's size, the header,
-    which is JSON and spaces, and the tensors."""
+    """Split a safetensors file into our metadata and the tensors. Such a file has 8 bytes with the size of its header,
+    the header (JSON and spaces), and the tensors."""
     start = 8 + int.from_bytes(content[:8].tobytes(), "little")
     header = json.loads(content[8:start].tobytes())
     metadata, tensors = header.pop("__metadata__")[_KEY], {}
@@ -77,8 +77,8 @@ def _parse(content: np.ndarray) -> tuple[str, dict[str, torch.Tensor]]:
 
 
 def _metadata(tensors: Mapping[str, torch.Tensor], about: Mapping[str, str | int]) -> str:
-    """Write the metadata as one text: safetensors writes several in any order, but equal tensors must make equal
-    files."""
+    """Write the metadata as one text, because safetensors would write several texts in any order, and equal tensors
+    must make equal files."""
     # The checksum detects damage, not forgery.
     checksum = xxh3_128(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):

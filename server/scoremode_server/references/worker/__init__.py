@@ -1,1 +1,2 @@
-"""References in an engine worker: recorded and compared rows, the LM head to compare with, and orders for both."""
+"""References in an engine worker, which records and compares rows, holds the LM head to compare with, and obeys orders
+of API servers."""

@@ -1,8 +1,8 @@
 """LM heads in an engine worker: the served model's, which is written into a reference, and the head of the reference to
 compare with.
 
-A reference's head is a layer of vLLM's own, so that its logits are rounded, padded, divided among ranks, scaled and
-capped as the server that recorded it did.
+A reference's head is a layer of vLLM's own, so vLLM pads it and divides it among ranks, and rounds, scales and caps its
+logits as on the server that recorded it.
 """
 
 import math
@@ -32,7 +32,8 @@ PINNED_BYTES = 16 * 1024**2
 """Size of the pinned buffer that weights are copied through."""
 
 PADDING_BYTES = 64 * 32_768 * 4
-"""Memory for padding: vLLM pads the vocabulary to a multiple of 64 rows, each of at most 32,768 values of 4 bytes."""
+"""Memory for the padding of a head: vLLM pads the vocabulary to a multiple of 64 rows, each of at most 32,768 values of
+4 bytes."""
 
 
 def describe_head(source: LogitsSource, hidden_size: int, hidden_dtype: torch.dtype) -> HeadFormat:
@@ -79,7 +80,7 @@ class ReferenceHead:
     """Maps [rows, hidden] to logits [rows, vocabulary], or to those of this rank's part of the vocabulary and its
     padding."""
     logit_bytes: int
-    """Bytes per logit at the peak of `logits_fn`."""
+    """Peak memory of `logits_fn`, in bytes per logit."""
 
 
 class HeadLayer:
@@ -97,7 +98,7 @@ class HeadLayer:
         self._processor.head_dtype = getattr(torch, head.head_dtype)
         rows = self._layer.num_embeddings_per_partition
         self._shapes = [(rows, head.hidden_size), (rows,)][: 1 + head.has_bias]
-        # The size of this rank's part.
+        # The bytes of this rank's part of weight and bias.
         self.num_bytes = sum(map(math.prod, self._shapes)) * self._dtype.itemsize
 
     def read(self, reference: StoredReference) -> list[torch.Tensor]:
@@ -154,8 +155,8 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 class LeasedHead:
-    """The LM head of the reference with the engine's lease, on the device. `num_bytes` are allocated at once for this
-    rank's part of a head, and more when a larger head needs it."""
+    """The LM head of the reference with the engine's lease, on the device. `num_bytes` and `PADDING_BYTES` are
+    allocated at the start for this rank's part of a head, and more memory when a larger head needs it."""
 
     def __init__(self, num_bytes: int, device: torch.device, make_layer: Callable[[HeadFormat], HeadLayer]) -> None:
         self.make_layer = make_layer
@@ -171,7 +172,7 @@ class LeasedHead:
         self._placed = self._threads.submit("", partial(self._place, layer, weights))
 
     def progress(self, key: str) -> Future[None] | None:
-        """The copy of a head under way or done; None if the device has another head."""
+        """The copy of a head to the device, under way or done; None if another head was placed last."""
         return self._placed if key == self._key else None
 
     def find(self, key: str, *, local: bool) -> ReferenceHead | None:

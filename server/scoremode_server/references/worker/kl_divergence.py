@@ -4,7 +4,7 @@ Let p be the reference's distribution over the vocabulary and q the served model
 for prompt logprobs: to their maximum m, the sum s of exp(z - m), and the values of single tokens. One more pass over
 both sides adds up
 
-    KL(p||q) = sum of p log(p/q) - p + q,    KL(q||p) = sum of q log(q/p) - q + p,    sum of |p - q|
+    KL(p||q) = sum of (p log(p/q) - p + q),    KL(q||p) = sum of (q log(q/p) - q + p),    sum of |p - q|
 
 where p = exp(z - m) / s, and log(p/q) is the difference between both sides' z - m - log s. No term is negative, so
 terms do not cancel each other, and two equal rows give exactly 0. The acceptance, the sum of min(p, q), is 1 minus half
@@ -36,7 +36,7 @@ def compare(
     Returns:
         kld, reverse_kld, acceptance: [rows] float32, NaN where either side has a NaN: KL(reference||served) and
             KL(served||reference) in nats, 0 or more; the sum of the smaller of both probabilities, 0 to 1.
-        reference_token_ids, reference_logprobs: [rows, 1 + k], the target's and the reference's top k.
+        reference_token_ids, reference_logprobs: [rows, 1 + k]: the target, then the reference's top k.
         reference_ranks: [rows] int32, the target's rank in the reference.
     """
     shard, served = chunk.shard, chunk.scores
@@ -48,7 +48,7 @@ def compare(
     kernels.reduce_rows(reference_logits, chunk.first, chunk.num_columns, reference)
     if shard is not None:
         reference = gather_rows(shard.group, reference)
-    # A ratio is not finite if a side has a NaN or only -inf.
+    # A row's ratio is not finite if either side has a NaN or only -inf there.
     log_sum_ratios = (reference.sums / served.sums).log()
     sums = kernels.sum_divergences(chunk.logits, reference_logits, chunk.num_columns, served, reference, log_sum_ratios)
     sums = chunk.add_up(sums.masked_fill_(~log_sum_ratios.isfinite()[:, None], torch.nan))

@@ -1,8 +1,9 @@
 """The residual stream of a model's decoder layers: the boundaries at which it can be cut, and hooks that copy or
 replace a request's rows of it there.
 
-Most of vLLM's layers take `hidden_states` and `residual`, whose sum is the stream, or `hidden_states` alone, and call a
-norm with both before their MLP. Recording checks whether a model does so: see `references/recording.py`.
+Most of vLLM's decoder layers take `hidden_states` and `residual`, whose sum is the stream, and call a norm with both
+before their MLP. Others take the stream as `hidden_states` alone. Recording checks whether a model does so: see
+`references/recording.py`.
 """
 
 import inspect
@@ -27,7 +28,7 @@ INNER_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "pre_mlp
 tensor."""
 
 Calls = list[tuple[str, bool]]
-"""A layer's children in call order, with True for the norm before the MLP that is called with both parts of the
+"""Names of a layer's children in call order, each with whether it is a norm before the MLP that gets both parts of the
 stream."""
 
 _MOE = "vllm.model_executor.layers.fused_moe."
@@ -46,7 +47,7 @@ class Stream:
         return part.clone() if self.residual is None else part + self.residual[rows]
 
     def replace(self, rows: slice, stream: torch.Tensor) -> None:
-        """Replace rows. The other part becomes 0, so that the sum is exact."""
+        """Replace rows. If the stream has two parts, `hidden_states` becomes 0, so that their sum is exact."""
         if self.residual is None:
             self.hidden_states[rows] = stream
         else:
@@ -76,8 +77,9 @@ UseStream = Callable[[Stream], None]
 
 @dataclass(slots=True)
 class DecoderLayers:
-    """A model's decoder layers, and where its residual stream is cut: before each layer, before the MLP of those that
-    call a norm with it, and after the last layer. `watching` finds them in a forward pass."""
+    """A model's decoder layers, and where its residual stream is cut: before each layer, before the MLP of each layer
+    that calls a norm with both parts of the stream, and after the last layer. `watching` finds them in a forward
+    pass."""
 
     model: nn.Module
     described: ReferenceLayers | str = "no forward pass was seen"

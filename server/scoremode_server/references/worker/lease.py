@@ -10,8 +10,8 @@ LEASE_SECONDS = 10.0
 """How long a reference is compared with while others wait. Replacing the LM head takes half a second."""
 
 LONGEST_ROUND = 2.5 * LEASE_SECONDS
-"""Limit on the sum of the leases of all waiting references: each is shorter if many wait. Handing over takes additional
-time."""
+"""Limit on the sum of the leases of all waiting references: each lease is shorter if many wait, but not below
+`SHORTEST_LEASE`. Replacing LM heads takes additional time."""
 
 SHORTEST_LEASE = 1.0
 
@@ -29,7 +29,7 @@ PLACE_SECONDS = 60.0
 @dataclass(slots=True)
 class _Place:
     tickets: dict[str, str] = field(default_factory=dict)
-    """The tickets of the LM head, by API server with waiting windows; see `LeaseCall`."""
+    """The ticket of the LM head for each API server that has waiting windows: see `LeaseCall.wanted`."""
     wanted_at: float = 0.0
     was_passed_over: bool = False
     """Whether another reference got the lease while this one's clients were away."""
@@ -47,13 +47,13 @@ class Lease:
     _idle_at: float = 0.0
     """When the lease ends if no window enters the engine before."""
     _users: dict[str, bool] = field(default_factory=dict)
-    """API servers that may send windows, or will learn that they may, and whether they have some in the engine. No
+    """API servers that may send windows, or will learn that they may; and whether each has windows in the engine. No
     other reference gets the lease until this is empty, however long that takes."""
     _places: dict[str, _Place] = field(default_factory=dict)
     """Waiting references by key, in the order in which they get the lease."""
 
     def update(self, call: LeaseCall) -> bool:
-        """Note what an API server wants and uses, and give the lease to the next reference if it has ended. Returns
+        """Note what an API server wants and uses. If the lease has ended, give it to the next reference. Returns
         whether the API server may send windows of `key` to the engine until its next call."""
         self._now = max(self._now, call.now)
         self._users.pop(call.server, None)
@@ -66,15 +66,15 @@ class Lease:
         if call.used:
             self._idle_at = max(self._idle_at, self._now + IDLE_SECONDS)
         if self._began_at is None and not self._users:
-            # No API server wants this head any more, or it could not be placed. If one wants it later, it is placed
-            # again.
+            # No API server wants this head any more, or the head could not be placed. If a server wants it later, it is
+            # placed again.
             self.key = self.ticket = ""
         self._note_waiting(call)
         if not self._users and self._has_ended():
             self._pass_on()
         if self._has_ended():
             return False
-        # An old place would let this reference go before those that wait now.
+        # Remove this reference's own place in the queue, which would let it go before references that wait now.
         self._places.pop(self.key, None)
         if self.key in call.wanted:
             self._users.setdefault(call.server, False)

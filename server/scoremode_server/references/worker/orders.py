@@ -1,4 +1,4 @@
-"""Messages about windows that msgspec sends between API servers and engine workers, in requests and in orders."""
+"""Messages between API servers and engine workers about windows and leases, encoded by msgspec."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import msgspec
 from scoremode_server.rows import Column, Columns
 
 SINK = "references"
-"""The name of the sinks of windows."""
+"""The name by which requests use the sinks of references' windows."""
 
 MAX_UNWRITTEN_BYTES = 2 * 1024**3
 """Limit on a reference's computed windows that are not on disk yet; one larger window is allowed if it is alone. API
@@ -34,14 +34,14 @@ class WindowMark:
     num_scored: int
     """The number of targets."""
     ticket: str = ""
-    """API servers look up by it whether the window was read or written."""
+    """API servers use it to look up whether a worker has read or written the window."""
     head: str = ""
-    """The key of the reference's LM head, if it is needed."""
+    """The key of the reference's LM head, if the action needs the head."""
     num_fed: int = 0
-    """The number of tokens fed to the engine, if the residual stream is needed."""
+    """The number of tokens fed to the engine; used if the window has boundaries."""
     boundaries: tuple[int, ...] = ()
-    """Boundaries of decoder layers. Recording stores the residual stream at each of them. Comparing replaces it with
-    the reference's at the only one, if there is one."""
+    """Boundaries of decoder layers. Recording stores the residual stream at each boundary. Comparing takes at most one
+    boundary, and replaces the stream there with the reference's."""
     statistics: tuple[str, ...] = ()
     """Names of `Statistics` that comparing adds for the reference."""
 
@@ -99,7 +99,7 @@ Order = ReadWindow | ReadHead | Forget
 
 
 class LeaseCall(msgspec.Struct):
-    """An API server's side of an engine's lease. Every call has all of it, so a lost call does no harm."""
+    """An API server's side of an engine's lease. Every call repeats all of this, so a lost call does no harm."""
 
     server: str
     now: float
@@ -121,6 +121,6 @@ class LeaseState(TypedDict):
     is_granted: bool
     """Whether the API server may send windows of that reference until its next call."""
     is_used: bool
-    """Whether any API server may send windows of it."""
+    """Whether any API server may send windows of that reference."""
     waiting: list[str]
     """The LM heads of references with waiting windows, in the order in which they get the lease."""

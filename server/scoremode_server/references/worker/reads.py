@@ -34,7 +34,7 @@ class FileReads:
         return len(self._reads)
 
     def begin(self, ticket: str, reference: str, call: Callable[[], object]) -> None:
-        """Have a thread read a file of a reference by `call`, and keep what it returns."""
+        """Have a thread read a file of a reference by `call`, and store its result."""
         read = self._reads[ticket] = _Read(reference, time.monotonic())
 
         def attempt() -> object:
@@ -44,18 +44,18 @@ class FileReads:
         read.result = self.threads.submit(reference, attempt)
 
     def forget(self, ticket: str) -> None:
-        """Drop what was read, or cancel the read."""
+        """Drop the result of a read, or cancel the read."""
         if (read := self._reads.pop(ticket, None)) is not None:
             read.result.cancel()
 
     def find(self, ticket: str) -> Any:
-        """Return what was read; None if the read is not done or has failed."""
+        """The result of a read; None if the read is not done or has failed."""
         read = self._reads.get(ticket)
         is_read = read is not None and read.result.done() and read.result.exception() is None
         return read.result.result() if read is not None and is_read else None
 
     def outcome(self, ticket: str) -> str | None:
-        """Why a file could not be read, "" if it was, None until then."""
+        """Why a file could not be read, `OVERDUE` if it was not read in time; "" if it was read; None until then."""
         if (read := self._reads.get(ticket)) is None:
             return None
         if read.result.done():
@@ -67,5 +67,5 @@ class FileReads:
 
 
 def outcome_of(result: Future[Any]) -> str:
-    """Why a call failed, "" if it did not."""
+    """Why a call failed; "" if it did not fail."""
     return "" if (error := result.exception()) is None else str(error) or repr(error)

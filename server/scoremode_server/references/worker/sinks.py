@@ -45,14 +45,16 @@ from scoremode_server.worker.row_spec import RowSpec
 from scoremode_server.worker.sinks import Chunk, Sink, SinkMaker, Statistics
 
 COMPARISON_BUDGETS = 4
-"""On a GPU a comparison may use this many times the budget: 2,048 rows take 6 % less time than 512 (1B, H200)."""
+"""On a GPU a comparison may use this many times the memory budget of prompt logprobs: 2,048 rows at once take 6 % less
+time than 512 (a model of 1B parameters on an H200)."""
 
 MAX_WRITTEN = 4096
-"""Limit on outcomes of writes that wait for an API server to read them. After a request has ended, none does."""
+"""Limit on outcomes of writes that wait for an API server to read them. After a request has ended, its API server no
+longer reads them."""
 
 
 class WindowSink(Sink, ABC):
-    """Does with the rows of a reference's window what its mark says."""
+    """Records, compares or exports the rows of a reference's window, as its mark says."""
 
     may_be_cached = False
 
@@ -128,8 +130,8 @@ class ComparedWindow(WindowSink):
 
 
 class ExportedWindow(ComparedWindow):
-    """Adds the reference's distributions to a window's rows in llama.cpp's format, on the host. Every rank has whole
-    rows."""
+    """Adds the reference's distributions to a window's rows, in llama.cpp's format. Every rank computes whole rows and
+    copies them to the host."""
 
     def head(self, *, local: bool) -> ReferenceHead | None:
         return super().head(local=False)
@@ -157,7 +159,8 @@ def _compared_rows(scorer: RowScorer, head: LMHead, reference: ReferenceHead, nu
 
 
 class RecordedWindow(WindowSink):
-    """Writes a window's hidden states and logprobs to a file, by `write`, once both are on the host."""
+    """Collects a window's hidden states, logprobs and residual streams on the host. `write` writes them to files after
+    the last rows."""
 
     def __init__(self, mark: WindowMark, write: Callable[["RecordedWindow"], None]) -> None:
         super().__init__(mark)
@@ -204,12 +207,11 @@ class WorkerWindows(SinkMaker):
     root: ReferenceDirectory
     """The folder of references."""
     leased: LeasedHead = field(init=False)
-    """Made while vLLM profiles, or when first needed if vLLM does not profile (on a CPU)."""
+    """Made before vLLM profiles memory, or when first needed if vLLM does not profile (on a CPU)."""
     lease: Lease = field(default_factory=Lease)
     reads: FileReads = field(default_factory=lambda: FileReads(CallThreads()))
     layers: DecoderLayers | None = None
-    """The model's decoder layers, after a dummy run has shown them; it shows none if a compiled model calls no
-    hooks."""
+    """The model's decoder layers, found in a dummy run. Always None for a compiled model, which calls no hooks."""
     has_hooks: bool = True
     _writes: FIFOCache[str, Future[str]] = field(default_factory=lambda: FIFOCache(MAX_WRITTEN))
     """Outcomes of writes by ticket: why the file could not be written, or "" if it was."""
@@ -228,7 +230,8 @@ class WorkerWindows(SinkMaker):
     def around_forward(
         self, model: torch.nn.Module, parts: Sequence[tuple[Sink, StepPart]]
     ) -> AbstractContextManager[None]:
-        """Let windows copy or replace their residual stream; watch the model's first pass. See `SinkMaker`."""
+        """Let windows copy or replace their residual stream in a forward pass. Find the model's layers in the first
+        one. See `SinkMaker`."""
         if self.layers is None or self.layers.model is not model:
             self.layers = DecoderLayers(model)
             return self.layers.watching()
@@ -237,7 +240,7 @@ class WorkerWindows(SinkMaker):
         )
 
     def reserve(self, scorer: RowScorer, runner: Any, hidden_states: torch.Tensor, head: LMHead) -> None:
-        """Compare as many rows as a step has: see `SinkMaker`."""
+        """Use as much memory as comparing a step's rows may need: see `SinkMaker`."""
         targets, states = zeros(runner.max_num_tokens, hidden_states)
         if self.layers is not None:
             # A hook holds both parts of the stream, and a copy of a step's rows.
@@ -252,8 +255,8 @@ class WorkerWindows(SinkMaker):
         fused_logprobs.compute(targets, states, head.project, num_top, limit, head.shard, sinks=[compare])
 
     def allocate(self, config: VllmConfig, device: torch.device) -> None:
-        """Allocate the memory for a reference's head, once. It is as much as the served model's head needs, since most
-        references have one of that size."""
+        """Allocate the memory for a reference's head, once. It has the size of the served model's head, because most
+        references have a head of that size."""
         if not hasattr(self, "leased"):
             model = config.model_config
             num_ranks = config.parallel_config.tensor_parallel_size
@@ -266,11 +269,11 @@ class WorkerWindows(SinkMaker):
         """Begin what an API server orders, update the engine's lease, and return at once.
 
         Returns:
-            outcomes: by ticket, or by an LM head's key: why the file could not be read or written, or the head not be
-                placed; "" if it was, None until then. The outcome of a write is returned once.
+            outcomes: by ticket, or by an LM head's key: why the file could not be read or written, or the head could
+                not be placed; "" once that is done, None until then. The outcome of a write is returned once.
             lease: the `LeaseState`; None without `lease_call`.
         """
-        # Update the lease before the orders, which may forget a head that only the last call wanted.
+        # Update the lease before obeying the orders, which may drop a head that only the last call wanted.
         lease = None if lease_call is None else self._update_lease(msgspec.convert(lease_call, LeaseCall))
         for order in msgspec.convert(orders, list[Order]):
             match order:
@@ -316,7 +319,7 @@ class WorkerWindows(SinkMaker):
         return _readable(hidden_states), streams
 
     def write_head_later(self, name: str, identity: str, ticket: str, weights: list[torch.Tensor]) -> None:
-        """Write an LM head into a reference while windows are computed: it takes as long as dozens of them."""
+        """Write an LM head into a reference in a thread, because that takes as long as computing dozens of windows."""
 
         def write() -> None:
             on_host = [copy_through_pinned(weight, torch.empty_like(weight, device="cpu")) for weight in weights]
@@ -370,6 +373,7 @@ class WorkerWindows(SinkMaker):
 
 
 def reference_sinks() -> dict[str, SinkMaker]:
-    """Make a worker's `SinkMaker` by its name, if the server has a folder for references."""
+    """Make the `SinkMaker` of references' windows, by the name of its sinks; none if the server has no folder for
+    references."""
     root = reference_directory()
     return {} if root is None else {SINK: WorkerWindows(ReferenceDirectory(root))}
