@@ -28,7 +28,7 @@ LEVEL = 0.05
 """Significance level of the two-sided test."""
 POWER = 0.8
 _NEGLIGIBLE = 1e-9
-"""Chance of the smallest numbers of flips, and of the largest, which `power` leaves out."""
+"""`power` leaves out numbers of flips in both tails of their distribution. This is the probability of each tail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class TaskFigures:
     """The smallest difference of accuracies, 0 to 1, that this number of questions shows with `POWER`."""
     verdict: TaskVerdict
     num_needed: int | None
-    """The number of questions that would show `smallest_difference`; None unless there are too few."""
+    """How many questions would show the difference that `task_figures` was given, if there are too few; else None."""
 
 
 def task_figures(flips: Flips, smallest_difference: float, p: float | None = None) -> TaskFigures:

@@ -73,7 +73,7 @@ class Group:
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints an error in one line, without the usage of twelve lines that argparse would add."""
+    """Prints an error in one line, without the usage that argparse would print before it."""
 
     hint = ""
     """Text that is added to every error message."""

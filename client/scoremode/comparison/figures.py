@@ -36,7 +36,7 @@ class Figure:
 
     value: float
     stderr: float | None
-    """Standard error if tokens are independent, as is usual; None if it is not defined."""
+    """Standard error that takes tokens as independent, as llama.cpp does; None if it is not defined."""
     low: float | None
     """`low` and `high` are the 95 % interval, which takes neighboring tokens as dependent. Both are None if it cannot
     be computed, or all resamples are equal."""
@@ -55,7 +55,7 @@ class Metric:
     """The presentation of one figure of a run, in all forms of a comparison."""
 
     name: str
-    """Name of the figure in CSV files, and of the attribute that has its value."""
+    """Name of the attribute of `RunFigures`, or of the run, that has the value. CSV files use it too."""
     heading: str
     """Heading in text."""
     report_heading: str
@@ -104,7 +104,8 @@ METRICS = {
         Metric("ppl_change", "change of perplexity, %", "", 2, "%"),
     )
 }
-"""All metrics, in the order of the report's columns: a phone shows the first ones. docs/compare.md describes them."""
+"""All metrics, in the order of the report's columns: a phone shows the first ones. docs/compare.md,
+docs/kld.md and docs/agreement.md describe them."""
 
 
 _FROM_THE_REFERENCE = {name for name in METRICS if name.startswith(("kld", "delta_p", "same_top"))}
@@ -166,12 +167,15 @@ class RunFigures(Generic[M]):
     agreement_share: Figure | None = None
     """Share of answers that are the same to their end."""
     agreement_ties: float | None = None
-    """Number of tokens, up to each answer's first difference, that share the highest logit with another token."""
+    """How often the recorded token has the run's highest logit and another token has the same, up to and with each
+    answer's first difference, summed over answers."""
     agreement_floor: Figure | None = None
-    """`agreement_median` of the reference's own model in the run's lane; `agreement_floor_share` is its share."""
+    """`agreement_median` of the reference's own model in the run's lane. `agreement_floor_share` is that model's
+    `agreement_share`."""
     agreement_floor_share: Figure | None = None
     expected_agreement: Figure | None = None
-    """For a reference of sampled answers, the mean number of tokens that both models sample alike if coupled."""
+    """For a reference of sampled answers, the mean number of tokens that both models would sample alike, if their
+    samplers were coupled to agree as long as possible (docs/agreement.md)."""
     ppl_ratio: Figure | None = None
     """Perplexity divided by the base's, paired by token; None for the base itself."""
 
@@ -278,7 +282,8 @@ class RunComparison:
         return {pair.second.label: pair for pair in self.pairs[: len(self.runs) - 1]}
 
     def intervals_in_words(self, beginning: str) -> str:
-        """A sentence that begins with `beginning` and says how intervals were computed, or why there are none."""
+        """A sentence on how intervals were computed, which begins with `beginning`; if there are none, a sentence that
+        says why."""
         if not self.has_intervals:
             return f"{self.blocks.capitalize()}."
         return f"{beginning}: {self.blocks}, {self.num_resamples:,} resamples."

@@ -125,7 +125,7 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
 
 
 def _settings(comparison: RunComparison) -> tuple[list[_Pair], list[tuple[str, list[_Pair]]]]:
-    """Names and values of the settings that all runs share, and for each run's label those of that run alone."""
+    """The settings that all runs share, and by label each run's settings in which runs differ, as names and values."""
     run, runs = comparison.base, comparison.files
     references = (f"{file.reference.model}, {weights_in_words(file.reference)}" for file in runs if file.reference)
     shared = {

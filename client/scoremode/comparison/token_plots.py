@@ -62,12 +62,12 @@ def survival(values: Floats, thresholds: Floats) -> Floats:
 
 
 def draw_agreement(curves: Sequence[Curve], drawing: Drawing, axes: Axes, theme: Theme) -> None:
-    """Plot the share of answers that are the same for at least a number of tokens."""
+    """Plot for each number of tokens the share of answers that agree with the original's for at least that many."""
     for index, label, agreement in curves:
         tokens, shares = agreement.survival()
         longest = int(max(agreement.sizes.max(), tokens[-1]))
         shown = np.unique(np.linspace(0, longest, _CURVE_POINTS).astype(int))
-        # The share is constant up to the next token at which an answer parts.
+        # The share is constant up to the next token at which an answer differs from the original's.
         shown_shares = shares[np.searchsorted(tokens, shown, side="right") - 1]
         form = "{1:.1%} of answers are the same for {0:,.0f} tokens"
         draw_curve(axes, theme, index, shown.astype(float), shown_shares, label, label, form)
@@ -102,7 +102,7 @@ def draw_kld_by_confidence(runs: Numbered, drawing: Drawing, axes: Axes, theme: 
             )
             add_tip(container.get_children(), f"{run.label}: {mean:.3g} ± {error:.2g} nats")
     if np.nanmin(means) > 0:
-        # Set the limits by the means, because intervals that reach 0 leave a log axis.
+        # Take the lower limit from the means: an interval may reach 0, which a log axis cannot show.
         axes.set_ylim(np.nanmin(means) / 4, 1.5 * np.nanmax(np.add(means, _Z_95 * np.nan_to_num(errors))))
         plain_log_axis(axes, "y")
     counts = np.bincount(_buckets(runs[0][1]), minlength=len(edges) - 1)
@@ -116,8 +116,8 @@ def draw_kld_by_confidence(runs: Numbered, drawing: Drawing, axes: Axes, theme: 
 
 
 def confidence_means(run: RunFile) -> tuple[Floats, Floats]:
-    """Mean KL divergence in each bucket of the reference's confidence, [buckets], and its standard error if windows are
-    independent.
+    """Mean KL divergence in each bucket of the reference's confidence, [buckets], and its standard error, for which
+    windows are taken as independent.
 
     The mean of an empty bucket is NaN, and so is the error if fewer than two windows have tokens in the bucket.
     """
@@ -138,8 +138,8 @@ def _buckets(run: RunFile) -> NDArray[np.intp]:
 
 
 def draw_running_difference(base: RunFile, runs: Numbered, drawing: Drawing, axes: Axes, theme: Theme) -> None:
-    """Plot the mean NLL minus the base's, over the text up to a token. A curve that is level at its right end shows a
-    lasting difference."""
+    """Plot the running mean of the NLL minus the base's: for each token, over all tokens up to it. A level
+    curve at its right end means that the difference lasts."""
     num_tokens = len(base.nlls)
     shown = np.unique(np.linspace(0, num_tokens - 1, _CURVE_POINTS).astype(int))
     settled = []

@@ -1,5 +1,5 @@
-"""Measures, records and exports texts as `ppl-client` does, from Python. The package has the runs over a text's
-windows, their journals and results, and the pools of servers that they use."""
+"""Measures models on texts, records references and exports them, as `ppl-client` does, from Python. The package has the
+runs over a text's windows, their journals and results, and the pools of servers that they use."""
 
 from scoremode.runs.answers import record_answers
 from scoremode.runs.calibration import DEFAULT_THRESHOLD, Calibration, FinishedRun, Overlap, measure_overlap

@@ -1,4 +1,4 @@
-"""Edits the file of a model card. Only the text between two marks, and a part of the front matter, is replaced."""
+"""Reads the file of a model card, finds its front matter, and replaces the text between two marks."""
 
 import re
 from pathlib import Path

@@ -47,10 +47,12 @@ class Measurement(Protocol[Result]):
         """Have a server score a window."""
 
     def nats(self, window: Result) -> float:
-        """A window's sum in nats, of NLLs or divergences: `Progress.mean` is the mean per token of all windows."""
+        """The sum of a window's NLLs or divergences, in nats. `Progress.mean` divides the sum over all windows by the
+        number of tokens."""
 
     def header(self) -> dict[str, object]:
-        """Everything that determines the windows and their values. Flat, so that each difference has a name."""
+        """Everything that determines the windows and their values. It is not nested, so that
+        an error can name each field in which two runs differ."""
 
     def from_line(self, line: dict[str, object]) -> Result:
         """Parse a window from a line; a ValueError or ResponseError if it cannot be a window of this run."""
@@ -131,7 +133,7 @@ class Journal(AppendedFile, Generic[Result]):
 
     def _read_window(self, number: int, text: bytes) -> None:
         try:
-            # `json` would accept text that UTF-8 cannot encode.
+            # `json` would accept escaped lone surrogates, such as `\ud800`, which UTF-8 cannot encode.
             line = from_json(text)
             seconds = _SECONDS.validate_python(line.pop("seconds", None))
             window = self.plan.from_line(line)
@@ -163,7 +165,7 @@ def _header(plan: Measurement[Any]) -> dict[str, object]:
 
 
 def _read_header(path: Path) -> dict[str, Any] | None:
-    """The header; None if a process was killed while writing it."""
+    """The header; None if the file is new, or a process was killed while it wrote the header."""
     with path.open("rb") as file:
         line = file.readline()
     if not line.endswith(b"\n") and _BEGINNING.startswith(line[: len(_BEGINNING)]):
@@ -199,5 +201,5 @@ def open_locked(path: Path) -> FileIO:
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 return file
-        # The process that had locked the file before deleted it: open a new one.
+        # Another process held the lock and deleted the file meanwhile: open a new one.
         file.close()

@@ -120,8 +120,8 @@ class Pool:
         """Send one request to the server with the fewest requests in flight, and to another server if that one fails.
         Callers get servers in the order in which they called.
 
-        If a run's requests depend on one another, call this within `taking_over`; otherwise call `score`, which raises
-        the same errors.
+        If a run's requests depend on one another, call this within `taking_over`; otherwise call `score`. `score`
+        says which errors both raise.
         """
         while True:
             async with self._next:

@@ -65,7 +65,8 @@ def reference_name(entry: ModelEntry, marks: Mapping[str, Any]) -> str:
 def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
     """List the names of `marks` that differ from the marks in a run's file, as text: empty if the run can be reused.
 
-    None if there is no readable file with marks, or its arrays are missing. A model's mark that is None always differs.
+    None if there is no readable file with marks, or its arrays are missing. If the mark `model` is None, all names are
+    listed, because it is not known whether the model is the same.
     """
     marks_of_run = _field(run, FIELD)
     if not isinstance(marks_of_run, dict) or not run.with_suffix(ARRAYS_SUFFIX).is_file():
@@ -77,8 +78,8 @@ def prepare_resume(run: Path, marks: Mapping[str, Any]) -> bool:
     """Delete the journal, which has the windows of an interrupted run, unless that run is known to have the same marks.
     Store this run's marks, and return whether a journal is left to resume from.
 
-    The journal's header alone cannot decide: it has the server's description of the model, which is the same with some
-    other flags.
+    The journal's header is not enough: some flags of the server can change without changing its description of the
+    model, which is in the header.
     """
     journal, begun = run.with_name(run.name + JOURNAL_SUFFIX), _begun(run)
     if journal.exists() and (
@@ -101,7 +102,8 @@ def is_complete(reference: Path) -> bool:
 
 
 def log_path(base: Path, gguf: Path) -> Path:
-    """The path of llama-perplexity's log on a GGUF file: it is different if the base or the GGUF file changes."""
+    """The path for llama-perplexity's log of a GGUF file. It differs for a base file of another name, and for a changed
+    GGUF file. The base file's name contains the reference's."""
     return base.with_name(f"{gguf.stem}-{_digest(base.name, _files(gguf))[:12]}.log")
 
 

@@ -56,7 +56,7 @@ class ScoreSettings:
     """How many of a sequence's tokens the engine computes per step: 1 in the decode lane, a draft's tokens and one more
     in the verify lane; 0 in the prefill lane, which has no limit."""
     context: int | None = None
-    """Limit on tokens prefilled before the first chunk, in addition to that of `num_prefilled`; None for no such
+    """Limit on tokens prefilled before the first chunk, even if more come before the first target; None for no such
     limit."""
     prefills_first_target: bool = False
     """Whether the first target comes from the step that prefills, as in generation."""
@@ -92,8 +92,8 @@ class TokenSequence:
     """Index of its continuation among those of its prompt, or of its turn among those of its conversation; None for a
     prompt."""
     column: int = 0
-    """The column of the sequence's last token in the pass's last row. Sequences that share a pass differ in this token.
-    0 for the pass's own sequence."""
+    """Where the logprob of the sequence's last token is in the pass's last row of logprobs: 0 for the pass's own
+    sequence, else the index of a candidate. Sequences that share a pass differ in this token alone."""
     settings: ScoreSettings = field(init=False)
 
     @property
@@ -166,8 +166,8 @@ class EnginePass:
     """[n - 1]: the rows of all tokens after the first. The first `num_missing` are unset until they are found
     elsewhere. `ScoringEngine.rows` drops all but the targets' rows."""
     num_missing: int = field(init=False)
-    """How many rows at the start are not valid. The engine left them out, or the last of them has a NaN or a wrong
-    token."""
+    """How many rows at the start are not valid. A row is valid if the engine returned it, and neither it nor any later
+    row has a NaN or a wrong token."""
     num_cached_tokens: int = field(init=False)
     """Tokens at the start whose keys and values were cached, not computed for this pass."""
     block_hashes: Sequence[bytes] = ()

@@ -80,8 +80,9 @@ def kernels_for(device: torch.device, num_top: int = 0) -> Any:
 
 
 def in_chunks(rows: int, limit: int) -> Iterator[slice]:
-    """Divide `rows` (at least one) into as few chunks of at most `limit` as possible. They have equal sizes in whole
-    tiles, because a short last chunk would read all weights of the LM head for a few rows."""
+    """Divide `rows` (at least one) into as few chunks of at most `limit` as possible. All but the
+    last have the same size: an equal share, rounded up to whole tiles within `limit`. Chunks of `limit` could leave a
+    few rows for the last one, which reads all weights of the LM head."""
     share = math.ceil(rows / math.ceil(rows / limit))
     step = min(limit, math.ceil(share / TILE_ROWS) * TILE_ROWS)
     for start in range(0, rows, step):
@@ -108,7 +109,7 @@ def compute(
         num_top: number of top tokens.
         limit: how many rows' logits may be in memory at once.
         shard: the part of the vocabulary that `logits_fn` returns; None for all. Every rank of its group must call this
-            at the same time, with the same rows, `num_top`, `limit` and sinks.
+            at the same time, with the same rows, `num_top`, `limit`, candidates and sinks.
         candidates: [rows, m] int32, more tokens to score in each row.
         temperature: T of the distribution, the softmax of logits / T. The ranks of tokens do not depend on it.
         sinks: compute more columns of each chunk.

@@ -20,7 +20,7 @@ class ReducedRows:
 
     Attributes:
         tokens: [rows, 1 + k] int32: the target, then the tokens of the k highest logits, in descending order of logits.
-            Among several highest logits, the lowest token comes first, as in greedy decoding.
+            If several tokens share the highest logit, the one with the lowest id comes first, as in greedy decoding.
         logits: [rows, 1 + k] float32, the logits of these tokens.
         maxima: [rows] float32, the highest logit m.
         sums: [rows] float64, the sum of exp((logit - m) / T) over the row, at a temperature T; NaN if the row has a
@@ -123,8 +123,8 @@ def gather_rows(group: Any, rows: ReducedRows, temperature: float = 1.0) -> Redu
     order = comparable.topk(rows.num_top).indices
     chosen = top_tokens.gather(1, order)
     if rows.num_top:
-        # Ranks hold ascending parts of the vocabulary, each with its lowest top token first, so the first maximum is
-        # the lowest token.
+        # Ranks hold ascending parts of the vocabulary, and each puts the lowest of its tokens with the highest logit
+        # first. So the first maximum is the lowest token.
         put_first(chosen, top_tokens.gather(1, comparable.argmax(1, keepdim=True)))
     return ReducedRows(
         tokens=torch.cat((tokens[0, :, :1], chosen), 1),

@@ -1,14 +1,16 @@
 """Compares windows of a reference with the served model, and summarizes them as figures or as a noise floor."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from scoremode.kld import KldPositions, statistics
+from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.wire.protocol import ServedModel
 from scoremode.wire.references import KldRequest, KldStatistics, NoiseFloor
 from scoremode_server.engine.sequence import ScoreSettings
@@ -43,24 +45,26 @@ class Comparison:
         is_own = comparer.references.model.may_continue(reference.manifest.model) and not is_adapted
         if request.as_noise_floor and not is_own:
             raise RequestError(
-                "as_noise_floor: a noise floor needs the reference's own model, and this server serves another",
+                "as_noise_floor: a noise floor needs the reference's own model, without an adapter",
                 "as_noise_floor",
             )
         if request.from_boundary is not None:
-            await layers.check_resumable(reference, request.from_boundary, request)
             if request.as_noise_floor:
                 raise RequestError("from_boundary: a noise floor needs the whole model", "from_boundary")
+            await layers.check_resumable(reference, request.from_boundary, request)
         if request.statistics:
+            # Refuse a statistic that is named twice.
             make_sink("statistics", request.statistics)
         return cls(comparer, request, reference, windows)
 
     @property
     def num_values(self) -> list[int]:
-        """How many logprobs and statistics of both models the answer has, per window."""
+        """The size of the answer per window: how many logprobs with their token ids take as much space."""
         text = self.reference.text
         num_scored = (text.num_tokens - text.num_context)[self.windows.start : self.windows.stop]
-        width = 1 + self.request.top_logprobs + len(self.request.statistics)
-        return list((2 * width * num_scored).tolist())
+        # Two figures take the space of a logprob with its token id. Statistics and top tokens are of both models.
+        width = math.ceil(len(POSITION_DTYPES) / 2) + len(self.request.statistics) + 2 * self.request.top_logprobs
+        return list((width * num_scored).tolist())
 
     @property
     def num_tokens(self) -> int:
@@ -73,10 +77,14 @@ class Comparison:
             # A noise floor needs other batches than the recording, so windows are sent in reverse order. In the prefill
             # lane, in which references are recorded, fewer are also in flight. Two keep the engine busy.
             indices.reverse()
-            most = min(2, len(indices) - 1) or 1 if self.request.lane == "prefill" else None
-        boundaries = () if self.request.from_boundary is None else (self.request.from_boundary,)
-        wanted = boundaries, self.request.statistics
-        windows = (MarkedWindow.begin("compare", self.reference, index, settings, *wanted) for index in indices)
+            # Two windows alone would be in the batch of their recording again.
+            most = max(1, min(2, len(indices) - 1)) if self.request.lane == "prefill" else None
+        begin = partial(
+            MarkedWindow.begin,
+            boundaries=() if self.request.from_boundary is None else (self.request.from_boundary,),
+            statistics=self.request.statistics,
+        )
+        windows = (begin("compare", self.reference, index, settings) for index in indices)
         async with aclosing(self.comparer.compare(self.reference, windows, settings, most)) as in_order:
             async for index, rows in in_order:
                 self.positions[index] = _positions(rows)
@@ -103,7 +111,7 @@ def _noise_floor(
     kld = figures["kld"]
     mean = kld["mean"]
     if mean is None or None in (kld["p99"], kld["max"]):
-        raise RequestError("the noise floor is infinite", "as_noise_floor")
+        raise RequestError("as_noise_floor: the noise floor is infinite", "as_noise_floor")
     if mean > served.most_noise_floor:
         differing = served.computes_otherwise(recorded)
         raise RequestError(

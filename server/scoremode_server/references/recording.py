@@ -37,11 +37,12 @@ SECONDS_TO_WRITE = 120
 
 LARGEST_FLOOR = 1e-3
 """Nats by which a resumed float32 model may diverge from itself, because it rounds in another place. A wrongly cut
-stream gives tenths."""
+stream gives tenths of a nat."""
 LARGEST_FLOOR_16_BITS = 1e-2
+"""`LARGEST_FLOOR` for models in 16 bits."""
 LARGEST_SHARE = 0.01
-"""Limit as a share of the divergence that other tokens cause without a stream: where logits hardly differ, even a
-wrongly cut stream gives little."""
+"""The same limit as a share of the divergence of the model that is fed other tokens and not resumed. Where that is
+small, even a wrongly cut stream gives little."""
 
 WindowOnDisk = tuple[np.ndarray, np.ndarray | None]
 """NLLs [scored] float64 in nats, and ranks [scored]; ranks are None if the window was on disk before this request."""
@@ -97,6 +98,7 @@ class Recording:
             reference = await _resumed(references, request.name, new, text)
         except OSError as error:
             raise references.unwritable(request.name, error) from None
+        # Windows are cut from the text on the event loop: read it in a thread first.
         await references.text(reference)
         return cls(references, comparer, reference)
 
@@ -112,7 +114,9 @@ class Recording:
             head_ticket, identity = uuid.uuid4().hex, reference.manifest.identity
             await call_workers(self.comparer.core.client, "scoremode_write_head", reference.name, identity, head_ticket)
         windows = (
-            self._read_window(index, settings) if index in recorded else self._record_window(index, settings)
+            self._read_window(index, settings)
+            if index in recorded
+            else self._record_window(self._begin(index, settings))
             for index in range(len(reference.text.windows))
         )
         most = None
@@ -135,16 +139,18 @@ class Recording:
         try:
             logprobs = await self.references.in_thread(reference.name, lambda: reference.read_window(index))
         except BrokenFileError:
-            return await self._record_window(index, settings)
+            return await self._record_window(self._begin(index, settings))
         return -json_logprobs(logprobs.numpy()), None
 
-    async def _record_window(self, index: int, settings: ScoreSettings) -> WindowOnDisk:
-        window = MarkedWindow.begin("record", self.reference, index, settings, self.reference.boundaries)
+    def _begin(self, index: int, settings: ScoreSettings) -> MarkedWindow:
+        return MarkedWindow.begin("record", self.reference, index, settings, self.reference.boundaries)
+
+    async def _record_window(self, window: MarkedWindow) -> WindowOnDisk:
         scorer = self.comparer.core.scorer
         rows = await scorer.engine.window_rows(window.engine_pass())
-        await self._wait_until_written(window.mark.ticket, f"window {index}")
+        await self._wait_until_written(window.mark.ticket, f"window {window.mark.index}")
         # The workers do not hold its hidden states any more.
-        settings.queue.done(len(window.token_ids), 0)
+        window.settings.queue.done(len(window.token_ids), 0)
         await scorer.pacer.wait()
         return -json_logprobs(rows.logprobs[:, 0]), rows.ranks
 
@@ -155,13 +161,11 @@ class Recording:
                 await self.comparer.files.wait_until_done(ticket)
         except TimeoutError:
             reason = f"{what} is not on disk after {SECONDS_TO_WRITE} s"
+            raise self.references.unwritable(self.reference.name, reason) from None
         except UnreadableFileError as error:
             # This raises another error if the reference was deleted.
             await self.references.current(self.reference)
-            reason = str(error)
-        else:
-            return
-        raise self.references.unwritable(self.reference.name, reason)
+            raise self.references.unwritable(self.reference.name, str(error)) from None
 
     async def finish(self, nlls: list[np.ndarray], settings: ScoreSettings) -> Reference:
         """Store the reference's perplexity and the floor of its layers, and describe the reference. `nlls` has those of
@@ -188,14 +192,14 @@ class Recording:
             window = MarkedWindow.begin("compare", self.reference, 0, settings, boundaries)
             return replace(window, token_ids=[(token_id + 1) % vocab_size for token_id in window.token_ids])
 
+        # The first window is not resumed: it shows what the other tokens do.
         windows = map(resumed, [(), *((boundary,) for boundary in range(layers.num_boundaries))])
         async with aclosing(self.comparer.compare(self.reference, windows, settings)) as in_order:
             means = [float(np.mean(rows.column("kld"), dtype=np.float64)) async for _, rows in in_order]
         not_resumed, *floor = means
         largest = LARGEST_FLOOR if self.reference.manifest.model.dtype == "float32" else LARGEST_FLOOR_16_BITS
         limit = min(largest, LARGEST_SHARE * not_resumed)
-        # Refuse NaN too.
-        if not max(floor) <= limit:
+        if max(floor) > limit:
             raise RequestError(
                 f"layers: {layers.layer_class} cannot be measured: resumed from its own boundary "
                 f"{int(np.argmax(floor))}, the model diverges from itself by {max(floor):.3g} nats, more than "
@@ -222,8 +226,10 @@ async def _resumed(references: References, name: str, new: Manifest, text: Store
     origins = (await references.text(reference)).origins
     if stored.text.labels != new.text.labels or not np.array_equal(origins, text.origins):
         raise ConflictError(f"there is a reference {name!r} already, of this text with other labels", "labels")
+    if stored.answers != new.answers:
+        raise ConflictError(f"there is a reference {name!r} already, of other answers, or of none", "answers")
     if _blocks(stored.layers) != _blocks(new.layers):
-        recorded = "without layers" if stored.layers is None else "with layers"
+        recorded = "without layers" if stored.layers is None else "with other layers, or with layers"
         raise ConflictError(
             f"there is a reference {name!r} already, recorded {recorded}: delete it, or choose another name",
             "layers",
@@ -250,11 +256,11 @@ async def _check_space(references: References, name: str, text: StoredText, laye
 
 
 async def _served_head(core: Core) -> HeadFormat:
-    answers = await call_workers(core.client, "scoremode_describe_head")
-    described = next((answer for answer in answers if isinstance(answer, dict)), None)
-    if described is None:
-        raise RequestError(f"this model cannot be a reference: {answers[-1]}", "model")
-    return HeadFormat.model_validate(described)
+    described = await call_workers(core.client, "scoremode_describe_head")
+    head = next((answer for answer in described if isinstance(answer, dict)), None)
+    if head is None:
+        raise RequestError(f"this model cannot be a reference: {described[-1]}", "model")
+    return HeadFormat.model_validate(head)
 
 
 def _blocks(layers: ReferenceLayers | None) -> list[LayerBlock] | None:

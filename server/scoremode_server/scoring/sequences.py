@@ -69,7 +69,7 @@ def _in_passes(request: ScoreRequest, sequences: list[TokenSequence]) -> list[En
         # Equal contexts are the same list.
         key: Any = (id(sequence.context), tuple(sequence.targets[:-1])) if can_share else place
         engine_pass = pass_by_beginning.get(key)
-        # All rows of a pass have the same candidates.
+        # A pass computes its candidates in all its rows, not only in the last. Begin another if these are too many.
         if engine_pass is None or (
             last not in engine_pass.columns and (engine_pass.num_candidates + 1) * sequence.num_targets > MAX_CANDIDATES
         ):

@@ -1,4 +1,5 @@
-"""Applies every patch, in each process that loads plugins."""
+"""Applies the patches that every process of vLLM needs. Those of the API server are applied in `plugin.py` and
+`app.py`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from scoremode_server.worker.sinks import SinkMaker
 def install(on_worker_start: Callable[[], Mapping[str, SinkMaker]]) -> None:
     """Patch vLLM in this process. Further calls do nothing. The model runners are patched when a worker of this process
     has its device, because some of their modules cannot be imported earlier. `on_worker_start` is called then, and
-    returns the `SinkMaker` of each extension's sinks, by name. ValueError if the memory setting is not a number of
+    returns the `SinkMaker` of each kind of sink, by name. ValueError if the memory setting is not a number of
     bytes."""
     budget = logprob_bytes()
     if getattr(WorkerWrapperBase, "_scoremode_patched", False):
@@ -30,7 +31,7 @@ def install(on_worker_start: Callable[[], Mapping[str, SinkMaker]]) -> None:
 
     def init_device_then_patch(self: Any) -> None:
         init_device(self)
-        # Ranks of a tensor-parallel group project together, so all of them use the first rank's budget.
+        # Ranks of a tensor-parallel group compute logits together, chunk by chunk, so all use the first rank's budget.
         patch_runners(get_tp_group().broadcast_object(budget), on_worker_start())
 
     WorkerWrapperBase.init_device = init_device_then_patch

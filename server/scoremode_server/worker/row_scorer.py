@@ -196,7 +196,7 @@ class RowScorer:
             head = replace(head, project=head.whole, shard=None)
         candidates = torch.cat([piece.candidates() for piece in pieces]) if request.spec.num_candidates else None
         limits = [limit for sink in request.sinks.values() if (limit := sink.chunk_rows(self, head)) is not None]
-        limit = min(limits, default=self.chunk_rows(head, num_top, request.spec.num_candidates))
+        limit = min((self.chunk_rows(head, num_top, request.spec.num_candidates), *limits))
         sinks = [partial(sink.compute, pieces=pieces) for sink in request.sinks.values()]
         return fused_logprobs.compute(
             targets, states, head.project, num_top, limit, head.shard, candidates, request.spec.temperature, sinks

@@ -13,8 +13,9 @@ from scoremode_server.worker.lm_head import LogitsSource, examine
 
 
 class ReferenceWorker:
-    """Methods of every worker. Their arguments and results can be sent as JSON. Failures are returned as text, because
-    vLLM reduces an exception to one line that names neither its type nor the worker."""
+    """Methods of every worker. Their arguments and results are built-in types, which vLLM's calls of workers can send.
+    `describe` methods return as text why something cannot be done, and `scoremode_exchange` reports failed reads and
+    writes, because vLLM reduces an exception to one line that names neither its type nor the worker."""
 
     model_runner: Any
     execute_dummy_batch: Any
@@ -48,7 +49,7 @@ class ReferenceWorker:
 
     def scoremode_exchange(self, messages: dict[int, tuple[Any, ...]]) -> dict[str, Any] | None:
         """Answer an API server's message to this engine: see `WorkerWindows.exchange`. `messages` has one message per
-        data-parallel index. None on a rank without an LM head."""
+        data-parallel index. Returns None on a rank without an LM head, or if there is no message for this engine."""
         runner = self.model_runner
         index = runner.vllm_config.parallel_config.data_parallel_index
         if not get_pp_group().is_last_rank or index not in messages:

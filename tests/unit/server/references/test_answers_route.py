@@ -11,7 +11,7 @@ from scoremode_server.references.comparer import Comparer
 from scoremode_server.references.recording import Recording
 from scoremode_server.scoring.text_windows import TextDocument
 from tests.bad_inputs import KLD, REFERENCES
-from tests.unit.server.light_app import error_of
+from tests.unit.server.light_app import check_error, error_of
 from tests.unit.server.references.reference_engine import ReferenceEngine
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
@@ -35,7 +35,9 @@ def body(engine: ReferenceEngine, **changes: Any) -> dict[str, Any]:
 
 async def test_answers_are_windows_and_keep_their_places(engine, client, monkeypatch):
     request, are_answers, compare = body(engine), [], Comparer.compare
-    monkeypatch.setattr(Comparer, "compare", lambda *given: are_answers.append(given[3].prefills_first_target) or compare(*given))
+    monkeypatch.setattr(
+        Comparer, "compare", lambda *given: are_answers.append(given[3].prefills_first_target) or compare(*given)
+    )
     recorded = (await client.post(REFERENCES, json=request)).json()
     windows = (await client.get(f"{REFERENCES}/base/windows")).json()
     assert (await client.post(KLD, json={"reference": "base", "as_noise_floor": True})).status_code == 200
@@ -65,6 +67,11 @@ async def test_tokens_are_on_disk_alone_while_windows_are_recorded(engine, clien
     monkeypatch.setattr(Recording, "windows", noted)
     assert (await client.post(REFERENCES, json=body(engine))).json()["complete"]
     assert not held
+
+
+async def test_a_reference_is_not_resumed_with_other_settings_of_the_same_answers(engine, client):
+    await client.post(REFERENCES, json=body(engine))
+    check_error(await client.post(REFERENCES, json=body(engine, max_new_tokens=7)), 409, "answers", "of other answers")
 
 
 async def test_sampled_answers_have_no_greedy_agreement(engine, client):

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scoremode_server.engine.admission import EngineSize
+from scoremode_server.engine.admission import EngineSize, RequestQueue
 from scoremode_server.references import comparer, recording, service
 from scoremode_server.references.files.directory import StoredReference
 from scoremode_server.references.worker import lease, reads
@@ -152,6 +152,22 @@ async def test_a_disk_that_does_not_answer_holds_up_its_reference_alone(root: Pa
         assert not stuck.done()
         check_error(await stuck, 507, "name", "is not on disk after 5 s")
         let_go.set()
+
+
+async def test_few_windows_of_a_recording_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Workers hold the hidden states of windows that are not on disk. The engine could take all of them at once."""
+    held, add = [], RequestQueue.add
+
+    def noted(queue: RequestQueue, *numbers: int) -> None:
+        add(queue, *numbers)
+        held.append(queue.num_tokens)
+
+    monkeypatch.setattr(RequestQueue, "add", noted)
+    size = EngineSize(tokens=32, sequences=1000, max_scoring_tokens=100_000)
+    async with client_of(light_app(ReferenceEngine(tmp_path), size=size)) as client:
+        assert (await record(client, stride=1))["num_windows"] > 20
+    # One window may exceed two loads of the engine.
+    assert 2 * size.tokens < max(held) <= 2 * size.tokens + BODY["context_length"]
 
 
 async def test_copies_are_references_of_their_own(root: Path):

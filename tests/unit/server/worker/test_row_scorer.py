@@ -14,6 +14,7 @@ from scoremode_server.kernels.working_memory import LogitsShape
 from scoremode_server.worker.request_rows import StepPart
 from scoremode_server.worker.row_scorer import RowScorer
 from scoremode_server.worker.row_spec import RowSpec
+from scoremode_server.worker.sinks import Sink, SinkMaker
 from tests.unit.server.worker.linear_scorer import ALONE, LinearWorker, check_rows, make_scorer, rows_of
 
 VOCAB, HIDDEN = 50, 16
@@ -80,6 +81,17 @@ def test_requests_of_one_step_are_computed_in_groups(chunk: int):
     if chunk == 1000:
         assert worker.num_projected == [7 + 5 + 7, 7, 6, 3]
     assert max(worker.num_projected) <= chunk
+
+
+class WideSink(Sink):
+    def chunk_rows(self, *_: Any) -> int:
+        return 1000
+
+
+def test_a_sink_may_not_enlarge_chunks():
+    worker = LinearWorker(make_scorer(VOCAB, {"wide": SinkMaker(WideSink)}), project)
+    worker.whole(RowSpec(1, TOKENS[-1], sinks={"wide": None}), STATES, TOKENS[:-1])
+    assert worker.num_projected == [3, 3, 1]
 
 
 @pytest.mark.parametrize("num_top", [-1, 300])
