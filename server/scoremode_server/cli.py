@@ -3,6 +3,7 @@
 import argparse
 import errno
 import importlib.metadata
+import json
 import os
 import sys
 import traceback
@@ -134,14 +135,29 @@ def keep_tensors_off_the_heap() -> None:
         os.environ.setdefault(MMAP_THRESHOLD_VARIABLE, str(MMAP_THRESHOLD))
 
 
+def device_memory() -> dict[str, int] | None:
+    """The memory in bytes of the GPU that a server uses first, as CUDA counts it; None without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info(0)
+    return {"free": free, "total": total}
+
+
 def main() -> None:
     match sys.argv[1:]:
         case ["serve", first, *others]:
             serve([first, *others])
+        case ["memory"]:
+            print(json.dumps(device_memory()))
         case ["--version" | "-V"]:
             print(importlib.metadata.version("scoremode"))
         case ["--help" | "-h"]:
-            print(f"usage: {USAGE}\n       scoremode serve --help=Scoremode\n       scoremode --version")
+            print(
+                f"usage: {USAGE}\n       scoremode serve --help=Scoremode\n       scoremode memory\n"
+                "       scoremode --version"
+            )
         case _:
             print(f"usage: {USAGE}", file=sys.stderr)
             raise SystemExit(2)

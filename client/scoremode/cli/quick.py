@@ -94,7 +94,10 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         "output": str(options.output),
         "text": {"dataset": dataset, "text_file": text_file, "messages": options.messages, "by": options.by},
         "windows": {name: value for name, value in windows.items() if value is not None},
-        "models": [{"name": name, "model": model} for name, model in zip(_names(models), models, strict=True)],
+        "models": [
+            {"name": name, "model": model, "serve": "" if place else options.original_flags}
+            for place, (name, model) in enumerate(zip(_names(models), models, strict=True))
+        ],
         "serve": options.serve,
         "lane": options.lane,
         "floor": True,
@@ -116,7 +119,7 @@ def _names(models: Sequence[str]) -> list[str]:
 
 COMMAND = Command(
     "quick",
-    "Serve an original and its quantizations one after another, measure them on one text, and compare them: tables, a "
+    "Serve an original and its quantizations, measure them one after another on one text, and compare them: tables, a "
     "report, a card, and a verdict on each. The original is measured twice, for the noise floor. The same command "
     "again resumes. Words after -- are flags of `scoremode serve` for every model. `ppl-client sweep` does the same "
     "from a file.",
@@ -126,6 +129,13 @@ COMMAND = Command(
             [
                 Option("original ORIGINAL", "a checkpoint's folder, or its name on the hub"),
                 Option("models QUANT", "likewise; or a GGUF file, which llama.cpp measures", nargs="+"),
+                Option(
+                    "--original-flags FLAGS",
+                    "flags of `scoremode serve` for the original alone, in quotes: "
+                    "--original-flags='--cpu-offload-gb 10'",
+                    default="",
+                ),
+                sweep.AT_ONCE,
                 Option(
                     "--llama-perplexity PROGRAM",
                     "llama.cpp's program for GGUF files; default: %(default)s",

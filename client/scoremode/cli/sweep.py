@@ -1,4 +1,4 @@
-"""Implements `ppl-client sweep`, which serves and measures the models of a plan, one after another."""
+"""Implements `ppl-client sweep`, which serves and measures the models of a plan."""
 
 import argparse
 import asyncio
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scoremode._texts import printable
-from scoremode.cli.options import API_KEY_HELP, QUIET, Command, Group, Option
+from scoremode.cli.options import API_KEY_HELP, COUNT, QUIET, Command, Group, Option
 from scoremode.cli.progress import progress_bar
 from scoremode.errors import extra
 
@@ -34,7 +34,8 @@ def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, tasks:
     from scoremode.comparison.accuracy_tables import tasks_as_text
     from scoremode.sweep.sweep import compare_runs, run_sweep
 
-    measuring = run_sweep(plan, folder, api_key=options.api_key, open_bar=partial(progress_bar, quiet=options.quiet))
+    open_bar = partial(progress_bar, quiet=options.quiet)
+    measuring = run_sweep(plan, folder, api_key=options.api_key, open_bar=open_bar, at_once=options.at_once)
     result = asyncio.run(_stopped_by_sigterm(measuring))
     try:
         comparison = compare_runs(plan, folder, result, tasks)
@@ -58,15 +59,23 @@ async def _stopped_by_sigterm(measuring: Coroutine[Any, Any, "SweepResult"]) -> 
     return await measuring
 
 
+AT_ONCE = Option(
+    "--at-once N",
+    "start up to N servers at once, if the GPU's memory suffices; models are still measured one after another. "
+    "Default: as many as fit the GPU; 1 without a GPU",
+    type=COUNT,
+)
+
 COMMAND = Command(
     "sweep",
-    "Serve the models of a plan one after another, measure each one's perplexity and its KL divergence from the first, "
-    "and compare them. Earlier results are kept.",
+    "Serve the models of a plan, measure each one's perplexity and its KL divergence from the first, and compare them. "
+    "Earlier results are kept.",
     [
         Group(
             "",
             [
                 Option("plan PLAN", "a YAML file; docs/ppl-client.md describes its fields", type=Path),
+                AT_ONCE,
                 Option("--api-key KEY", f"API key of all servers; {API_KEY_HELP}"),
                 QUIET,
             ],

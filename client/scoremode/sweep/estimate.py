@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from scoremode.runs import Corpus
+from scoremode.sweep.memory import model_folder, weight_bytes
 from scoremode.sweep.plan import SweepPlan
 from scoremode.windows import resolve_stride
 
@@ -23,20 +24,23 @@ _CPU_SHARE = 0.5
 """Speed of a forward pass divided by that of a matrix product, measured with 135M parameters on two cores."""
 
 
-def estimated_seconds(plan: SweepPlan, folder: Path, corpus: Corpus, prompts: Corpus | None = None) -> float | None:
-    """Estimate the seconds of a sweep that serves all models and generates answers of the maximum length.
+def estimated_seconds(
+    plan: SweepPlan, folder: Path, corpus: Corpus, prompts: Corpus | None, num_starts: int
+) -> float | None:
+    """Estimate the seconds of a sweep that serves all models and generates answers of the maximum length. Servers that
+    start at once are one of `num_starts`.
 
-    None if the first model is not in a local folder, because its size is not known then, or if the lane is not prefill,
-    because only prefill's speed is known.
+    None if the size of the first model on disk is not known, or if the lane is not prefill, because only prefill's
+    speed is known.
     """
     # A token takes two operations per weight, and a weight has two bytes: files have as many bytes as operations.
-    token_flops = sum(file.stat().st_size for file in (folder / (plan.models[0].model or "")).glob("*.safetensors"))
+    token_flops = weight_bytes(model_folder(plan.models[0].model or "", folder))
     if not token_flops or plan.lane != "prefill":
         return None
     flops = _GPU_FLOPS if shutil.which("nvidia-smi") else _CPU_SHARE * _cpu_flops()
     num_passes = len(plan.models) + 1 + plan.floor
     num_tokens = _num_tokens(plan, corpus) + (0 if prompts is None else prompts.num_rows * plan.max_new_tokens)
-    return len(plan.models) * _START_SECONDS + num_passes * num_tokens * token_flops / flops
+    return num_starts * _START_SECONDS + num_passes * num_tokens * token_flops / flops
 
 
 def _num_tokens(plan: SweepPlan, corpus: Corpus) -> float:

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Sequence
+from math import inf, pow
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -198,6 +200,10 @@ class SweepPlan(_Part):
     gguf: GgufOptions | None = None
     compare: CompareOptions = CompareOptions()
 
+    def flags(self, entry: ModelEntry) -> list[str]:
+        """The flags of a model's server."""
+        return [*self.serve, *entry.serve]
+
     @property
     def lanes(self) -> tuple[Lane, ...]:
         """The lanes in which models are measured. The first model always has a run in prefill too."""
@@ -218,11 +224,9 @@ class SweepPlan(_Part):
             raise ValueError(
                 "windows.preset measures the whole text: it takes no messages, by, max_tokens, num_samples"
             )
-        flags = [" ".join([*self.serve, *entry.serve]) for entry in self.models]
-        # vLLM uses the last of repeated flags.
-        limits = [int(limit) for line in flags for limit in re.findall(r"--max.model.len[ =](\d+)(?!\S)", line)[-1:]]
-        if limits and (context := self.window_settings.get("context_length") or 0) > min(limits):
-            raise ValueError(f"windows of {context} tokens do not fit in --max-model-len {min(limits)}")
+        limits = [flag_value(self.flags(entry), "max-model-len") or inf for entry in self.models]
+        if (context := self.window_settings.get("context_length") or 0) > min(limits):
+            raise ValueError(f"windows of {context} tokens do not fit in --max-model-len {min(limits):.0f}")
         if self.gguf is not None and preset != "llama.cpp" and self.windows.method != "llama.cpp":
             raise ValueError("gguf needs windows.preset: llama.cpp")
         return self
@@ -239,6 +243,15 @@ class SweepPlan(_Part):
             "stride": windows.stride,
             "max_tokens": self.text.max_tokens,
         }
+
+
+def flag_value(flags: Sequence[str], name: str) -> float | None:
+    """The number that a flag of vLLM sets, such as 8G; None without the flag. `name` is a regular expression."""
+    pattern = rf"(?<!\S)--{name.replace('-', '[-_]')}[ =]([\d.]+)([kmgt]?)(?!\S)"
+    # vLLM uses the last of repeated flags.
+    for number, unit in re.findall(pattern, " ".join(flags), re.IGNORECASE)[-1:]:
+        return float(number) * pow(1000.0 if unit.islower() else 1024.0, " kmgt".index(unit.lower()))
+    return None
 
 
 def check_local_models(plan: SweepPlan, folder: Path) -> None:

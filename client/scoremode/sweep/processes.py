@@ -2,6 +2,7 @@
 llama-perplexity on a GGUF file."""
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -22,6 +23,7 @@ import numpy as np
 
 from scoremode._tasks import Result
 from scoremode.errors import ScoremodeError, ServerError, TransportError
+from scoremode.sweep.memory import Device
 
 _log = logging.getLogger(__name__)
 
@@ -120,13 +122,33 @@ async def model_server(
         try:
             try:
                 async with asyncio.timeout(start_seconds):
-                    await server.while_it_runs(_healthy(server.url))
+                    await server.while_it_runs(_healthy(server))
             except TimeoutError:
                 raise ProcessError(f"the server was not ready after {start_seconds:.0f} s{_reason(log)}") from None
             yield server
         finally:
-            _log.info("stopping the server")
+            _log.info("%s: stopping the server", log.stem)
             await _stop(process)
+
+
+async def device_memory(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> Device | None:
+    """Ask for the memory of the GPU that `COMMAND MODEL` uses: for `scoremode serve`, `scoremode memory` tells it. None
+    without an NVIDIA GPU, or for another command."""
+    if shutil.which("nvidia-smi") is None or command[-1] != "serve":
+        return None
+    process = await asyncio.create_subprocess_exec(
+        *_tied([*_resolved(command[:-1], folder), "memory"]),
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    printed, _ = await process.communicate()
+    try:
+        return Device(**json.loads(printed))
+    except (ValueError, TypeError):
+        return None
 
 
 def _tied(arguments: list[str]) -> list[str]:
@@ -164,13 +186,13 @@ def _reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-async def _healthy(url: str) -> None:
+async def _healthy(server: ModelServer) -> None:
     started = last_line = time.monotonic()
-    async with httpx.AsyncClient(base_url=url, timeout=5, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=server.url, timeout=5, trust_env=False) as http:
         while True:
             if (now := time.monotonic()) - last_line > 60:
                 last_line = now
-                _log.info("still loading after %.0f s", now - started)
+                _log.info("%s: still loading after %.0f s", server.log.stem, now - started)
             with suppress(httpx.TransportError):
                 async with http.stream("GET", "/health") as response:
                     if response.is_success:

@@ -1,15 +1,18 @@
-"""Runs a sweep: serves, measures and stops the models of a plan, one after another."""
+"""Runs a sweep: serves, measures and stops the models of a plan. Several servers may start at once, but one model is
+measured at a time."""
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import httpx
 
+from scoremode._tasks import results_of
 from scoremode.accuracy.compare_tasks import TaskComparison
 from scoremode.client import AsyncScoreClient
 from scoremode.comparison import RunComparison, RunFile, check_comparable, compare, load_run, with_logs
@@ -43,8 +46,9 @@ from scoremode.runs import (
 )
 from scoremode.sweep import reuse
 from scoremode.sweep.estimate import estimated_seconds
+from scoremode.sweep.memory import ALONE, model_folder, needs, plan_groups
 from scoremode.sweep.plan import GgufOptions, ModelEntry, SweepPlan, check_local_models
-from scoremode.sweep.processes import ProcessError, measure_file, model_server
+from scoremode.sweep.processes import ProcessError, device_memory, measure_file, model_server
 from scoremode.windows import WindowError
 from scoremode.wire import AnswerSettings, Lane, PerplexityWindow, Reference
 
@@ -72,7 +76,12 @@ class SweepResult:
 
 
 async def run_sweep(
-    plan: SweepPlan, folder: Path, *, api_key: str | None = None, open_bar: OpenBar = lambda figure: nullcontext()
+    plan: SweepPlan,
+    folder: Path,
+    *,
+    api_key: str | None = None,
+    open_bar: OpenBar = lambda figure: nullcontext(),
+    at_once: int | None = None,
 ) -> SweepResult:
     """Measure every model of a plan, except those that an earlier sweep measured.
 
@@ -86,6 +95,7 @@ async def run_sweep(
         folder: The plan's folder; paths in the plan are relative to it.
         api_key: Sent to all servers; the environment's SCOREMODE_API_KEY when left out.
         open_bar: Opens a progress bar for a run or a recording; none when left out.
+        at_once: Most servers that start and run at once; as many as fit the GPU when left out, and 1 without a GPU.
 
     Raises:
         PlanError: a model that can only be a local path does not exist.
@@ -102,23 +112,21 @@ async def run_sweep(
     if plan.compare.card is not None:
         read_card(output / plan.compare.card)
     with open_locked(output / ".lock"):
-        return await _run(_Sweep(plan, folder, corpus, output, api_key, open_bar, prompts))
+        return await _run(_Sweep(plan, folder, corpus, output, api_key, open_bar, prompts), at_once)
 
 
-async def _run(sweep: "_Sweep") -> SweepResult:
-    plan = sweep.plan
-    for entry in plan.models:
+async def _run(sweep: "_Sweep", at_once: int | None) -> SweepResult:
+    plan, result = sweep.plan, sweep.result
+    for group in await sweep.groups(at_once):
         started = time.monotonic()
-        try:
-            await (sweep.measure_served(entry) if entry.url is None else sweep.measure_running(entry, entry.url))
-        except (ScoremodeError, WindowError, OSError) as error:
-            sweep.result.failures[entry.name] = str(error)
-            _log.error("%s: failed: %s", entry.name, error)
-        if entry.name in sweep.result.measured:
+        await results_of(sweep.measure(entry, flags) for entry, flags in group)
+        if len(group) == 1 and group[0][0].name in result.measured:
             sweep.seconds.append(time.monotonic() - started)
     if plan.gguf is not None:
         await sweep.measure_gguf(plan.gguf)
-    return sweep.result
+    in_order = [label for entry in plan.models for label, *_ in sweep.runs(entry, {}, None)]
+    result.runs = {label: result.runs[label] for label in in_order if label in result.runs}
+    return result
 
 
 def compare_runs(
@@ -174,9 +182,58 @@ class _Sweep:
     """The first model's windows that this sweep recorded."""
     recording_seconds: float = 0.0
     seconds: list[float] = field(default_factory=list)
-    """Seconds for each model that this sweep measured, including its server's start."""
+    """Seconds for each model that this sweep served alone and measured, including its server's start."""
+    first_is_done: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the first model is measured, or has failed."""
+    measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a model is measured, so that no other takes part of the GPU."""
+    is_at_once: bool = False
+    """Whether servers start at once. A line in the log says which, and how long all may take."""
 
-    async def measure_served(self, entry: ModelEntry) -> None:
+    async def groups(self, at_once: int | None) -> list[list[tuple[ModelEntry, Sequence[str]]]]:
+        """Divide the models into groups whose servers run at once, with the flags that set each server's memory."""
+        plan, device = self.plan, None
+        # The first model names the reference that the others are asked for.
+        waiting = {entry.name: entry for entry in plan.models if at_once != 1 and self._needs_server(entry)}
+        if len(waiting) > 1:
+            with suppress(ProcessError):
+                device = await device_memory(plan.command, plan.env, self.folder)
+        if device is None and (at_once is None or len(waiting) < 2):
+            return [[(entry, ())] for entry in plan.models]
+        wanted = {
+            name: ALONE
+            if entry.model is None or entry.url is not None
+            else needs(model_folder(entry.model, self.folder), plan.flags(entry), device)
+            for name, entry in waiting.items()
+        }
+        groups, self.is_at_once = plan_groups(wanted, device, at_once), True
+        names, estimate = "; then ".join(map(", ".join, groups)), self._estimate(len(groups))
+        _log.info("servers that start at once: %s%s", names, estimate)
+        entries = {entry.name: entry for entry in plan.models}
+        measured: list[dict[str, Sequence[str]]] = [{name: ()} for name in entries if name not in waiting]
+        return [[(entries[name], flags) for name, flags in group.items()] for group in [*measured, *groups]]
+
+    def _needs_server(self, entry: ModelEntry) -> bool:
+        """Whether a model is not measured yet, or is on a running server, which is asked later."""
+        if entry.url is not None:
+            return True
+        marks = self._marks(entry, reuse.served_marks(self.plan, entry, self.folder))
+        runs = self.runs(entry, marks, self.reference)
+        return any(reuse.changes(path, wanted) != "" for *_, path, wanted in runs) or self._must_record(entry)
+
+    async def measure(self, entry: ModelEntry, flags: Sequence[str]) -> None:
+        """Measure a model, whose server gets these flags too. An error is added to the failures."""
+        try:
+            await (self.measure_served(entry, flags) if entry.url is None else self.measure_running(entry, entry.url))
+        except (ScoremodeError, WindowError, OSError) as error:
+            hint = "; --at-once 1 gives its server the whole GPU" if flags and isinstance(error, ProcessError) else ""
+            self.result.failures[entry.name] = f"{error}{hint}"
+            _log.error("%s: failed: %s%s", entry.name, error, hint)
+        finally:
+            if self._is_first(entry):
+                self.first_is_done.set()
+
+    async def measure_served(self, entry: ModelEntry, more_flags: Sequence[str]) -> None:
         marks = self._marks(entry, reuse.served_marks(self.plan, entry, self.folder))
         if self._reuse(entry, marks, self.reference):
             return
@@ -188,7 +245,7 @@ class _Sweep:
             model_server(
                 command,
                 entry.model,
-                [*self.plan.serve, *entry.serve, "--reference-dir", str(self.output / "references")],
+                [*self.plan.flags(entry), "--reference-dir", str(self.output / "references"), *more_flags],
                 environment=self.plan.env | entry.env,
                 folder=self.folder,
                 log=log,
@@ -197,8 +254,17 @@ class _Sweep:
             # The server runs on this machine, so do not use a proxy that the environment names.
             patient_client(server.url, api_key=self.api_key, transport=httpx.AsyncHTTPTransport()) as client,
         ):
-            await server.while_it_runs(self._measure(entry, client, marks))
+            await server.while_it_runs(self._measure_in_turn(entry, client, marks))
         _log.info("%s: server stopped", entry.name)
+
+    async def _measure_in_turn(self, entry: ModelEntry, client: AsyncScoreClient, marks: reuse.Marks) -> None:
+        """Measure a model once the first one is done, and no other is being measured."""
+        if not self._is_first(entry):
+            await self.first_is_done.wait()
+        async with self.measuring:
+            # If the first model failed since this server started, runs that were compared with it stay valid.
+            if self.plan.models[0].name not in self.result.failures or not self._reuse(entry, marks, self.reference):
+                await self._measure(entry, client, marks)
 
     async def measure_running(self, entry: ModelEntry, url: str) -> None:
         async with patient_client(url, model=entry.model, api_key=self.api_key) as client:
@@ -214,14 +280,20 @@ class _Sweep:
         if self.seconds:
             minutes = (len(models) - place) * sum(self.seconds) / len(self.seconds) / 60
             rest = f"; all may take {max(1, round(minutes))} min more"
-        elif place == 0 and (estimate := estimated_seconds(self.plan, self.folder, self.corpus, self.prompts)):
-            rest = f"; all may take {max(1, round(estimate / 60))} min, a rough estimate from the model's size"
+        elif place == 0 and not self.is_at_once:
+            rest = self._estimate(len(models))
         _log.info("model %d of %d, %s: %s%s", place + 1, len(models), entry.name, doing, rest)
+
+    def _estimate(self, num_starts: int) -> str:
+        seconds = estimated_seconds(self.plan, self.folder, self.corpus, self.prompts, num_starts)
+        if seconds is None:
+            return ""
+        return f"; all may take {max(1, round(seconds / 60))} min, a rough estimate from the model's size"
 
     def _is_first(self, entry: ModelEntry) -> bool:
         return entry is self.plan.models[0]
 
-    def _runs(
+    def runs(
         self, entry: ModelEntry, marks: reuse.Marks, reference: str | None
     ) -> Iterator[tuple[str, Lane, Path, reuse.Marks]]:
         """Yield for each run of an entry its label, lane and file, and the marks that a reused run must have."""
@@ -247,7 +319,7 @@ class _Sweep:
     def _reuse(self, entry: ModelEntry, marks: reuse.Marks, reference: str | None) -> bool:
         """Reuse the entry's runs from an earlier sweep that are still valid. Returns whether nothing is left to measure
         or record on the entry's server."""
-        runs = [*self._runs(entry, marks, reference)]
+        runs = [*self.runs(entry, marks, reference)]
         has_reference = reference is not None and self.plan.models[0].name not in self.result.failures
         for label, _, path, wanted in runs:
             # If the reference is not available now, runs that were compared with it stay valid.
@@ -259,12 +331,14 @@ class _Sweep:
             elif changed is not None:
                 self.result.runs[label] = path
                 _log.info("%s: measured before, %s", label, path)
-        if self._is_first(entry) and (
+        return not self._must_record(entry) and all(label in self.result.runs for label, *_ in runs)
+
+    def _must_record(self, entry: ModelEntry) -> bool:
+        """Whether this is the first model, and its server is needed even if it is measured."""
+        return self._is_first(entry) and (
             (self.plan.gguf is not None and not self._base_file().exists())
             or (self.prompts is not None if entry.url is not None else self._is_reference_missing())
-        ):
-            return False
-        return all(label in self.result.runs for label, *_ in runs)
+        )
 
     def _is_reference_missing(self) -> bool:
         """Whether a later model needs a reference of the first model that is missing or incomplete. A model on a
@@ -274,7 +348,7 @@ class _Sweep:
             not reuse.is_complete(self.output / "references" / str(wanted["reference"]))
             and (entry.url is not None or reuse.changes(path, wanted) != "")
             for entry in self.plan.models[1:]
-            for _, _, path, wanted in self._runs(
+            for _, _, path, wanted in self.runs(
                 entry,
                 text | (reuse.served_marks(self.plan, entry, self.folder) if entry.url is None else {}),
                 self.reference,
@@ -302,15 +376,14 @@ class _Sweep:
             )
         elif self._is_first(entry):
             await self._record(client, entry, reference)
-        for label, lane, path, wanted in self._runs(entry, marks, reference):
-            # Reinsert reused runs, so that all are in the order of the plan.
-            if label in self.result.runs:
-                self.result.runs[label] = self.result.runs.pop(label)
-            elif reference is not None or lane == "prefill":
+        for label, lane, path, wanted in self.runs(entry, marks, reference):
+            if label not in self.result.runs and (reference is not None or lane == "prefill"):
                 await self._measure_lane(entry, client, wanted, label, lane, path)
         self.result.measured.append(entry.name)
         if reference is not None and self._is_first(entry) and self.plan.gguf is not None:
             await self._export(client, reference)
+        if self._is_first(entry):
+            self.first_is_done.set()
 
     async def _measure_lane(
         self, entry: ModelEntry, client: AsyncScoreClient, marks: reuse.Marks, label: str, lane: Lane, path: Path
@@ -322,7 +395,11 @@ class _Sweep:
                 run, figures = await self._perplexity(client, entry, output)
             else:
                 run, figures = await self._kld(client, label, output, reference, lane)
-            output.write({**run.record([client.base_url]), reuse.FIELD: marks}, run.arrays())
+            record = run.record([client.base_url])
+            if self.is_at_once:
+                # Another server may have been starting, and none had the GPU to itself.
+                record |= dict.fromkeys({"tokens_per_second", "positions_per_second"} & record.keys())
+            output.write({**record, reuse.FIELD: marks}, run.arrays())
             output.remove_journal()
             reuse.finish(path)
         finally:

@@ -1,5 +1,6 @@
 """The command `scoremode`: the model that it serves, and what it sets for the processes of a server."""
 
+import json
 import os
 import shutil
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from vllm.config import ModelConfig
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.platforms import current_platform
@@ -98,6 +100,15 @@ def test_other_failures_of_a_start_are_vllms_own(monkeypatch, tmp_path):
     monkeypatch.setattr(ServeSubcommand, "cmd", staticmethod(fail))
     with pytest.raises(ValueError, match="no memory"):
         serve([str(tmp_path)])
+
+
+@pytest.mark.parametrize("memory", [None, (3, 80)])
+def test_the_memory_of_the_gpu_is_json(monkeypatch, capsys, memory):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: memory is not None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: memory)
+    monkeypatch.setattr("sys.argv", ["scoremode", "memory"])
+    main()
+    assert json.loads(capsys.readouterr().out) == (memory and {"free": 3, "total": 80})
 
 
 @pytest.mark.processes

@@ -25,16 +25,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def seconds(folder: Path, **changes: object) -> float | None:
+def seconds(folder: Path, num_starts: int = 2, **changes: object) -> float | None:
     plan = SweepPlan.model_validate({"models": MODELS, **PLAN, **changes})
     prompts = plan.prompts and load_prompts(folder / plan.prompts)
-    return estimated_seconds(plan, folder, plan.text.load(folder), prompts)
+    return estimated_seconds(plan, folder, plan.text.load(folder), prompts, num_starts)
 
 
 def test_it_follows_from_the_models_size_and_the_texts_length(folder):
     windows = {"method": "disjoint", "context_length": 8}
     # Two starts of a minute; the original three times, its copy once, 1,000 tokens of 1e6 operations at 1e9 a second.
     assert seconds(folder, windows=windows) == pytest.approx(2 * 60 + 4 * 1.0)
+    # Servers that start at once are one start.
+    assert seconds(folder, 1, windows=windows) == pytest.approx(60 + 4 * 1.0)
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 5)
     # 1,000 more.
     with_answers = seconds(folder, windows=windows, prompts="prompts.jsonl", max_new_tokens=200)

@@ -46,8 +46,9 @@ PLAN = {
 }
 
 
-async def sweep(folder: Path, *models: dict[str, Any], **changes: Any) -> SweepResult:
-    return await run_sweep(SweepPlan.model_validate({**PLAN, "models": list(models), **changes}), folder)
+async def sweep(folder: Path, *models: dict[str, Any], at_once: int | None = None, **changes: Any) -> SweepResult:
+    plan = SweepPlan.model_validate({**PLAN, "models": list(models), **changes})
+    return await run_sweep(plan, folder, at_once=at_once)
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +100,73 @@ async def test_measured_runs_are_kept_until_the_first_model_is_another(swept: Pa
     assert (result.measured, list(result.runs)) == (["far"], ["base", "near", "far"])
     assert {path: path.stat().st_mtime_ns for path in files} == files
     assert (await sweep(swept, {**BASE, "serve": ["--flag", "1"]}, NEAR)).measured == ["base", "near"]
+
+
+def started_after(condition: str) -> list[str]:
+    """The command of a server that waits until a shell's condition holds."""
+    return ["sh", "-c", f'until {condition}; do sleep 0.05; done; exec "$0" "$@"', *PLAN["command"]]
+
+
+async def test_servers_that_start_at_once_give_the_same_figures(swept_once: Path, tmp_path: Path):
+    """The server of `far` is up first, then that of `base`, and `near` starts once `base` is measured."""
+    broken = {"name": "broken", "model": "broken"}
+    base = {**BASE, "command": started_after("grep -q 'GET /health' runs/logs/far.log")}
+    near = {**NEAR, "command": started_after("test -e runs/base.json")}
+    result = await sweep(tmp_path, base, near, broken, FAR, at_once=4)
+    assert result.measured == ["base", "far", "near"], "each as it comes up, the first model first"
+    assert list(result.runs) == ["base", "near", "far"]
+    assert [*result.failures] == ["broken"]
+    assert result.failures["broken"].endswith("out of memory, as always")
+    assert kinds(tmp_path) == {"base": "perplexity", "near": "kld", "far": "kld"}
+    for name in ("base", "near"):
+        alone, at_once = (record(folder, name) for folder in (swept_once, tmp_path))
+        assert alone["statistics"] == at_once["statistics"]
+        arrays = [(folder / "runs" / f"{name}.safetensors").read_bytes() for folder in (swept_once, tmp_path)]
+        assert arrays[0] == arrays[1]
+    speeds = [record(tmp_path, "base")["tokens_per_second"], record(tmp_path, "near")["positions_per_second"]]
+    assert (speeds, record(swept_once, "near")["positions_per_second"] > 0) == ([None, None], True)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("*.*")}
+    result = await sweep(tmp_path, base, near, FAR, at_once=4)
+    assert (result.measured, list(result.runs)) == ([], ["base", "near", "far"])
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+
+
+async def test_if_the_first_model_fails_next_to_others_their_earlier_runs_are_kept(swept: Path):
+    before = record(swept, "near")
+    broken = {**BASE, "model": "broken", "command": started_after("grep -q 'GET /health' runs/logs/near.log")}
+    result = await sweep(swept, broken, NEAR, FAR, at_once=3)
+    assert (list(result.runs), list(result.failures)) == (["near", "far"], ["base"])
+    assert (record(swept, "near"), record(swept, "far")["kind"]) == (before, "perplexity")
+
+
+async def test_servers_that_fit_the_gpu_together_get_their_memory(tmp_path: Path, monkeypatch):
+    """A program stands in for `scoremode`, and says that a GPU has 100 GiB."""
+    (tmp_path / "nvidia-smi").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    program, total = tmp_path / "scoremode", 100 * 1024**3
+    program.write_text(
+        f"""#!/bin/sh
+echo "$*" >> {tmp_path}/calls
+[ "$1" = serve ] || exec echo '{{"free": {total}, "total": {total}}}'
+shift; exec {shlex.join(PLAN["command"])} "$@"
+"""
+    )
+    program.chmod(0o755)
+    for model in (BASE, NEAR):
+        (tmp_path / model["model"]).mkdir()
+        (tmp_path / model["model"] / "model.safetensors").write_bytes(bytes(1000))
+        sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "hidden_size"), 1)
+        (tmp_path / model["model"] / "config.json").write_text(json.dumps({**sizes, "max_position_embeddings": 64}))
+    near = {**NEAR, "serve": "--gpu-memory-utilization 0.5"}
+    result = await sweep(tmp_path, BASE, near, FAR, command=[str(program), "serve"])
+    assert (result.failures, list(result.runs)) == ({}, ["base", "near", "far"])
+    memory, *calls = (tmp_path / "calls").read_text().splitlines()
+    flags = {call.split()[1]: call.partition("references")[2] for call in calls}
+    assert memory == "memory"
+    # 92 GiB are for servers, and half of them is left for `base`: 6 GiB to work in, a little cache, and the rest.
+    assert re.fullmatch(r" --gpu-memory-utilization 0.4200 --kv-cache-memory-bytes (\d+)", flags["noise=0"])
+    assert re.fullmatch(r" --kv-cache-memory-bytes (\d+)", flags["noise=0.2"])
+    assert flags["noise=1"] == "", "its size is not known, so it runs alone"
 
 
 async def test_two_sweeps_in_one_folder_are_refused(swept: Path):
@@ -277,13 +345,16 @@ def test_a_sweep_ends_with_a_comparison_and_the_log_of_each_failure(tmp_path: Pa
 def test_a_sweep_that_is_stopped_leaves_no_server(tmp_path: Path, signal_number: signal.Signals):
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    silent = {"name": "silent", "model": "m", "command": [sys.executable, "-c", SILENT, str(tmp_path / "pipe")]}
+    silent = {"model": "m", "command": [sys.executable, "-c", SILENT, str(tmp_path / "pipe")]}
+    plan = write_plan(tmp_path, {"name": "one", **silent}, {"name": "two", **silent})
     # A script that runs it in the background has it ignore SIGINT, and not SIGTERM.
     ignores = "--ignore-signal" if signal_number == signal.SIGTERM else "--default-signal"
-    client = ["env", f"{ignores}=INT", sys.executable, "-m", "scoremode.cli", "sweep", write_plan(tmp_path, silent)]
+    client = ["env", f"{ignores}=INT", sys.executable, "-m", "scoremode.cli", "sweep", plan, "--at-once", "2"]
     with subprocess.Popen(client, stderr=subprocess.PIPE, text=True) as sweep:
-        assert select.select([pipe], [], [], 60)[0]
-        assert os.read(pipe, 9) == b"up"
+        written = b""
+        while written != b"upup":
+            assert select.select([pipe], [], [], 60)[0]
+            written += os.read(pipe, 9)
         sweep.send_signal(signal_number)
         _, messages = sweep.communicate(timeout=60)
     is_killed = signal_number == signal.SIGKILL

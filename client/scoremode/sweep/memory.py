@@ -1,0 +1,119 @@
+"""Plans which servers of a sweep run at once: those that fit the GPU together. Each gets its share of the memory in
+flags, so that vLLM measures none: a server that starts would count the memory of others as its own."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+from scoremode.sweep.plan import flag_value
+
+_WORKING_BYTES = 6 * 1024**3
+"""Memory of a server in addition to weights and KV cache: the CUDA context, activations, CUDA graphs, logits, and the
+reference's LM head."""
+_LOADED = 1.1
+"""Bytes of loaded weights per byte of the files: kernels pad and repack weights."""
+_CACHED_TOKENS = 32_768
+"""A smaller KV cache slows scoring down."""
+_LEFT_FREE = 0.08
+"""The share of all memory that no server gets; vLLM's default leaves as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU's memory in bytes, as CUDA counts it."""
+
+    free: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The least memory of a server, in bytes."""
+
+    share: float = 0.0
+    """All of it; infinite for a server that runs alone."""
+    cache: float = 0.0
+    """The KV cache, a part of it."""
+    sets_share: bool = False
+    sets_cache: bool = False
+    """Whether the server's own flags set these. If one is set, the server gets no more than `share`."""
+
+
+ALONE = Needs(inf)
+
+
+def weight_bytes(model: Path) -> int:
+    """The size of a checkpoint's weights on disk; 0 if it is not a folder with safetensors."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+
+
+def model_folder(model: str, folder: Path) -> Path:
+    """The folder of a model that is a name in the cache of Hugging Face's hub, or a path relative to `folder`."""
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    snapshots = hub.glob(f"models--{model.replace('/', '--')}/snapshots/*")
+    return max(snapshots, key=lambda path: path.stat().st_mtime, default=folder / model)
+
+
+def needs(model: Path, flags: Sequence[str], device: Device | None) -> Needs:
+    """Estimate the needs of a server with these flags: none without a device, and `ALONE` if they cannot be known."""
+    if device is None:
+        return Needs()
+    weights = weight_bytes(model)
+    other = weights * _LOADED + _WORKING_BYTES
+    utilization = flag_value(flags, "gpu-memory-utilization")
+    own_cache = flag_value(flags, "kv-cache-memory(?:-bytes)?")
+    try:
+        cache = own_cache or (utilization * device.total - other if utilization else _least_cache(model, flags))
+    except (OSError, ValueError, KeyError, TypeError):
+        return ALONE
+    share = max(other + cache, (utilization or 0.0) * device.total)
+    return Needs(share, cache, bool(utilization), bool(own_cache)) if weights and cache > 0 else ALONE
+
+
+def _least_cache(model: Path, flags: Sequence[str]) -> float:
+    """The KV cache of one whole context, or of `_CACHED_TOKENS` if that is more. KeyError if config.json does not say
+    how large a token is."""
+    config = json.loads((model / "config.json").read_text())
+    config |= config.get("text_config", {})
+    num_heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // num_heads
+    per_token = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or num_heads) * size
+    context = flag_value(flags, "max-model-len") or config["max_position_embeddings"]
+    # A number of the cache has at most 4 bytes.
+    return float(max(context, _CACHED_TOKENS) * per_token * 4)
+
+
+def plan_groups(
+    models: Mapping[str, Needs], device: Device | None, at_once: int | None
+) -> list[dict[str, Sequence[str]]]:
+    """Divide servers into groups that run at once, in order: at most `at_once`, or by default one per two cores, and as
+    many as fit the device, if it is known. For each server in a group, gives the flags that set its memory."""
+    # A start keeps more than one core busy.
+    limit = at_once or max(2, len(os.sched_getaffinity(0)) // 2)
+    budget = 2.0**62 if device is None else device.free - _LEFT_FREE * device.total
+    groups: list[dict[str, Sequence[str]]] = []
+    for name in models:
+        joined = [*groups[-1], name] if groups else [name]
+        fits = len(joined) <= limit and sum(models[member].share for member in joined) <= budget
+        groups[-1:] = [dict.fromkeys(joined, ())] if fits else [*groups[-1:], {name: ()}]
+    for group in groups:
+        if device is not None and len(group) > 1:
+            group |= _memory_flags({name: models[name] for name in group}, budget, device.total)
+    return groups
+
+
+def _memory_flags(group: Mapping[str, Needs], budget: float, total: int) -> dict[str, Sequence[str]]:
+    """Set the memory of each server, except by flags that it has. Half of what is left over is for KV caches, half for
+    what servers need beyond the estimate."""
+    growing = [name for name, each in group.items() if not each.sets_share and not each.sets_cache]
+    left_over, flags = budget - sum(each.share for each in group.values()), dict[str, Sequence[str]]()
+    for name, each in group.items():
+        more = left_over / len(growing) if name in growing else 0.0
+        share = ("--gpu-memory-utilization", f"{(each.share + more) / total:.4f}")
+        cache = ("--kv-cache-memory-bytes", str(int(each.cache + more / 2)))
+        flags[name] = (() if each.sets_share else share) + (() if each.sets_cache else cache)
+    return flags
