@@ -1,5 +1,9 @@
-"""Plans which servers of a sweep run at once: those that fit the GPU together. Each gets its share of the memory in
-flags, so that vLLM measures none: a server that starts would count the memory of others as its own."""
+"""Plans which servers of a sweep run at once: those that fit the GPU together.
+
+Each gets its share of the memory in flags. With a size for the KV cache vLLM measures no memory, in which it would
+count other servers' as its own; and as shares add up to less than what is free, each finds its share free when it
+checks. So all phases of the starts may overlap.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Which servers of a sweep run at once, and how much of the GPU's memory each gets."""
+"""The servers of a sweep that run at once, and the part of the GPU's memory that each gets."""
 
 import json
 from pathlib import Path
