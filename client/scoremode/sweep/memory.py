@@ -94,10 +94,11 @@ def _least_cache(model: Path, flags: Sequence[str]) -> float:
 def plan_groups(
     models: Mapping[str, Needs], device: Device | None, at_once: int | None
 ) -> list[dict[str, Sequence[str]]]:
-    """Divide servers into groups that run at once, in order: at most `at_once`, or by default one per two cores, and as
-    many as fit the device, if it is known. For each server in a group, gives the flags that set its memory."""
+    """Divide servers into groups that run at once, in order: at most `at_once`, and as many as fit the device. The
+    default is one server per two cores, and 1 without a device. For each server in a group, gives the flags that set
+    its memory."""
     # A start keeps more than one core busy.
-    limit = at_once or max(2, len(os.sched_getaffinity(0)) // 2)
+    limit = at_once or (1 if device is None else max(2, len(os.sched_getaffinity(0)) // 2))
     budget = 2.0**62 if device is None else device.free - _LEFT_FREE * device.total
     groups: list[dict[str, Sequence[str]]] = []
     for name in models:

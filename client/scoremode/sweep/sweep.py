@@ -198,15 +198,16 @@ class _Sweep:
         if len(waiting) > 1:
             with suppress(ProcessError):
                 device = await device_memory(plan.command, plan.env, self.folder)
-        if device is None and (at_once is None or len(waiting) < 2):
-            return [[(entry, ())] for entry in plan.models]
         wanted = {
             name: ALONE
             if entry.model is None or entry.url is not None
             else needs(model_folder(entry.model, self.folder), plan.flags(entry), device)
             for name, entry in waiting.items()
         }
-        groups, self.is_at_once = plan_groups(wanted, device, at_once), True
+        groups = plan_groups(wanted, device, at_once)
+        if len(groups) == len(waiting):
+            return [[(entry, ())] for entry in plan.models]
+        self.is_at_once = True
         names, estimate = "; then ".join(map(", ".join, groups)), self._estimate(len(groups))
         _log.info("servers that start at once: %s%s", names, estimate)
         entries = {entry.name: entry for entry in plan.models}

@@ -98,3 +98,4 @@ def test_a_servers_own_flags_win():
 def test_without_a_device_only_the_number_counts():
     models = {"url": ALONE, "a": Needs(), "b": Needs(), "c": Needs()}
     assert plan_groups(models, None, 2) == [{"url": ()}, {"a": (), "b": ()}, {"c": ()}]
+    assert plan_groups(models, None, None) == [{name: ()} for name in models]
