@@ -1,4 +1,4 @@
-"""Serves the models of a plan one after another, measures each on one text, and compares them.
+"""Serves the models of a plan, measures one after another on one text, and compares them.
 
 The package needs the extra `report`. `scoremode.sweep.sweep` does the work; this file does not import it, because its
 imports take a second.
