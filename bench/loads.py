@@ -20,15 +20,17 @@ corpus     such documents by the whole command `ppl-client corpus`, from jsonl.z
 
 import asyncio
 import json
+import math
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import repeat
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,8 @@ class Rate:
     seconds: float
     received_bytes: int = 0
     failed: int = 0
+    latencies: Sequence[float] = ()
+    """Seconds from each request's arrival to the end of its answer; infinite if it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,26 +121,35 @@ def random_tokens(rng: random.Random, length: int) -> list[int]:
 
 
 async def send_all(
-    url: str, bodies: Sequence[Body], in_flight: int = IN_FLIGHT, timeout_seconds: float = TIMEOUT_SECONDS
+    url: str,
+    bodies: Sequence[Body],
+    in_flight: int = IN_FLIGHT,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    arrivals: Iterable[float] = repeat(0.0),
 ) -> Rate:
-    """Post every body to one address. One without an answer in time, or with another status than 200, has failed."""
+    """Post every body to one address, each not before it arrives, in seconds from the start.
+
+    A request without an answer in time, or with another status than 200, has failed.
+    """
     slots = asyncio.Semaphore(in_flight)
     timeout, connector = aiohttp.ClientTimeout(total=timeout_seconds), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
-        async def send(body: Body) -> tuple[int, bool]:
+        async def send(body: Body, arrival: float) -> tuple[int, bool, float]:
+            await asyncio.sleep(start + arrival - time.perf_counter())
             try:
                 async with slots, session.post(url, json=body) as response:
-                    return len(await response.read()), response.status != 200
+                    received, has_failed = len(await response.read()), response.status != 200
             except (aiohttp.ClientError, TimeoutError):
-                return 0, True
+                received, has_failed = 0, True
+            return received, has_failed, math.inf if has_failed else time.perf_counter() - start - arrival
 
         start = time.perf_counter()
-        answers = await asyncio.gather(*map(send, bodies))
+        answers = await asyncio.gather(*map(send, bodies, arrivals))
         seconds = time.perf_counter() - start
-    received, failures = zip(*answers, strict=True)
+    received, failures, latencies = zip(*answers, strict=True)
     tokens = sum(len(body.get("prompt", ())) + sum(map(len, body.get("continuations", ()))) for body in bodies)
-    return Rate(tokens, len(bodies), seconds, sum(received), sum(failures))
+    return Rate(tokens, len(bodies), seconds, sum(received), sum(failures), latencies)
 
 
 async def generate(url: str, prompts: Sequence[list[int]], max_tokens: int, **options: object) -> list[Body]:
@@ -191,13 +204,13 @@ def forget(url: str, name: str) -> None:
     httpx.delete(f"{url}/v1/references/{name}", timeout=TIMEOUT_SECONDS).raise_for_status()
 
 
-def record(url: str, name: str, windows: Sequence[Sequence[int]]) -> Rate:
+def record(url: str, name: str, windows: Sequence[Sequence[int]], timeout_seconds: float = TIMEOUT_SECONDS) -> Rate:
     """Record a server's model as a reference over these windows, which are of one length."""
     # `disjoint` leaves out a window that ends with the text.
     tokens = [token for window in windows for token in window] + [windows[0][0]]
     body = {"name": name, "prompt": tokens, "method": "disjoint", "context_length": len(windows[0])}
     start = time.perf_counter()
-    response = httpx.post(f"{url}/v1/references", json=body, timeout=TIMEOUT_SECONDS)
+    response = httpx.post(f"{url}/v1/references", json=body, timeout=timeout_seconds)
     if response.is_error:
         raise RuntimeError(f"{response.url}: {response.text}")
     seconds = time.perf_counter() - start

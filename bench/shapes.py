@@ -1,6 +1,6 @@
 """Full-size models with nothing in them: a config.json and a filled-up tokenizer, for `--load-format dummy`.
 
-Shapes are those of Llama 3.1 8B, Llama 3.2 1B and Llama 3.1 70B.
+Shapes are those of Qwen3 0.6B, Llama 3.2 1B, Llama 3.1 8B and Llama 3.1 70B.
 """
 
 import json
@@ -13,6 +13,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1},
         **{"num_attention_heads": 2, "num_key_value_heads": 1},
+    },
+    "0.6b": {
+        **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "rms_norm_eps": 1e-6},
+        **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+        **{"head_dim": 128, "tie_word_embeddings": True},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
     "1b": {
         **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
@@ -57,7 +63,7 @@ def write_shape(name: str, tokenizer: Path, folder: Path, **changes: Any) -> Pat
     as many tokens as the shape has."""
     size, _, quantized = name.partition("-")
     config = {**COMMON, **SHAPES[size], **changes}
-    config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     if quantized:
         config["quantization_config"] = {"w4a16": W4A16}[quantized]
     model = folder / name

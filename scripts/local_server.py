@@ -63,6 +63,7 @@ def server_process(
     environment: dict[str, str] | None = None,
     inherited: Mapping[str, str] = os.environ,
     command: Sequence[str] = (),
+    start_seconds: float = START_SECONDS,
 ) -> Iterator[ServerProcess]:
     """`scoremode serve MODEL FLAGS`, ready for requests; stopped on leaving.
 
@@ -96,7 +97,7 @@ def server_process(
         )
         url = f"http://127.0.0.1:{port}"
         try:
-            _wait_until_ready(process, url, log)
+            _wait_until_ready(process, url, log, start_seconds)
             yield ServerProcess(url, process)
         finally:
             process.send_signal(signal.SIGTERM)
@@ -119,8 +120,8 @@ def reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
+def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise ServerError(f"the server ended with status {process.returncode}\n{log.read_text()[-8000:]}")
@@ -130,4 +131,4 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -
         except httpx.TransportError:
             pass
         time.sleep(0.5)
-    raise ServerError(f"the server was not ready after {START_SECONDS} s\n{log.read_text()[-8000:]}")
+    raise ServerError(f"the server was not ready after {seconds:.0f} s\n{log.read_text()[-8000:]}")
