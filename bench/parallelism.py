@@ -3,7 +3,7 @@
     python bench/parallelism.py MODEL TEXT LOGS [--parts scores kld long] [OPTION...] [any vllm serve flag]
 
 MODEL, TEXT and LOGS are those of bench/formats.py. All servers of a part start at once. vLLM refuses a number of heads
-that the number of devices does not divide, and SmolLM2-135M-Instruct has 9 on 3, so `scores` and `kld` run a copy of MODEL whose
+that the number of devices does not divide, and SmolLM2-135M has 9 on 3, so `scores` and `kld` run a copy of MODEL whose
 heads are padded with zeros. For throughput, run bench/builds.py with `--tensor-parallel-size`.
 
 scores  each degree of tensor parallelism compared with transformers in float32, and with the first degree

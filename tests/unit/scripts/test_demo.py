@@ -1,7 +1,8 @@
-"""What the demo says of its model."""
+"""The demo names its model by its origin."""
+
+import pytest
 
 import demo
-import pytest
 
 
 def test_the_demo_says_that_its_model_was_4_bit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
