@@ -144,8 +144,10 @@ def quantize(model: Path, folder: Path, names: Sequence[str]) -> None:
         print(made_once(folder / "copies" / name, lambda copy, write=write: write(folder=copy)), flush=True)
 
 
-def measure(model: Path, folder: Path, text: Path, parts: Sequence[str], options: Sequence[str]) -> None:
-    """Run `ppl-client` on the model and its copies; `options` are those of `quick`, and flags of servers after `--`."""
+def measure(
+    model: Path, folder: Path, text: Path, parts: Sequence[str], options: Sequence[str], flags: Sequence[str]
+) -> None:
+    """Run `ppl-client` on the model and its copies, with `options` of `quick` and `flags` of servers."""
     copies = [str(copy) for copy in sorted((folder / "copies").iterdir())]
     conversations, prompts = write_conversations(folder)
     corpora = {
@@ -156,10 +158,10 @@ def measure(model: Path, folder: Path, text: Path, parts: Sequence[str], options
         output = folder / part
         start = time.perf_counter()
         if part == "cache":
-            _ppl_client("sweep", str(write_cache_plan(model, output, text, options)))
+            _ppl_client("sweep", str(write_cache_plan(model, output, text, flags)))
         else:
             card = ("--output", str(output), "--write-card", str(output / "card.md"))
-            _ppl_client("quick", str(model), *copies, *corpora[part], *card, *options)
+            _ppl_client("quick", str(model), *copies, *corpora[part], *card, *options, "--", *flags)
         print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
 
 
@@ -180,14 +182,13 @@ def write_conversations(folder: Path) -> tuple[Path, Path]:
     return paths
 
 
-def write_cache_plan(model: Path, output: Path, text: Path, options: Sequence[str]) -> Path:
+def write_cache_plan(model: Path, output: Path, text: Path, flags: Sequence[str]) -> Path:
     """Write a plan for `ppl-client sweep`: the model, and the same with an FP8 KV cache."""
-    at = options.index("--") if "--" in options else len(options)
     plan = {
         "output": str(output),
         "text": {"text_file": str(text)},
         "windows": {"preset": "llama.cpp"},
-        "serve": list(options[at + 1 :]),
+        "serve": list(flags),
         "floor": True,
         "models": [
             {"name": model.name, "model": str(model)},
@@ -266,7 +267,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             action.add_argument("--text", type=Path, default=WIKITEXT)
     actions.choices["measure"].add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    options, rest = parser.parse_known_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # argparse drops the `--` before flags of servers.
+    at = words.index("--") if "--" in words else len(words)
+    options, rest = parser.parse_known_args(words[:at])
     folder: Path = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if options.action in ("get", "dequantize"):
@@ -277,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.action == "quantize":
         quantize(model, folder, options.copies)
     elif options.action == "measure":
-        measure(model, folder, options.text.absolute(), options.parts, rest)
+        measure(model, folder, options.text.absolute(), options.parts, rest, words[at + 1 :])
     elif not check(model, folder, options.text):
         raise SystemExit(1)
 

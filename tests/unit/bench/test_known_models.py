@@ -28,14 +28,14 @@ def test_parts_are_joined_by_number_and_checked(tmp_path: Path):
 
 @pytest.mark.parametrize(("inputs", "size"), [((1536, 8960), 128), ((576, 1536), 64)])
 def test_w4a16_groups_divide_the_inputs_of_all_layers(tmp_path: Path, inputs: tuple[int, int], size: int):
-    names = ("q_proj", "down_proj")
+    names = ("o_proj", "down_proj")
     weights = {f"model.{name}.weight": torch.ones(64, width) for name, width in zip(names, inputs, strict=True)}
     save_file(weights, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     copy = write_checkpoint(tmp_path, tmp_path / "copy", "w4a16")
     config = json.loads((copy / "config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_0"]["weights"]["group_size"] == size
-    assert load_file(copy / "model.safetensors")["model.q_proj.weight_scale"].shape == (64, inputs[0] // size)
+    assert load_file(copy / "model.safetensors")["model.o_proj.weight_scale"].shape == (64, inputs[0] // size)
 
 
 def test_conversations_are_texts_cut_in_two(tmp_path: Path):
