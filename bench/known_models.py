@@ -160,7 +160,7 @@ def measure(
         if part == "cache":
             _ppl_client("sweep", str(write_cache_plan(model, output, text, flags)))
         else:
-            card = ("--output", str(output), "--write-card", str(output / "card.md"))
+            card = ("--output", str(output), "--write-card", str(folder / f"{part}-card.md"))
             _ppl_client("quick", str(model), *copies, *corpora[part], *card, *options, "--", *flags)
         print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
 
