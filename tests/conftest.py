@@ -72,7 +72,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """SmolLM2-135M, bfloat16."""
+    """SmolLM2-135M-Instruct, dequantized from Q4_1 to bfloat16."""
     return demo_model()
 
 
