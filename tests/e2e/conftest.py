@@ -16,7 +16,7 @@ def server(servers: Servers) -> str:
 
 @pytest.fixture(scope="session")
 def smollm2_server(servers: Servers) -> str:
-    """`scoremode serve` on SmolLM2-135M-Instruct in float32, context 2,048, top 256, with vLLM's own routes under /stock."""
+    """`scoremode serve` on SmolLM2-135M-Instruct in float32: context 2,048, top 256, vLLM's own routes under /stock."""
     return servers.url("smollm2_server")
 
 
