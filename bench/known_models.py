@@ -59,6 +59,8 @@ COPIES = {
 """Names of copies, and of their formats in checkpoints.py."""
 PARTS = ("text", "conversations", "cache")
 NUM_PROMPTS = 200
+LONGEST_TEXT = 4000
+"""Characters, so a conversation fits a context of 2,048 tokens."""
 CONTEXT = 512
 CHECKED_WINDOWS = 2
 LEAST_TOLERANCE = 0.002
@@ -170,6 +172,8 @@ def write_conversations(folder: Path) -> tuple[Path, Path]:
     corpus = load_corpus(preset="categories")
     rows = []
     for text, category in zip(corpus.documents, corpus.labels, strict=True):
+        if len(text) > LONGEST_TEXT:
+            continue
         middle = len(text) // 2
         cut = text.rfind(" ", 0, middle) + 1 or middle
         first = {"role": "user", "content": f"Continue this text:\n\n{text[:cut]}"}
@@ -244,7 +248,9 @@ def figures(base: PreTrainedModel, other: PreTrainedModel, windows: Sequence[Seq
 
 
 def _ppl_client(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "scoremode.cli", *arguments], check=True)
+    # A copy that fails does not stop the others, nor the parts that follow.
+    status = subprocess.run([sys.executable, "-m", "scoremode.cli", *arguments]).returncode
+    print(f"ppl-client {arguments[0]}: exit status {status}", flush=True)
 
 
 def _part_number(wheel: Path) -> int:

@@ -40,9 +40,9 @@ def test_w4a16_groups_divide_the_inputs_of_all_layers(tmp_path: Path, inputs: tu
 
 def test_conversations_are_texts_cut_in_two(tmp_path: Path):
     conversations, prompts = (path.read_text().splitlines() for path in write_conversations(tmp_path))
-    texts = load_corpus(preset="categories").documents
+    texts = [text for text in load_corpus(preset="categories").documents if len(text) < 4000]
     for line, text in zip(conversations, texts, strict=True):
         first, answer = json.loads(line)["messages"]
         assert first["content"] + answer["content"] == f"Continue this text:\n\n{text}"
-    assert len(prompts) == 200
+    assert (len(texts), len(prompts)) == (260, 200)
     assert [len(json.loads(prompt)["messages"]) for prompt in prompts] == [1] * 200
