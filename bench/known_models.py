@@ -7,7 +7,7 @@
     python bench/known_models.py check MODEL FOLDER [--text FILE]
 
 `quantize` writes copies to FOLDER/copies; GPTQ needs llm-compressor in the folder LLM_COMPRESSOR (`calibrate.py`).
-`measure` runs `ppl-client` on MODEL and the copies there; OPTION is one of `quick`, such as `--max-windows 8`:
+`measure` runs `ppl-client` on MODEL and the copies there; OPTION is one of `quick` for the text:
 
 text           `quick` over FILE with llama.cpp's windows, in two lanes, and the agreement of 200 answers
 conversations  `quick` over the texts by category, second halves as answers to the first halves
@@ -149,11 +149,11 @@ def quantize(model: Path, folder: Path, names: Sequence[str]) -> None:
 def measure(
     model: Path, folder: Path, text: Path, parts: Sequence[str], options: Sequence[str], flags: Sequence[str]
 ) -> None:
-    """Run `ppl-client` on the model and its copies, with `options` of `quick` and `flags` of servers."""
+    """Run `ppl-client` on the model and its copies; `options` of `quick` are for the text, `flags` for all servers."""
     copies = [str(copy) for copy in sorted((folder / "copies").iterdir())]
     conversations, prompts = write_conversations(folder)
     corpora = {
-        "text": ["--text-file", str(text), "--lane", "both", "--prompts", str(prompts)],
+        "text": ["--text-file", str(text), "--lane", "both", "--prompts", str(prompts), *options],
         "conversations": ["--dataset", str(conversations), "--messages", "messages", "--by", "category"],
     }
     for part in parts:
@@ -163,7 +163,7 @@ def measure(
             _ppl_client("sweep", str(write_cache_plan(model, output, text, flags)))
         else:
             card = ("--output", str(output), "--write-card", str(folder / f"{part}-card.md"))
-            _ppl_client("quick", str(model), *copies, *corpora[part], *card, *options, "--", *flags)
+            _ppl_client("quick", str(model), *copies, *corpora[part], *card, "--", *flags)
         print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
 
 
