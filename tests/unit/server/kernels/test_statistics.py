@@ -23,7 +23,7 @@ def statistics(
     logits: torch.Tensor, limit: int = 1000, shard: Shard | None = None, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`Statistics` of each row, on the device of the logits only."""
-    targets = torch.arange(len(logits)) % logits.shape[1]
+    targets = torch.arange(len(logits), device=logits.device) % logits.shape[1]
     sinks = [partial(SINK.compute, pieces=())]
     with torch.device("cpu"):
         columns = fused_logprobs.compute(
