@@ -53,7 +53,7 @@ def write_checkpoint(source: Path, folder: Path, name: str, kept: Sequence[str] 
         return _calibrated(source, folder, kept)
     scheme = FORMATS[name].model_copy(deep=True)
     layout = infer_module_format(torch.nn.Linear, scheme).value
-    tensors = load_file(source / "model.safetensors")
+    tensors = load_file(source / "model.safetensors", device="cuda" if torch.cuda.is_available() else "cpu")
     in_kept = tuple(f"{module}." for module in kept)
     quantized = {
         name.removesuffix(".weight")

@@ -19,18 +19,23 @@ model=${MODEL:-$(python "$here/known_models.py" dequantize "$folder" "$name" | t
 work=$folder/measured-$name
 step quantize
 python "$here/known_models.py" quantize "$model" "$work" "${copies[@]}"
-if [ -d "$work/copies/W4A16-GPTQ" ] && [ ! -d "$work/copies/W4A16-GPTQ-recipe" ]; then
-  step "layers, and a recipe of $keep blocks"
-  python "$here/layers.py" "$model" "$work/layers" --format w4a16-gptq --keep "$keep" --choices recipe random \
-    --tokens "${TOKENS:-16384}" "${layers[@]}" | tee "$work/layers.txt"
-  cp -r "$work/layers/w4a16-gptq-recipe-$keep" "$work/copies/W4A16-GPTQ-recipe"
-  cp -r "$work/layers/w4a16-gptq-random-$keep" "$work/copies/W4A16-GPTQ-random"
-fi
 parts=(text cache)
 [ ! -f "$model/chat_template.jinja" ] || parts+=(conversations)
+measure() { python "$here/known_models.py" measure "$model" "$work" --text "$text" --parts "$@" "${quick[@]}"; }
+# The copies that are there first, because the recipe takes longest.
+step text
+measure text
+step check
+python "$here/known_models.py" check "$model" "$work" --text "$text" | tee "$work/check.txt" || step "check: see above"
+gptq=$work/copies/W4A16-GPTQ
+if [ -d "$gptq" ] && [ ! -d "$gptq-recipe" ]; then
+  step "layers, and a recipe of $keep blocks"
+  python "$here/layers.py" "$model" "$work/layers" --format w4a16-gptq --copy "$gptq" --keep "$keep" \
+    --choices recipe random --tokens "${TOKENS:-16384}" "${layers[@]}" | tee "$work/layers.txt"
+  cp -r "$work/layers/w4a16-gptq-recipe-$keep" "$gptq-recipe"
+  cp -r "$work/layers/w4a16-gptq-random-$keep" "$gptq-random"
+fi
 step "${PARTS:=${parts[*]}}"
 # shellcheck disable=SC2086
-python "$here/known_models.py" measure "$model" "$work" --text "$text" --parts $PARTS "${quick[@]}"
-step check
-python "$here/known_models.py" check "$model" "$work" --text "$text" | tee "$work/check.txt"
+measure $PARTS
 step done

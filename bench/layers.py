@@ -1,19 +1,20 @@
 """Whether recipes of `ppl-client layers` keep their word: predicted and measured divergences, next to other choices.
 
-    python bench/layers.py MODEL LOGS [--format w4a16] [--keep 2 6 12] [any vllm serve flag]
+    python bench/layers.py MODEL LOGS [--format w4a16] [--copy FOLDER] [--keep 2 6 12] [any vllm serve flag]
 
 MODEL is a folder with one safetensors file, LOGS one for checkpoints, logs and references. MODEL is recorded with its
-layers, and its copy in the format (of checkpoints.py) measured. For each N the N blocks of the recipe, random ones that
-take as many bytes, and the first N by depth are left in 16 bits, and these checkpoints are served at once and compared
-with the same reference. The table has what each saves in nats, the ratio over what the costs predict, and the
-difference from that with its 95 % interval, of paired windows.
+layers, and its copy in the format (of checkpoints.py) measured, which is written unless `--copy` names it. For each N
+the N blocks of the recipe, random ones that take as many bytes, and the first N by depth are left in 16 bits, and these
+checkpoints are served at once and compared with the same reference. The table has what each saves in nats, the ratio
+over what the costs predict, and the difference from that with its 95 % interval, of paired windows.
 """
 
 import asyncio
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ async def divergences(url: str) -> np.ndarray:
 def main() -> None:
     parser = benchmark_parser(__doc__, model=Path, logs=Path)
     parser.add_argument("--format", choices=(*FORMATS, CALIBRATED), default="w4a16")
+    parser.add_argument("--copy", type=Path)
     parser.add_argument("--choices", nargs="+", choices=CHOICES, default=CHOICES)
     parser.add_argument("--keep", type=int, nargs="+", default=[2, 6, 12])
     parser.add_argument("--text", type=Path, default=WIKITEXT)
@@ -74,7 +76,7 @@ def main() -> None:
             return result
 
     served(options.model, record, options.text, options.tokens, options.context_length)
-    quantized = write_checkpoint(options.model, options.logs / options.format, options.format)
+    quantized = options.copy or write_checkpoint(options.model, options.logs / options.format, options.format)
     measurement = served(quantized, costs)
     print(as_text(measurement), flush=True)
     rows, rng = [], random.Random(7)
@@ -86,11 +88,15 @@ def main() -> None:
         # As many blocks of each kind take as many bytes.
         others = [rng.sample(kind, sum(block in kind for block in chosen)) for kind in kinds.values()]
         choices = {"recipe": chosen, "random": [*chain(*others)], "depth": measurement.blocks[:number]}
-        servers = {}
-        for name in options.choices:
+
+        def write(name: str, choices: Mapping[str, list[Any]] = choices, number: int = number) -> Path:
             kept = [module for block in choices[name] for module in block.modules]
             checkpoint = options.logs / f"{options.format}-{name}-{number}"
-            servers[name] = server_of(write_checkpoint(options.model, checkpoint, options.format, kept))
+            return write_checkpoint(options.model, checkpoint, options.format, kept)
+
+        with ThreadPoolExecutor() as pool:
+            checkpoints = dict(zip(options.choices, pool.map(write, options.choices), strict=True))
+        servers = {name: server_of(checkpoint) for name, checkpoint in checkpoints.items()}
         with starting(servers, options.logs) as futures:
             measured = {name: asyncio.run(divergences(each.result().url)) for name, each in futures.items()}
         for name, klds in measured.items():
