@@ -7,6 +7,7 @@ checks. So all phases of the starts may overlap.
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -41,17 +42,18 @@ class Needs:
     """All of it; infinite for a server that runs alone."""
     cache: float = 0.0
     """The KV cache, a part of it."""
-    sets_share: bool = False
-    sets_cache: bool = False
-    """Whether the server's own flags set these. If one is set, the server gets no more than `share`."""
+    is_fixed: bool = False
+    """Whether the server's own flags set one of these. It then gets no more than its needs."""
 
 
 ALONE = Needs(inf)
 
 
 def weight_bytes(model: Path) -> int:
-    """The size of a checkpoint's weights on disk; 0 if it is not a folder with safetensors."""
-    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    """The size of a checkpoint's weights on disk; 0 if it is not a folder with safetensors, or one of them is a link to
+    a file that is missing."""
+    files = [*model.glob("*.safetensors")]
+    return sum(file.stat().st_size for file in files) if all(file.exists() for file in files) else 0
 
 
 def model_folder(model: str, folder: Path) -> Path:
@@ -63,22 +65,27 @@ def model_folder(model: str, folder: Path) -> Path:
 
 
 def needs(model: Path, flags: Sequence[str], device: Device | None) -> Needs:
-    """Estimate the needs of a server with these flags: none without a device, and `ALONE` if they cannot be known."""
+    """Estimate the needs of a server with these flags: none without a device, and `ALONE` if a flag or a file of the
+    model cannot be read."""
     if device is None:
         return Needs()
     weights = weight_bytes(model)
-    other = weights * _LOADED + _WORKING_BYTES
-    utilization = flag_value(flags, "gpu-memory-utilization")
-    own_cache = flag_value(flags, "kv-cache-memory(?:-bytes)?")
+    # On a GPU, vLLM's default is 16 bits, whatever the files have.
+    value_bytes = 4 if re.search(r"(?<!\S)--dtype[ =]float(32)?(?!\S)", " ".join(flags)) else 2
+    other = weights * _LOADED * value_bytes / 2 + _WORKING_BYTES
     try:
-        cache = own_cache or (utilization * device.total - other if utilization else _least_cache(model, flags))
-    except (OSError, ValueError, KeyError, TypeError):
+        utilization = flag_value(flags, "gpu-memory-utilization")
+        own_cache = flag_value(flags, "kv-cache-memory(?:-bytes)?")
+        cache = own_cache or (
+            utilization * device.total - other if utilization else _least_cache(model, flags, value_bytes)
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         return ALONE
     share = max(other + cache, (utilization or 0.0) * device.total)
-    return Needs(share, cache, bool(utilization), bool(own_cache)) if weights and cache > 0 else ALONE
+    return Needs(share, cache, bool(utilization or own_cache)) if weights and cache > 0 else ALONE
 
 
-def _least_cache(model: Path, flags: Sequence[str]) -> float:
+def _least_cache(model: Path, flags: Sequence[str], value_bytes: int) -> float:
     """The KV cache of one whole context, or of `_CACHED_TOKENS` if that is more. KeyError if config.json does not say
     how large a token is."""
     config = json.loads((model / "config.json").read_text())
@@ -87,8 +94,7 @@ def _least_cache(model: Path, flags: Sequence[str]) -> float:
     size = config.get("head_dim") or config["hidden_size"] // num_heads
     per_token = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or num_heads) * size
     context = flag_value(flags, "max-model-len") or config["max_position_embeddings"]
-    # A number of the cache has at most 4 bytes.
-    return float(max(context, _CACHED_TOKENS) * per_token * 4)
+    return float(max(context, _CACHED_TOKENS) * per_token * value_bytes)
 
 
 def plan_groups(
@@ -112,13 +118,12 @@ def plan_groups(
 
 
 def _memory_flags(group: Mapping[str, Needs], budget: float, total: int) -> dict[str, Sequence[str]]:
-    """Set the memory of each server, except by flags that it has. Half of what is left over is for KV caches, half for
-    what servers need beyond the estimate."""
-    growing = [name for name, each in group.items() if not each.sets_share and not each.sets_cache]
+    """Set the memory of each server. Half of what is left over is for KV caches, half for what servers need beyond the
+    estimate."""
+    num_growing = sum(not each.is_fixed for each in group.values())
     left_over, flags = budget - sum(each.share for each in group.values()), dict[str, Sequence[str]]()
     for name, each in group.items():
-        more = left_over / len(growing) if name in growing else 0.0
-        share = ("--gpu-memory-utilization", f"{(each.share + more) / total:.4f}")
-        cache = ("--kv-cache-memory-bytes", str(int(each.cache + more / 2)))
-        flags[name] = (() if each.sets_share else share) + (() if each.sets_cache else cache)
+        more = 0.0 if each.is_fixed else left_over / num_growing
+        share, cache = (each.share + more) / total, int(each.cache + more / 2)
+        flags[name] = ("--gpu-memory-utilization", f"{share:.4f}", "--kv-cache-memory-bytes", str(cache))
     return flags

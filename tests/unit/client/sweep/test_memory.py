@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from scoremode.sweep.memory import ALONE, Device, Needs, model_folder, needs, plan_groups
+from scoremode.sweep.memory import ALONE, Device, Needs, model_folder, needs, plan_groups, weight_bytes
 from scoremode.sweep.plan import flag_value
 
 GIB = 1024**3
 CONFIG = {"num_hidden_layers": 28, "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2}
 CONFIG["max_position_embeddings"] = 32_768
-CACHE = 2 * 28 * 2 * 128 * 4 * 32_768
-"""Keys and values of 32,768 tokens: 28 layers, 2 heads of 128 numbers, 4 bytes each."""
+CACHE = 2 * 28 * 2 * 128 * 2 * 32_768
+"""Keys and values of 32,768 tokens: 28 layers, 2 heads of 128 numbers, 2 bytes each."""
 DEVICE = Device(80 * GIB, 100 * GIB)
 """Servers may take 72 GiB together."""
 
@@ -44,21 +44,24 @@ def test_a_flag_is_read_as_vllm_reads_it(flags, value):
 def test_a_server_needs_its_weights_a_cache_and_working_memory(model):
     assert needs(model, [], DEVICE) == Needs(11 * GIB + 6 * GIB + CACHE, CACHE)
     assert needs(model, ["--max-model-len", "65536"], DEVICE).cache == 2 * CACHE
+    assert needs(model, ["--dtype=float32"], DEVICE) == Needs(22 * GIB + 6 * GIB + 2 * CACHE, 2 * CACHE)
+    assert needs(model, ["--dtype", "float16"], DEVICE).cache == CACHE
     (model / "config.json").write_text(json.dumps({"text_config": {**CONFIG, "head_dim": 256}}))
     assert needs(model, [], DEVICE).cache == 2 * CACHE
 
 
 def test_memory_that_a_servers_own_flags_set_is_its_share(model):
-    assert needs(model, ["--gpu-memory-utilization=0.4"], DEVICE) == Needs(40 * GIB, 23 * GIB, sets_share=True)
-    assert needs(model, ["--kv-cache-memory-bytes", "8G"], DEVICE) == Needs(25 * GIB, 8 * GIB, sets_cache=True)
+    assert needs(model, ["--gpu-memory-utilization=0.4"], DEVICE) == Needs(40 * GIB, 23 * GIB, is_fixed=True)
+    assert needs(model, ["--kv-cache-memory-bytes", "8G"], DEVICE) == Needs(25 * GIB, 8 * GIB, is_fixed=True)
     both = ["--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", "8G"]
-    assert needs(model, both, DEVICE) == Needs(25 * GIB, 8 * GIB, True, True)
+    assert needs(model, both, DEVICE) == Needs(25 * GIB, 8 * GIB, is_fixed=True)
 
 
-@pytest.mark.parametrize("config", ["{}", "", None])
+@pytest.mark.parametrize("config", ["{}", "[]", "", None, json.dumps({**CONFIG, "num_attention_heads": 0})])
 def test_a_model_of_unknown_needs_runs_alone(model, config, tmp_path):
     assert needs(tmp_path / "on/hub", [], DEVICE) == ALONE
     assert needs(model, ["--gpu-memory-utilization", "0.1"], DEVICE) == ALONE, "the weights do not fit"
+    assert needs(model, ["--gpu-memory-utilization", "0.5.1"], DEVICE) == ALONE, "its server refuses the flag"
     (model / "config.json").unlink()
     if config is not None:
         (model / "config.json").write_text(config)
@@ -71,6 +74,10 @@ def test_a_hub_name_is_looked_up_in_the_cache(tmp_path, monkeypatch):
     assert model_folder("org/name", tmp_path) == tmp_path / "org/name"
     (snapshot := tmp_path / "hub/models--org--name/snapshots/abc").mkdir(parents=True)
     assert model_folder("org/name", tmp_path) == snapshot
+    (snapshot / "model-1.safetensors").write_bytes(b"weights")
+    assert weight_bytes(snapshot) == 7
+    (snapshot / "model-2.safetensors").symlink_to("deleted")
+    assert weight_bytes(snapshot) == 0, "not known, since a server downloads it again"
 
 
 def test_as_many_servers_run_at_once_as_fit_the_device():
@@ -85,13 +92,12 @@ def test_as_many_servers_run_at_once_as_fit_the_device():
     assert [*groups[1].values(), *groups[2].values()] == [(), ()], "vLLM measures the memory of a server alone"
 
 
-def test_a_servers_own_flags_win():
-    small = {"free": Needs(9 * GIB, GIB), "share": Needs(40 * GIB, 3 * GIB, sets_share=True)}
-    [flags] = plan_groups({**small, "cache": Needs(5 * GIB, GIB, sets_cache=True)}, DEVICE, 3)
+def test_a_server_whose_own_flags_set_its_memory_gets_no_more():
+    models = {"free": Needs(9 * GIB, GIB), "fixed": Needs(45 * GIB, 3 * GIB, is_fixed=True)}
+    [flags] = plan_groups(models, DEVICE, 3)
     assert flags == {
         "free": ("--gpu-memory-utilization", "0.2700", "--kv-cache-memory-bytes", str(10 * GIB)),
-        "share": ("--kv-cache-memory-bytes", str(3 * GIB)),
-        "cache": ("--gpu-memory-utilization", "0.0500"),
+        "fixed": ("--gpu-memory-utilization", "0.4500", "--kv-cache-memory-bytes", str(3 * GIB)),
     }
 
 

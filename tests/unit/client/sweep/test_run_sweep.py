@@ -165,7 +165,7 @@ shift; exec {shlex.join(PLAN["command"])} "$@"
     assert memory == "memory"
     # 92 GiB are for servers, and half of them is left for `base`: 6 GiB to work in, a little cache, and the rest.
     assert re.fullmatch(r" --gpu-memory-utilization 0.4200 --kv-cache-memory-bytes (\d+)", flags["noise=0"])
-    assert re.fullmatch(r" --kv-cache-memory-bytes (\d+)", flags["noise=0.2"])
+    assert re.fullmatch(r" --gpu-memory-utilization 0.5000 --kv-cache-memory-bytes (\d+)", flags["noise=0.2"])
     assert flags["noise=1"] == "", "its size is not known, so it runs alone"
 
 
