@@ -195,12 +195,15 @@ class _Sweep:
         plan, device = self.plan, None
         # The first model names the reference that the others are asked for.
         waiting = {entry.name: entry for entry in plan.models if at_once != 1 and self._needs_server(entry)}
-        if len(waiting) > 1:
+        if sum(entry.url is None for entry in waiting.values()) > 1:
             with suppress(ProcessError):
                 device = await device_memory(plan.command, plan.env, self.folder)
+        # The device is what the plan's command sees: another command may not know the flags for memory, or see another.
         wanted = {
             name: ALONE
-            if entry.model is None or entry.url is not None
+            if entry.model is None
+            or entry.url is not None
+            or (device is not None and (entry.command is not None or "CUDA_VISIBLE_DEVICES" in entry.env))
             else needs(model_folder(entry.model, self.folder), plan.flags(entry), device)
             for name, entry in waiting.items()
         }

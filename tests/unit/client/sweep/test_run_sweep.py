@@ -152,20 +152,23 @@ shift; exec {shlex.join(PLAN["command"])} "$@"
 """
     )
     program.chmod(0o755)
-    for model in (BASE, NEAR):
+    elsewhere = {"name": "elsewhere", "model": "noise=0.3", "env": {"CUDA_VISIBLE_DEVICES": 1}}
+    other = {"name": "other", "model": "noise=0.4", "command": [str(program), "serve"]}
+    for model in (BASE, NEAR, elsewhere, other):
         (tmp_path / model["model"]).mkdir()
         (tmp_path / model["model"] / "model.safetensors").write_bytes(bytes(1000))
         sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "hidden_size"), 1)
         (tmp_path / model["model"] / "config.json").write_text(json.dumps({**sizes, "max_position_embeddings": 64}))
     near = {**NEAR, "serve": "--gpu-memory-utilization 0.5"}
-    result = await sweep(tmp_path, BASE, near, FAR, command=[str(program), "serve"])
-    assert (result.failures, list(result.runs)) == ({}, ["base", "near", "far"])
+    result = await sweep(tmp_path, BASE, near, elsewhere, other, FAR, command=[str(program), "serve"])
+    assert (result.failures, list(result.runs)) == ({}, ["base", "near", "elsewhere", "other", "far"])
     memory, *calls = (tmp_path / "calls").read_text().splitlines()
     flags = {call.split()[1]: call.partition("references")[2] for call in calls}
     assert memory == "memory"
     # 92 GiB are for servers, and half of them is left for `base`: 6 GiB to work in, a little cache, and the rest.
     assert re.fullmatch(r" --gpu-memory-utilization 0.4200 --kv-cache-memory-bytes (\d+)", flags["noise=0"])
     assert re.fullmatch(r" --gpu-memory-utilization 0.5000 --kv-cache-memory-bytes (\d+)", flags["noise=0.2"])
+    assert [flags["noise=0.3"], flags["noise=0.4"]] == [""] * 2, "another GPU, and perhaps another engine: alone"
     assert flags["noise=1"] == "", "its size is not known, so it runs alone"
 
 
