@@ -132,7 +132,7 @@ COMMAND = Command(
                 Option(
                     "--original-flags FLAGS",
                     "flags of `scoremode serve` for the original alone, in quotes: "
-                    "--original-flags='--cpu-offload-gb 10'",
+                    "--original-flags='--offload-group-size 1 --offload-prefetch-step 2'",
                     default="",
                 ),
                 sweep.AT_ONCE,

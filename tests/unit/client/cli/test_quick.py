@@ -16,12 +16,12 @@ def test_options_are_a_plan(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     read = plan_of(
         *("org/original", "./copies/int8", "q4.gguf", "--lane", "both", "--max-windows", "3"),
-        *("--write-card", "README.md", "--original-flags=--cpu-offload-gb 10", "--", "--dtype", "float32"),
+        *("--write-card", "README.md", "--original-flags=--offload-group-size 1", "--", "--dtype", "float32"),
     )
     assert [(entry.name, entry.model) for entry in read.models] == [
         *[("original", "org/original"), ("int8", "./copies/int8")]
     ]
-    assert [entry.serve for entry in read.models] == [["--cpu-offload-gb", "10"], []]
+    assert [entry.serve for entry in read.models] == [["--offload-group-size", "1"], []]
     assert (read.serve, read.lanes, read.floor) == (["--dtype", "float32"], ("prefill", "decode"), True)
     assert (read.windows.preset, read.windows.max_windows, read.text.dataset) == ("llama.cpp", 3, "wikitext")
     assert (read.gguf.files, Path(read.compare.card)) == (["q4.gguf"], tmp_path / "README.md")
