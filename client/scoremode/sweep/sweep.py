@@ -101,6 +101,7 @@ async def run_sweep(
         PlanError: a model that can only be a local path does not exist.
         CorpusError: the text or the prompts cannot be read.
         OutputError: the folder for runs cannot be made, or another sweep uses it.
+        OSError: the folder of a model cannot be listed.
         RunError: the file for the card cannot be used.
     """
     check_local_models(plan, folder)
