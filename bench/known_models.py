@@ -260,16 +260,17 @@ def _part_number(wheel: Path) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
+    # Without a name argparse checks the default against the choices; Python 3.11 also checks an empty list.
     for name in ("get", "dequantize"):
         action = actions.add_parser(name)
         action.add_argument("folder", type=Path)
-        action.add_argument("models", nargs="*", choices=[*MODELS, []], default=list(MODELS))
+        action.add_argument("models", nargs="*", choices=[*MODELS, []])
     for name in ("quantize", "measure", "check"):
         action = actions.add_parser(name)
         action.add_argument("model", type=Path)
         action.add_argument("folder", type=Path)
         if name == "quantize":
-            action.add_argument("copies", nargs="*", choices=[*COPIES, []], default=list(COPIES))
+            action.add_argument("copies", nargs="*", choices=[*COPIES, []])
         else:
             action.add_argument("--text", type=Path, default=WIKITEXT)
     actions.choices["measure"].add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
@@ -280,12 +281,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder: Path = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if options.action in ("get", "dequantize"):
-        for model in options.models:
+        for model in options.models or MODELS:
             print((get if options.action == "get" else dequantized)(folder, model), flush=True)
         return
     model = options.model.absolute()
     if options.action == "quantize":
-        quantize(model, folder, options.copies)
+        quantize(model, folder, options.copies or list(COPIES))
     elif options.action == "measure":
         measure(model, folder, options.text.absolute(), options.parts, rest, words[at + 1 :])
     elif not check(model, folder, options.text):

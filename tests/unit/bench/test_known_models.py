@@ -8,7 +8,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from known_models import join_parts, write_conversations
+from known_models import COPIES, MODELS, join_parts, main, write_conversations
 from safetensors.torch import load_file, save_file
 
 from scoremode.runs import load_corpus
@@ -24,6 +24,29 @@ def test_parts_are_joined_by_number_and_checked(tmp_path: Path):
     assert join_parts(tmp_path, sha256(content).hexdigest()).read_bytes() == content
     with pytest.raises(SystemExit, match="expected 0123"):
         join_parts(tmp_path, "0123")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "files", "named"),
+    [
+        (["get"], [f"{model}.gguf" for model in MODELS], ["gemma3"]),
+        (["dequantize"], [known.name for known in MODELS.values()], ["gemma3"]),
+        (["quantize", "base"], [f"copies/{copy}" for copy in COPIES], ["W4A16-GPTQ"]),
+    ],
+)
+def test_all_are_made_unless_some_are_named(
+    arguments: list[str], files: list[str], named: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    # Everything is there already, so each path is only printed.
+    paths = [tmp_path / file for file in files]
+    for path in paths:
+        path.mkdir(parents=True)
+    main([*arguments, str(tmp_path)])
+    assert capsys.readouterr().out.splitlines() == [str(path) for path in paths]
+    main([*arguments, str(tmp_path), *named])
+    assert capsys.readouterr().out.splitlines() == [str(paths[-1])]
+    with pytest.raises(SystemExit):
+        main([*arguments, str(tmp_path), "no-such-name"])
 
 
 @pytest.mark.parametrize(("inputs", "size"), [((1536, 8960), 128), ((576, 1536), 64)])
