@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # llama.cpp's llama-perplexity on a reference that Scoremode recorded and exported: GGUF files of MODEL against MODEL.
 #
-#   bench/llama_cpp.sh MODEL TEXT FOLDER [TOKENS=8192] [GGUF type...]     such as Q8_0 Q4_K_M; F16 is always there
+#   bench/llama_cpp.sh MODEL TEXT FOLDER [TOKENS=8192] [TYPE or FILE...]
+#
+# A TYPE, such as Q4_K_M, is made of MODEL, and F16 always is; a FILE is a GGUF file, such as the one MODEL comes from.
 #
 # MODEL is a folder of safetensors with its tokenizer, TEXT a file, FOLDER takes llama.cpp's build, the GGUF files, the
-# base file and the logs. llama.cpp is that of llama-cpp-python's sdist; it takes twelve minutes to build on two cores,
-# once. Run it with the virtual environment's bin on the PATH; pip brings cmake and ninja.
+# base file and the logs. llama.cpp is that of llama-cpp-python's sdist; it takes 3 to 12 minutes to build on two cores,
+# once. Run it with the virtual environment's bin on the PATH; pip brings cmake and ninja. FLAGS has flags of the server,
+# such as --gpu-memory-utilization 0.5 on a CPU whose memory is in use.
 set -euo pipefail
-model=$1 text=$(realpath "$2") folder=$3 tokens=${4:-8192} types=("${@:5}")
+model=$1 text=$(realpath "$2") folder=$3 tokens=${4:-8192} types=(F16)
 port=8765 context=512 url=http://localhost:8765
 mkdir -p "$folder/references" && folder=$(realpath "$folder")
 
@@ -22,11 +25,15 @@ if [ ! -x "$build/bin/llama-perplexity" ]; then
 fi
 [ -f "$folder/F16.gguf" ] || PYTHONPATH=$source/gguf-py python "$source/convert_hf_to_gguf.py" "$model" --outtype f16 \
   --outfile "$folder/F16.gguf" > "$folder/convert.log" 2>&1
-for type in "${types[@]}"; do
-  [ -f "$folder/$type.gguf" ] || "$build/bin/llama-quantize" "$folder/F16.gguf" "$folder/$type.gguf" "$type" > "$folder/quantize-$type.log" 2>&1
+for type in "${@:5}"; do
+  name=$(basename "$type" .gguf)
+  [ ! -f "$type" ] || ln -sf "$(realpath "$type")" "$folder/$name.gguf"
+  [ -f "$folder/$name.gguf" ] || "$build/bin/llama-quantize" "$folder/F16.gguf" "$folder/$name.gguf" "$name" > "$folder/quantize-$name.log" 2>&1
+  types+=("$name")
 done
 
-scoremode serve "$model" --dtype float32 --max-model-len 2048 --port $port --reference-dir "$folder/references" > "$folder/server.log" 2>&1 &
+scoremode serve "$model" --dtype float32 --max-model-len 2048 --port $port --reference-dir "$folder/references" \
+  ${FLAGS:-} > "$folder/server.log" 2>&1 &
 server=$!
 trap 'kill $server' EXIT
 ppl-client record --url $url --retry-for 300 --reference base --text-file "$text" --method llama.cpp --context-length $context \
@@ -35,7 +42,7 @@ ppl-client export --url $url --reference base --llama-cpp "$folder/base.kld" --f
 ppl-client kld --url $url --reference base --output "$folder/base.json" --force --quiet > "$folder/base.txt"
 kill $server && trap - EXIT
 logs=()
-for type in F16 "${types[@]}"; do
+for type in "${types[@]}"; do
   "$build/bin/llama-perplexity" -m "$folder/$type.gguf" --kl-divergence-base "$folder/base.kld" --kl-divergence \
     -c $context -lv 4 > "$folder/$type.log" 2>&1
   logs+=(--llama-cpp "$type=$folder/$type.log")
