@@ -24,9 +24,10 @@ from tests.unit.server.references.reference_engine import NUM_WINDOWS, Reference
 FLOAT, BASE64 = VALUE_BYTES["float"], VALUE_BYTES["base64"]
 IDS = [[1, 2, 3], [4, 5]]
 TURNS = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-# One row for each token of a prompt in completions, and for all but the first in windows, of both models.
+# One row for each token of a prompt in completions, and for all but the first in windows.
 COMPLETED = BASE64 * 5 * 2
-COMPARED = 2 * (1 + 2) * 59
+# Eleven figures of a position take the space of six logprobs with their ids. Two top tokens are of both models.
+COMPARED = 6 + 2 * 2
 LONG = {"prompt": [[(7 * place + at) % 1000 for at in range(2000)] for place in range(8)], "top_logprobs": 4}
 
 
@@ -57,11 +58,12 @@ async def test_every_answer_with_logprobs_counts(llama_2_model: Path, tmp_path: 
     async with client_of(light) as client:
         await record(client)
     kld = {"reference": "base", "top_logprobs": 2}
-    assert await held_while_sent(light, KLD, kld) == FLOAT * COMPARED
-    assert await held_while_sent(light, KLD, {**kld, "stream": True}) == BASE64 * COMPARED
+    assert await held_while_sent(light, KLD, kld) == FLOAT * COMPARED * 59
+    assert await held_while_sent(light, KLD, {**kld, "stream": True}) == BASE64 * COMPARED * 59
     # A stream holds no more than the windows that are computed ahead, or the longest.
     monkeypatch.setattr("scoremode_server.references.routes.BYTES_AHEAD", 1)
-    assert BASE64 * 6 * 7 <= await held_while_sent(light, KLD, {**kld, "stream": True}) <= BASE64 * 6 * 16
+    held = await held_while_sent(light, KLD, {**kld, "stream": True})
+    assert BASE64 * COMPARED * 7 <= held <= BASE64 * COMPARED * 16
 
 
 async def test_a_comparison_that_is_not_read_computes_few_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
