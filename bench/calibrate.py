@@ -23,12 +23,11 @@ import torch
 from compressed_tensors.quantization import preset_name_to_scheme
 from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
+from quantized_oracle import DEVICE
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rounded_model import copy_all_but_weights
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def generated_samples(model: PreTrainedModel, number: int, length: int) -> list[list[int]]:

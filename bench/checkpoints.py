@@ -23,6 +23,7 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from quantized_oracle import DEVICE
 from safetensors.torch import load_file, save_file
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
@@ -53,7 +54,7 @@ def write_checkpoint(source: Path, folder: Path, name: str, kept: Sequence[str] 
         return _calibrated(source, folder, kept)
     scheme = FORMATS[name].model_copy(deep=True)
     layout = infer_module_format(torch.nn.Linear, scheme).value
-    tensors = load_file(source / "model.safetensors", device="cuda" if torch.cuda.is_available() else "cpu")
+    tensors = load_file(source / "model.safetensors", device=DEVICE)
     in_kept = tuple(f"{module}." for module in kept)
     quantized = {
         name.removesuffix(".weight")

@@ -50,8 +50,9 @@ def measure(options: argparse.Namespace, url: str, name: str, more: Body, rate: 
     bodies = draw(options, rng, count, more)
     times = {"arrivals": list(accumulate(rng.expovariate(rate) for _ in bodies))} if rate else {}
     done = asyncio.run(send_all(url, bodies, count if rate else IN_FLIGHT, **times))
-    late = [f"{1000 * value:.0f}" for value in np.percentile(done.latencies, [50, 99], method="higher")]
-    row = (name, str(count), f"{NUM_ITEMS * (count - done.failed) / done.seconds:,.0f}", *(late if rate else "--"))
+    percentiles = np.percentile(done.latencies, [50, 99], method="higher")
+    late = [f"{1000 * value:.0f}" for value in percentiles] if rate else ["-", "-"]
+    row = (name, str(count), f"{NUM_ITEMS * (count - done.failed) / done.seconds:,.0f}", *late)
     print(*row, done.failed, sep=" | ", flush=True)
     return (*row, str(done.failed))
 

@@ -40,7 +40,7 @@ sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 import numpy as np
 import torch
 from checkpoints import write_checkpoint
-from quantized_oracle import DEVICE, oracle_model
+from quantized_oracle import DEVICE, distributions, oracle_model
 from servers import WIKITEXT
 from tables import table
 from transformers import AutoTokenizer, PreTrainedModel
@@ -235,13 +235,10 @@ def check(model: Path, folder: Path, text: Path) -> bool:
 def figures(base: PreTrainedModel, other: PreTrainedModel, windows: Sequence[Sequence[int]], scored: int) -> np.ndarray:
     """NLL, KL divergence and same top of the last `scored` tokens of each window: [3, positions] float64."""
     parts = []
-    for window in windows:
-        tokens = torch.tensor([list(window)], device=base.device)
-        log_p, log_q = (
-            model(tokens, use_cache=False).logits[0, -scored - 1 : -1].double().log_softmax(-1)
-            for model in (base, other)
-        )
-        nll = -log_q.gather(1, tokens[0, -scored:, None])[:, 0]
+    for window, pair in zip(windows, distributions(base, other, windows), strict=True):
+        log_p, log_q = (logprobs[-scored:] for logprobs in pair)
+        targets = torch.tensor(list(window[-scored:]), device=log_q.device)
+        nll = -log_q.gather(1, targets[:, None])[:, 0]
         kld = (log_p.exp() * (log_p - log_q)).sum(-1)
         parts.append(torch.stack((nll, kld, (log_p.argmax(-1) == log_q.argmax(-1)).double())).cpu().numpy())
     return np.concatenate(parts, axis=1)

@@ -27,6 +27,7 @@ import numpy as np
 import psutil
 import torch
 from loads import WINDOW, random_tokens, record
+from quantized_oracle import DEVICE
 from safetensors.torch import save_file
 from servers import SHAPE_FLAGS, Row, benchmark_parser, log_of, parsed, row_or_failure, server_process
 from shapes import write_shape
@@ -37,7 +38,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from scoremode import ScoreClient
 
 CASES = ("8192:0", "8192:2", "65536:2", "8192:2:compiled", "16384:2", "8192:1", "32768:2")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADER = (
     *("case", "start s", "host GiB", "tokens/s", "share of the first", "bus allows, tokens/s"),
     *("largest difference of logprobs", "mean difference"),

@@ -6,7 +6,7 @@ products of codes are summed in float64, which is exact for int8 and nearly so f
 so do they. An FP8 KV cache is a setting of attention, for any weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +90,24 @@ def logprobs(model: PreTrainedModel, windows: Sequence[Sequence[int]], rows: int
     return results
 
 
-@torch.inference_mode()
-def divergences(base: PreTrainedModel, other: PreTrainedModel, windows: Sequence[Sequence[int]]) -> np.ndarray:
-    """KL(base||other) and KL(other||base) at each token but the first of each window: [positions, 2] float64, nats."""
-    parts = []
+def distributions(
+    base: PreTrainedModel, other: PreTrainedModel, windows: Sequence[Sequence[int]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the logprobs of every token by both models at each token but the first of a window: [n - 1, vocabulary]
+    float64, nats."""
     for window in windows:
         token_ids = torch.tensor([list(window)], device=base.device)
         log_p, log_q = (
             model(token_ids, use_cache=False).logits[0, :-1].double().log_softmax(-1) for model in (base, other)
         )
+        yield log_p, log_q
+
+
+@torch.inference_mode()
+def divergences(base: PreTrainedModel, other: PreTrainedModel, windows: Sequence[Sequence[int]]) -> np.ndarray:
+    """KL(base||other) and KL(other||base) at each token but the first of each window: [positions, 2] float64, nats."""
+    parts = []
+    for log_p, log_q in distributions(base, other, windows):
         ratio = log_p - log_q
         parts.append(torch.stack(((log_p.exp() * ratio).sum(-1), -(log_q.exp() * ratio).sum(-1)), 1).cpu().numpy())
     return np.concatenate(parts)
