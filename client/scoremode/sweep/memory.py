@@ -1,8 +1,8 @@
 """Plans which servers of a sweep run at once: those that fit the GPU together.
 
-Each gets its share of the memory in flags. With a size for the KV cache vLLM measures no memory, in which it would
-count other servers' as its own; and as shares add up to less than what is free, each finds its share free when it
-checks. So all phases of the starts may overlap.
+Each gets its share of the memory in flags. If a flag sets the size of the KV cache, vLLM measures no memory, so it does
+not count other servers' memory as its own. Shares add up to less than what is free, so each server finds its share free
+when it checks. Therefore all phases of the starts may overlap.
 """
 
 import json
@@ -106,15 +106,17 @@ def plan_groups(
     # A start keeps more than one core busy.
     limit = at_once or (1 if device is None else max(2, len(os.sched_getaffinity(0)) // 2))
     budget = 2.0**62 if device is None else device.free - _LEFT_FREE * device.total
-    groups: list[dict[str, Sequence[str]]] = []
-    for name in models:
-        joined = [*groups[-1], name] if groups else [name]
-        fits = len(joined) <= limit and sum(models[member].share for member in joined) <= budget
-        groups[-1:] = [dict.fromkeys(joined, ())] if fits else [*groups[-1:], {name: ()}]
-    for group in groups:
-        if device is not None and len(group) > 1:
-            group |= _memory_flags({name: models[name] for name in group}, budget, device.total)
-    return groups
+    groups: list[dict[str, Needs]] = []
+    for name, each in models.items():
+        joined = {**groups[-1], name: each} if groups else {}
+        if joined and len(joined) <= limit and sum(member.share for member in joined.values()) <= budget:
+            groups[-1] = joined
+        else:
+            groups.append({name: each})
+    return [
+        dict.fromkeys(group, ()) if device is None or len(group) == 1 else _memory_flags(group, budget, device.total)
+        for group in groups
+    ]
 
 
 def _memory_flags(group: Mapping[str, Needs], budget: float, total: int) -> dict[str, Sequence[str]]:

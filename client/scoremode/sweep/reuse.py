@@ -45,7 +45,7 @@ def served_marks(plan: SweepPlan, entry: ModelEntry, folder: Path) -> Marks:
     assert entry.model is not None
     return {
         "model": _digest(entry.model),
-        "flags": _digest(entry.command or plan.command, plan.serve + entry.serve, plan.env | entry.env),
+        "flags": _digest(entry.command or plan.command, plan.flags(entry), plan.env | entry.env),
         "files": _digest(_files(folder / entry.model)),
     }
 
