@@ -69,6 +69,8 @@ class _Record:
     """UTF-8 bytes of the measured text; None if a reference was recorded from token ids."""
     mean_batch: float | None = None
     """Mean number of sequences in an engine step; None in the prefill lane."""
+    positions_per_second: float | None = None
+    """Speed of a run of kind `kld`; None if other servers shared the GPU."""
 
 
 _RECORD = TypeAdapter(_Record)

@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from scoremode.kld import Floats, standard_error
 from scoremode.wire import Lane
 
+LEAST_DIFFERENCE = 0.001
+"""A smaller difference of lanes is rounding, in nats: 0.1 % of a perplexity."""
+
 
 def mean_batch(batches: Iterable[float | None]) -> float | None:
     means = [batch for batch in batches if batch is not None]
@@ -53,10 +56,14 @@ class LaneDifference:
 
 
 def lane_difference(
-    prefill: NDArray[np.floating], decode: NDArray[np.floating], positions: NDArray[np.integer]
+    prefill: NDArray[np.floating],
+    decode: NDArray[np.floating],
+    positions: NDArray[np.integer],
+    least: float = LEAST_DIFFERENCE,
 ) -> LaneDifference:
-    """Compare two lanes of one server, given the NLLs or KL divergences [n] of the same targets in nats, and the
-    targets' positions [n] in their windows, at least 1. Targets with an infinite value in either lane are left out."""
+    """Compare two lanes of one server, or two servers, given the NLLs or KL divergences [n] of the same targets in
+    nats, and the targets' positions [n] in their windows, at least 1. Targets with an infinite value in either are left
+    out. A difference of at most `least` nats is none."""
     finite = np.isfinite(prefill) & np.isfinite(decode)
     off, positions = np.asarray(decode, np.float64)[finite] - prefill[finite], positions[finite]
     if not finite.any():
@@ -66,15 +73,15 @@ def lane_difference(
     for octave in np.unique(octaves).tolist():
         part = off[octaves == octave]
         ranges.append((2**octave, min(2 ** (octave + 1), int(positions.max()) + 1), float(part.mean())))
-        significant.append(_is_different(part))
+        significant.append(_is_different(part, least))
     differs_from = None
-    if _is_different(off) or significant[-1]:
+    if _is_different(off, least) or significant[-1]:
         # `count` is the number of ranges at the end that all differ; 0 if only the overall mean differs.
         count = next((index for index, differs in enumerate(reversed(significant)) if not differs), len(significant))
         differs_from = ranges[-count][0] if count else ranges[0][0]
     return LaneDifference(float(off.mean()), float(np.abs(off).mean()), ranges, differs_from)
 
 
-def _is_different(off: Floats) -> bool:
-    """Whether the mean exceeds rounding (0.001 nats, or 0.1 % of a perplexity) and three standard errors."""
-    return len(off) > 1 and bool(abs(off.mean()) > max(0.001, 3 * standard_error(off)))
+def _is_different(off: Floats, least: float) -> bool:
+    """Whether the mean exceeds `least` and three standard errors."""
+    return len(off) > 1 and bool(abs(off.mean()) > max(least, 3 * standard_error(off)))

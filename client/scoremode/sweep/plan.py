@@ -147,6 +147,8 @@ class ModelEntry(_Part):
     command: Command | None = None
     serve: Flags = []
     env: Environment = {}
+    repeats: PositiveInt = 1
+    """How often to measure the model on its server, each time with other numbers of windows in flight."""
 
     @model_validator(mode="after")
     def _served_or_running(self) -> "ModelEntry":
@@ -155,6 +157,22 @@ class ModelEntry(_Part):
         if self.url is not None and (self.command or self.serve or self.env):
             raise ValueError("command, serve and env are for a model that is served here, not for a url")
         return self
+
+
+class VaryOptions(_Part):
+    """The paths on which `ppl-client paths` measures the plan's one model: each value alone, next to the default path.
+    Without any value, `scoremode paths` says what the installed vLLM has for the model."""
+
+    flags: dict[Word, Annotated[list[Word | Literal[True]], Field(min_length=1)]] = {}
+    """Values of flags of the server, such as `attention-backend`; True for a flag without a value."""
+    env: dict[Word, Annotated[list[Word], Field(min_length=1)]] = {}
+    """Values of environment variables."""
+    command: list[Command] = []
+    """Other command lines that start a server, such as that of another version of vLLM."""
+    product: bool = False
+    """Whether to measure all combinations of values too."""
+    repeats: Annotated[int, Field(ge=2)] = 4
+    """How often the default path is measured again for the floor, on a server of its own."""
 
 
 class GgufOptions(_Part):
@@ -198,6 +216,13 @@ class SweepPlan(_Part):
     max_new_tokens: PositiveInt = 256
     """Limit on the tokens of an answer."""
     gguf: GgufOptions | None = None
+    layers: bool = False
+    """Whether to record the first model with its layers, and to measure the cost of each block of the others. Every
+    server then needs `--enforce-eager`."""
+    speeds: bool = False
+    """Whether servers that start at once are only measured when all are up. Without it their runs have no speeds,
+    because a server that starts takes part of the GPU."""
+    vary: VaryOptions | None = None
     compare: CompareOptions = CompareOptions()
 
     def flags(self, entry: ModelEntry) -> list[str]:
@@ -229,6 +254,8 @@ class SweepPlan(_Part):
             raise ValueError(f"windows of {context} tokens do not fit in --max-model-len {min(limits):.0f}")
         if self.gguf is not None and preset != "llama.cpp" and self.windows.method != "llama.cpp":
             raise ValueError("gguf needs windows.preset: llama.cpp")
+        if self.vary is not None and (len(names) > 1 or self.models[0].url is not None or self.prompts):
+            raise ValueError("vary needs exactly one model, which the sweep serves, and no gguf or prompts")
         return self
 
     @property

@@ -32,6 +32,7 @@ def text_marks(plan: SweepPlan, corpus: Corpus) -> Marks:
         "text": _digest(corpus.fingerprint, text.max_tokens),
         "windows": _digest(windows.model_dump(exclude={"preset", "max_windows"}), *(newer if any(newer) else ())),
         "floor": plan.floor,
+        **({"layers": True} if plan.layers else {}),
     }
 
 

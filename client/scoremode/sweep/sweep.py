@@ -23,11 +23,12 @@ from scoremode.comparison.run_file import with_run
 from scoremode.errors import NotFoundError, OutputError, RunError, ScoremodeError, file_errors
 from scoremode.results import NUM_TOP
 from scoremode.runs import (
+    MAX_CONCURRENCY,
     Corpus,
     Evaluation,
-    FinishedRun,
     Journal,
     KldMeasurement,
+    LayersMeasurement,
     Measurement,
     OnProgress,
     Output,
@@ -37,6 +38,7 @@ from scoremode.runs import (
     in_lane,
     load_prompts,
     measure_kld,
+    measure_layers,
     measure_noise_floor,
     open_locked,
     patient_client,
@@ -60,6 +62,20 @@ _ANSWERS_LANE: Lane = "decode"
 """The lane for runs on answers: the engine computes as it did when it generated them."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """One run of a model, as the plan asks for it."""
+
+    label: str
+    path: Path
+    wanted: reuse.Marks
+    """The marks that a run must have to be reused."""
+    lane: Lane = "prefill"
+    repeat: int = 0
+    of_layers: bool = False
+    """Whether it measures the cost of each block."""
+
+
 @dataclass(slots=True)
 class SweepResult:
     """The runs and failures of a sweep."""
@@ -68,6 +84,8 @@ class SweepResult:
     """Files of all runs, from this sweep or an earlier one, by label in the order of the plan."""
     measured: list[str] = field(default_factory=list)
     """Names of the models that this sweep measured."""
+    layers: dict[str, Path] = field(default_factory=dict)
+    """Files of runs that measured the cost of each block, by label."""
     logs: dict[str, Path] = field(default_factory=dict)
     """llama-perplexity's logs, by the names of the GGUF files."""
     failures: dict[str, str] = field(default_factory=dict)
@@ -120,13 +138,16 @@ async def _run(sweep: "_Sweep", at_once: int | None) -> SweepResult:
     plan, result = sweep.plan, sweep.result
     for group in await sweep.groups(at_once):
         started = time.monotonic()
+        sweep.loading = {entry.name for entry, _ in group}
+        sweep.all_up.clear()
         await results_of(sweep.measure(entry, flags) for entry, flags in group)
         if len(group) == 1 and group[0][0].name in result.measured:
             sweep.seconds.append(time.monotonic() - started)
     if plan.gguf is not None:
         await sweep.measure_gguf(plan.gguf)
-    in_order = [label for entry in plan.models for label, *_ in sweep.runs(entry, {}, None)]
-    result.runs = {label: result.runs[label] for label in in_order if label in result.runs}
+    in_order = [run for entry in plan.models for run in sweep.runs(entry, {}, None) if run.label in result.runs]
+    result.layers = {run.label: run.path for run in in_order if run.of_layers}
+    result.runs = {run.label: run.path for run in in_order if not run.of_layers}
     return result
 
 
@@ -188,6 +209,10 @@ class _Sweep:
     """Set once the first model is measured, or has failed."""
     measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a model is measured, so that no other takes part of the GPU."""
+    loading: set[str] = field(default_factory=set)
+    """Names of the models of a group whose servers are neither up nor have failed."""
+    all_up: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while no server of the group is loading."""
     is_at_once: bool = False
     """Whether servers start at once. A line in the log says which, and how long all may take."""
 
@@ -224,7 +249,7 @@ class _Sweep:
             return True
         marks = self._marks(entry, reuse.served_marks(self.plan, entry, self.folder))
         runs = self.runs(entry, marks, self.reference)
-        return any(reuse.changes(path, wanted) != "" for *_, path, wanted in runs) or self._must_record(entry)
+        return any(reuse.changes(run.path, run.wanted) != "" for run in runs) or self._must_record(entry)
 
     async def measure(self, entry: ModelEntry, flags: Sequence[str]) -> None:
         """Measure a model, whose server gets these flags too. An error is added to the failures."""
@@ -237,6 +262,7 @@ class _Sweep:
         finally:
             if self._is_first(entry):
                 self.first_is_done.set()
+            self._loaded(entry)
 
     async def measure_served(self, entry: ModelEntry, more_flags: Sequence[str]) -> None:
         marks = self._marks(entry, reuse.served_marks(self.plan, entry, self.folder))
@@ -264,12 +290,20 @@ class _Sweep:
 
     async def _measure_in_turn(self, entry: ModelEntry, client: AsyncScoreClient, marks: reuse.Marks) -> None:
         """Measure a model once the first one is done, and no other is being measured."""
+        self._loaded(entry)
+        if self.plan.speeds:
+            await self.all_up.wait()
         if not self._is_first(entry):
             await self.first_is_done.wait()
         async with self.measuring:
             # If the first model failed since this server started, runs that were compared with it stay valid.
             if self.plan.models[0].name not in self.result.failures or not self._reuse(entry, marks, self.reference):
                 await self._measure(entry, client, marks)
+
+    def _loaded(self, entry: ModelEntry) -> None:
+        self.loading.discard(entry.name)
+        if not self.loading:
+            self.all_up.set()
 
     async def measure_running(self, entry: ModelEntry, url: str) -> None:
         async with patient_client(url, model=entry.model, api_key=self.api_key) as client:
@@ -298,21 +332,25 @@ class _Sweep:
     def _is_first(self, entry: ModelEntry) -> bool:
         return entry is self.plan.models[0]
 
-    def runs(
-        self, entry: ModelEntry, marks: reuse.Marks, reference: str | None
-    ) -> Iterator[tuple[str, Lane, Path, reuse.Marks]]:
-        """Yield for each run of an entry its label, lane and file, and the marks that a reused run must have."""
+    def runs(self, entry: ModelEntry, marks: reuse.Marks, reference: str | None) -> Iterator[PlannedRun]:
+        """Yield the runs of an entry, given the marks of its server and its text."""
         lanes = self.plan.lanes
         if self._is_first(entry) and "prefill" not in lanes:
             lanes = ("prefill", *lanes)
-        for lane in lanes:
-            suffix = "" if lane == "prefill" else f"-{lane}"
-            path = self.output / f"{entry.name}{suffix}.json"
-            yield in_lane(entry.name, lane), lane, path, {**marks, "reference": reference}
+        wanted = {**marks, "reference": reference}
+        for repeat in range(entry.repeats):
+            number = f"-{repeat + 1}" if repeat else ""
+            for lane in lanes:
+                label, name = in_lane(entry.name, lane), f"{entry.name}{'' if lane == 'prefill' else f'-{lane}'}"
+                yield PlannedRun(f"{label}{number}", self.output / f"{name}{number}.json", wanted, lane, repeat)
+            if self.plan.layers and not self._is_first(entry):
+                label, path = f"{entry.name} (layers){number}", self.output / f"{entry.name}-layers{number}.json"
+                yield PlannedRun(label, path, wanted, repeat=repeat, of_layers=True)
         if self.prompts is not None and not self._is_first(entry):
             wanted = reuse.answers_marks(self.plan, self.prompts, marks)
             wanted["reference"] = reference and self.answers_reference
-            yield f"{entry.name} (answers)", _ANSWERS_LANE, self.output / f"{entry.name}-answers.json", wanted
+            path = self.output / f"{entry.name}-answers.json"
+            yield PlannedRun(f"{entry.name} (answers)", path, wanted, _ANSWERS_LANE)
 
     def _marks(self, entry: ModelEntry, model_marks: reuse.Marks) -> reuse.Marks:
         marks = {**reuse.text_marks(self.plan, self.corpus), **model_marks}
@@ -326,17 +364,16 @@ class _Sweep:
         or record on the entry's server."""
         runs = [*self.runs(entry, marks, reference)]
         has_reference = reference is not None and self.plan.models[0].name not in self.result.failures
-        for label, _, path, wanted in runs:
+        for run in runs:
             # If the reference is not available now, runs that were compared with it stay valid.
-            changed = reuse.changes(
-                path, {name: wanted[name] for name in wanted if has_reference or name != "reference"}
-            )
+            wanted = {name: value for name, value in run.wanted.items() if has_reference or name != "reference"}
+            changed = reuse.changes(run.path, wanted)
             if changed:
-                _log.info("%s: measured again, because of its %s", label, changed)
+                _log.info("%s: measured again, because of its %s", run.label, changed)
             elif changed is not None:
-                self.result.runs[label] = path
-                _log.info("%s: measured before, %s", label, path)
-        return not self._must_record(entry) and all(label in self.result.runs for label, *_ in runs)
+                self.result.runs[run.label] = run.path
+                _log.info("%s: measured before, %s", run.label, run.path)
+        return not self._must_record(entry) and all(run.label in self.result.runs for run in runs)
 
     def _must_record(self, entry: ModelEntry) -> bool:
         """Whether this is the first model, and its server is needed even if it is measured."""
@@ -350,10 +387,10 @@ class _Sweep:
         running server always counts as one that needs its references, because the server has not been asked yet."""
         text = reuse.text_marks(self.plan, self.corpus)
         return any(
-            not reuse.is_complete(self.output / "references" / str(wanted["reference"]))
-            and (entry.url is not None or reuse.changes(path, wanted) != "")
+            not reuse.is_complete(self.output / "references" / str(run.wanted["reference"]))
+            and (entry.url is not None or reuse.changes(run.path, run.wanted) != "")
             for entry in self.plan.models[1:]
-            for _, _, path, wanted in self.runs(
+            for run in self.runs(
                 entry,
                 text | (reuse.served_marks(self.plan, entry, self.folder) if entry.url is None else {}),
                 self.reference,
@@ -381,36 +418,36 @@ class _Sweep:
             )
         elif self._is_first(entry):
             await self._record(client, entry, reference)
-        for label, lane, path, wanted in self.runs(entry, marks, reference):
-            if label not in self.result.runs and (reference is not None or lane == "prefill"):
-                await self._measure_lane(entry, client, wanted, label, lane, path)
+        for run in self.runs(entry, marks, reference):
+            if run.label not in self.result.runs and (reference is not None or run.lane == "prefill"):
+                await self._measure_run(entry, client, run)
         self.result.measured.append(entry.name)
         if reference is not None and self._is_first(entry) and self.plan.gguf is not None:
             await self._export(client, reference)
         if self._is_first(entry):
             self.first_is_done.set()
 
-    async def _measure_lane(
-        self, entry: ModelEntry, client: AsyncScoreClient, marks: reuse.Marks, label: str, lane: Lane, path: Path
-    ) -> None:
-        output, reference = Output(path, resume=reuse.prepare_resume(path, marks), force=True), marks["reference"]
+    async def _measure_run(self, entry: ModelEntry, client: AsyncScoreClient, run: PlannedRun) -> None:
+        output = Output(run.path, resume=reuse.prepare_resume(run.path, run.wanted), force=True)
         try:
-            run: FinishedRun
-            if reference is None or (self._is_first(entry) and lane == "prefill"):
-                run, figures = await self._perplexity(client, entry, output)
+            finished: Evaluation | KldMeasurement | LayersMeasurement
+            if run.of_layers:
+                finished, figures = await self._layers(client, output, run)
+            elif run.wanted["reference"] is None or (self._is_first(entry) and run.lane == "prefill"):
+                finished, figures = await self._perplexity(client, entry, output)
             else:
-                run, figures = await self._kld(client, label, output, reference, lane)
-            record = run.record([client.base_url])
-            if self.is_at_once:
+                finished, figures = await self._kld(client, output, run)
+            record = finished.record([client.base_url])
+            if self.is_at_once and not self.plan.speeds:
                 # Another server may have been starting, and none had the GPU to itself.
                 record |= dict.fromkeys({"tokens_per_second", "positions_per_second"} & record.keys())
-            output.write({**record, reuse.FIELD: marks}, run.arrays())
+            output.write({**record, reuse.FIELD: run.wanted}, finished.arrays())
             output.remove_journal()
-            reuse.finish(path)
+            reuse.finish(run.path)
         finally:
             output.abort()
-        self.result.runs[label] = path
-        _log.info("%s: %s, %s", label, figures, path)
+        self.result.runs[run.label] = run.path
+        _log.info("%s: %s, %s", run.label, figures, run.path)
 
     def _base_file(self) -> Path:
         return self.output / "gguf" / f"{self.reference}.base"
@@ -445,6 +482,7 @@ class _Sweep:
                 client,
                 self.corpus,
                 reference,
+                layers=self.plan.layers,
                 **self.plan.window_settings,
                 on_progress=on_progress,
                 on_window=self.recorded.append,
@@ -502,22 +540,38 @@ class _Sweep:
             )
         return evaluation, f"perplexity {evaluation.result.perplexity:.4f}"
 
-    async def _kld(
-        self, client: AsyncScoreClient, label: str, output: Output, reference: str, lane: Lane
-    ) -> tuple[KldMeasurement, str]:
-        _log.info("%s: measuring KL divergence and perplexity", label)
+    async def _kld(self, client: AsyncScoreClient, output: Output, run: PlannedRun) -> tuple[KldMeasurement, str]:
+        _log.info("%s: measuring KL divergence and perplexity", run.label)
         with self.open_bar("kld") as on_progress:
             measurement = await measure_kld(
                 client,
-                reference,
+                str(run.wanted["reference"]),
                 return_token_texts=True,
                 top_logprobs=NUM_TOP,
-                lane=lane,
+                concurrency=_concurrency(run.repeat),
+                lane=run.lane,
                 start_journal=output.start_journal,
                 on_progress=on_progress,
             )
         mean, perplexity = measurement.statistics["kld"]["mean"], measurement.statistics["ppl_q"]
         return measurement, f"mean KL divergence {_shown(mean)}, perplexity {_shown(perplexity)}"
+
+    async def _layers(self, client: AsyncScoreClient, output: Output, run: PlannedRun) -> tuple[LayersMeasurement, str]:
+        _log.info("%s: measuring the cost of each block", run.label)
+        with self.open_bar("kld") as on_progress:
+            measurement = await measure_layers(
+                client,
+                str(run.wanted["reference"]),
+                concurrency=_concurrency(run.repeat),
+                start_journal=output.start_journal,
+                on_progress=on_progress,
+            )
+        return measurement, f"whole model {measurement.whole.in_words} nats per token"
+
+
+def _concurrency(repeat: int) -> int | None:
+    """Windows in flight: fewer in each repeat, so that batches differ; the server's own number in the first run."""
+    return MAX_CONCURRENCY * 3 // (3 + repeat) if repeat else None
 
 
 def _shown(figure: float | None) -> str:

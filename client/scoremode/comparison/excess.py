@@ -1,0 +1,77 @@
+"""Tests whether a server diverges from a reference by more than the recorded model itself does in repeats.
+
+For u units (segments of the text), with the sums P of a path's KL divergences and F_r of each of R repeats:
+
+    excess    (sum P - mean over r of sum F_r) / tokens
+    variance  V_u + V_r: V_u, by unit, from the differences P - mean F_r; V_r = var(means of repeats) · (1 + 1/R)
+    p         chance of such an excess if the true one is at most `MARGIN` of the floor: Student's t, one-sided, with
+              Welch and Satterthwaite's degrees of freedom
+
+One run's noise is not another's: V_r has what a whole run shares, such as its batches.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtr, stdtrit
+
+from scoremode.comparison.bootstrap import MIN_UNITS
+from scoremode.kld import NEGLIGIBLE_KLD, Floats
+
+MARGIN = 0.1
+"""An excess of up to this share of the floor is no difference: repeats on one server do not show what servers share."""
+SIGNIFICANCE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """How much a mean KL divergence exceeds its floor, in nats per token."""
+
+    mean: float
+    """The path's mean KL divergence, or the cost of its block."""
+    floor: float
+    """The same of the default path, in the mean of its repeats."""
+    low: float | None
+    """`low` and `high` are the 95 % interval of `mean - floor`; None if the text has too few units."""
+    high: float | None
+    p: float | None
+    """None if the text has too few units."""
+
+    @property
+    def value(self) -> float:
+        return self.mean - self.floor
+
+
+def excess(sums: Floats, floors: Floats, sizes: NDArray[np.integer], least_units: int = MIN_UNITS) -> Excess:
+    """Compare sums of divergences [units] with those of the repeats [repeats, units]; `sizes` [units] in tokens."""
+    num_tokens, num_units, num_repeats = sizes.sum(), len(sizes), len(floors)
+    differences = sums - floors.mean(axis=0)
+    mean, floor = float(sums.sum() / num_tokens), float(floors.sum() / num_repeats / num_tokens)
+    value = differences.sum() / num_tokens
+    if num_units < least_units or not math.isfinite(value):
+        return Excess(mean, floor, None, None, None)
+    off = differences - value * sizes
+    by_unit = num_units / (num_units - 1) * (off**2).sum() / num_tokens**2
+    by_repeat = (floors.sum(axis=1) / num_tokens).var(ddof=1) * (1 + 1 / num_repeats)
+    margin = max(MARGIN * abs(floor), NEGLIGIBLE_KLD)
+    variance = by_unit + by_repeat
+    if not variance:
+        return Excess(mean, floor, value, value, float(value <= margin))
+    freedom = variance**2 / (by_unit**2 / (num_units - 1) + by_repeat**2 / (num_repeats - 1))
+    error = math.sqrt(variance)
+    half = float(stdtrit(freedom, 0.975)) * error
+    return Excess(mean, floor, value - half, value + half, float(stdtr(freedom, (margin - value) / error)))
+
+
+def significant(tests: Sequence[Excess]) -> list[bool]:
+    """Which excesses are more than chance, over all tests of a table (Holm's method). Tests without a p are not."""
+    from statsmodels.stats.multitest import multipletests
+
+    p_values = [1.0 if test.p is None else test.p for test in tests]
+    if not p_values:
+        return []
+    rejected: list[bool] = multipletests(p_values, alpha=SIGNIFICANCE, method="holm")[0].tolist()
+    return rejected

@@ -1,0 +1,200 @@
+"""Compares the kernel paths of one checkpoint: which of them differ from the default path, by how much, and where."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors.numpy import load_file
+
+from scoremode._texts import first_fault
+from scoremode.comparison.bootstrap import cut_units
+from scoremode.comparison.excess import MARGIN, Excess, excess, significant
+from scoremode.comparison.groups import TokenGroup, groups_of, tokens_before
+from scoremode.comparison.layers import load_layers
+from scoremode.comparison.run_file import RunFile
+from scoremode.errors import RunError, file_errors
+from scoremode.kld import NEGLIGIBLE_KLD, Floats
+from scoremode.runs import ARRAYS_SUFFIX, PartKind, lane_difference
+from scoremode.wire import Lane, ServerInfo
+
+PathVerdict = Literal["default", "agrees", "differs", "refused", "no verdict"]
+_CONFIDENCE = {1: "p < 0.5", 2: "0.5 ≤ p < 0.9", 3: "p ≥ 0.9"}
+"""Groups of targets by the default path's probability of its top token."""
+
+
+class _Part(BaseModel):
+    # A divergence may be infinite, which JSON has no number for.
+    model_config = ConfigDict(ser_json_inf_nan="strings", use_attribute_docstrings=True)
+
+
+class Range(_Part):
+    """A part of the targets, with the mean KL divergence of a path there, and that of the default path's repeats."""
+
+    by: str
+    name: str
+    num_tokens: int
+    kld: float
+    floor: float
+
+
+class LaneFigures(_Part):
+    """A path in one lane."""
+
+    lane: Lane
+    excess: Excess
+    differs: bool
+    """Whether the excess is more than chance, over all paths and lanes of the table."""
+    differs_from: int | None
+    """The position from which on every range of positions differs; None if the path agrees."""
+    by_position: list[Range]
+    """Ranges of positions in a window that double in length."""
+    groups: list[Range]
+    """Classes of tokens: by role, domain, and the default path's confidence."""
+    tokens_per_second: float | None
+    """Compared tokens; None if another server shared the GPU."""
+
+
+class BlockFigures(_Part):
+    """The cost of a part of the model on a path, and on the default path."""
+
+    name: str
+    kind: PartKind
+    excess: Excess
+    differs: bool
+    """Whether the excess is more than chance, over all parts of the model."""
+
+
+class PathRow(_Part):
+    """A path of the table."""
+
+    name: str
+    verdict: PathVerdict
+    reason: str | None = None
+    """The error of a path that was refused."""
+    same_as: str | None = None
+    """The first path that computes with the same kernels, as its server reports."""
+    lanes: list[LaneFigures] = []
+    eager: LaneFigures | None = None
+    """The same path next to the default one with both eager; None if the path agrees."""
+    blocks: list[BlockFigures] = []
+    """The parts of the model that cost more than on the default path, by falling excess; both paths are eager."""
+
+
+class PathsRun(_Part):
+    """The content of the file that `ppl-client paths` writes."""
+
+    kind: Literal["paths"] = "paths"
+    model: str
+    server: ServerInfo
+    """The server of the default path."""
+    text: str
+    num_tokens: int
+    num_windows: int
+    context_length: int
+    num_repeats: int
+    rows: list[PathRow]
+
+    @property
+    def differing(self) -> list[PathRow]:
+        return [row for row in self.rows if row.verdict == "differs"]
+
+
+def load_paths(path: Path) -> PathsRun:
+    """Load what `ppl-client paths` wrote. RunError if the file cannot be read."""
+    with file_errors(RunError, f"read {path}"):
+        content = path.read_bytes()
+    try:
+        return PathsRun.model_validate_json(content)
+    except ValidationError as error:
+        raise RunError(f"{path} is not a run of ppl-client paths: {first_fault(error)}") from None
+
+
+def lane_figures(runs: Sequence[RunFile], repeats: Mapping[Lane, Sequence[RunFile]]) -> list[LaneFigures]:
+    """Compare runs of all paths and lanes with the default path's repeats in the same lane."""
+    tests = []
+    for run in runs:
+        units = cut_units(run.window_sizes, run.window_documents)
+        floors = np.array([units.sums(_kld(repeat)) for repeat in repeats[run.lane]])
+        tests.append(excess(units.sums(_kld(run)), floors, units.sizes))
+    return [
+        _lane_figures(run, repeats[run.lane], test, differs)
+        for run, test, differs in zip(runs, tests, significant(tests), strict=True)
+    ]
+
+
+def _lane_figures(run: RunFile, repeats: Sequence[RunFile], test: Excess, differs: bool) -> LaneFigures:
+    floor = np.mean([_kld(repeat) for repeat in repeats], axis=0)
+    before = tokens_before([run])
+    positions = np.ones(run.num_scored, np.int64) if before is None else np.maximum(before, 1)
+    least = max(MARGIN * test.floor, NEGLIGIBLE_KLD)
+    octaves = np.log2(positions).astype(int)
+    by_position = [
+        TokenGroup("position", f"{2**octave} to {2 ** (octave + 1) - 1}", octaves == octave)
+        for octave in np.unique(octaves).tolist()
+    ]
+    groups = [group for group in groups_of([run]) if group.by != "tokens before"]
+    return LaneFigures(
+        lane=run.lane,
+        excess=test,
+        differs=differs,
+        differs_from=lane_difference(floor, _kld(run), positions, least).differs_from if differs else None,
+        by_position=_ranges(by_position, run, floor),
+        groups=_ranges([*groups, *_by_confidence(run)], run, floor),
+        tokens_per_second=run.positions_per_second,
+    )
+
+
+def _by_confidence(run: RunFile) -> Iterator[TokenGroup]:
+    if run.reference_confidence is not None:
+        indices = np.digitize(run.reference_confidence, [0.0, 0.5, 0.9])
+        yield from (TokenGroup("confidence", name, indices == index) for index, name in _CONFIDENCE.items())
+
+
+def _ranges(groups: Sequence[TokenGroup], run: RunFile, floor: Floats) -> list[Range]:
+    return [
+        Range(
+            by=group.by,
+            name=group.name,
+            num_tokens=group.num_scored,
+            kld=float(_kld(run)[group.members].mean()),
+            floor=float(floor[group.members].mean()),
+        )
+        for group in groups
+        if group.num_scored
+    ]
+
+
+def _kld(run: RunFile) -> Floats:
+    assert run.kld is not None
+    return run.kld
+
+
+def block_figures(path: Path, repeats: Sequence[Path]) -> list[BlockFigures]:
+    """Compare the cost of each part on a path with its cost on the default path, given the files of `layers`: those
+    parts that differ, by falling excess."""
+    parts = next(iter(load_layers([path]).values())).parts
+    costs, sizes = _costs(path)
+    floors = np.array([_costs(repeat)[0] for repeat in repeats])
+    tests = [excess(costs[part], floors[:, part], sizes, least_units=2) for part in range(len(parts))]
+    blocks = [
+        BlockFigures(name=part.name, kind=part.kind, excess=test, differs=differs)
+        for part, test, differs in zip(parts, tests, significant(tests), strict=True)
+    ]
+    return sorted((block for block in blocks if block.differs), key=lambda block: -block.excess.value)
+
+
+def _costs(path: Path) -> tuple[Floats, NDArray[Any]]:
+    """The cost of each part in each window [parts, windows], and the windows' sizes."""
+    arrays = load_file(path.with_suffix(ARRAYS_SUFFIX))
+    sums = arrays["kld_sums"]
+    return np.concatenate([sums[:, :-1] - sums[:, 1:], sums[:, -1:]], axis=1).T, arrays["window_sizes"]
+
+
+def same_path(server: ServerInfo, earlier: Mapping[str, ServerInfo]) -> str | None:
+    """The name of the first of `earlier` servers that computes as `server` does, as both report; None without one."""
+    own = (server.vllm_version, server.dtype, server.computed_by)
+    same = (name for name, other in earlier.items() if own == (other.vllm_version, other.dtype, other.computed_by))
+    return None if server.computed_by is None else next(same, None)
