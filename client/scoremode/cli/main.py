@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from scoremode._texts import printable
-from scoremode.cli import compare, corpus, example, export, kld, layers, perplexity, quick, record, sweep
+from scoremode.cli import compare, corpus, example, export, kld, layers, paths, perplexity, quick, record, sweep
 from scoremode.cli.options import Command, UsageError
 from scoremode.cli.progress import lines_on_stderr
 from scoremode.errors import ScoremodeError
@@ -26,6 +26,7 @@ COMMANDS = {
         quick.COMMAND,
         example.COMMAND,
         sweep.COMMAND,
+        paths.COMMAND,
         corpus.COMMAND,
     )
 }
@@ -40,6 +41,7 @@ commands, each with its own --help:
   quick       an original and its quantizations, from checkpoints to a verdict
   example     three measured runs and their report, without a server
   sweep       serve, measure and compare the models of a plan
+  paths       one checkpoint on several kernel paths: which differ, and in which block
   export      what was recorded, for llama.cpp
   corpus      the perplexity of every document of files"""
 

@@ -1,7 +1,6 @@
 """Implements `ppl-client quick`, which makes a plan from its options, and sweeps an original and its quantizations."""
 
 import argparse
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +22,8 @@ from scoremode.cli.options import (
     refuse,
     require,
 )
-from scoremode.errors import extra, require_extras
-from scoremode.runs import CATEGORIES, PRESETS, PROMPT_COLUMNS, corpora, local_path
+from scoremode.errors import extra
+from scoremode.runs import CATEGORIES, PRESETS, PROMPT_COLUMNS
 from scoremode.wire import LANES
 
 _PRESET = "llama.cpp"
@@ -42,13 +41,7 @@ def check(options: argparse.Namespace) -> None:
 @extra("report")
 def run(options: argparse.Namespace) -> int:
     """Sweep the models and print the verdict on each; returns 1 if a model failed."""
-    needed = ["report"]
-    if shutil.which("scoremode", path=Path(sys.executable).parent):
-        needed.append("cuda")
-    dataset = plan(options)["text"]["dataset"]
-    if dataset not in (None, corpora.PYDOC) and local_path(dataset) is None:
-        needed.append("datasets")
-    require_extras(*needed)
+    sweep.require_extras_for(plan(options)["text"]["dataset"])
     from scoremode.sweep import checked_plan
 
     checked, tasks = checked_plan(plan(options), "quick"), None

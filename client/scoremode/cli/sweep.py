@@ -2,22 +2,25 @@
 
 import argparse
 import asyncio
+import shutil
 import signal
 import sys
 from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from scoremode._texts import printable
 from scoremode.cli.options import API_KEY_HELP, COUNT, QUIET, Command, Group, Option
 from scoremode.cli.progress import progress_bar
-from scoremode.errors import extra
+from scoremode.errors import extra, require_extras
+from scoremode.runs import corpora, local_path
 
 if TYPE_CHECKING:
     from scoremode.accuracy.compare_tasks import TaskComparison
     from scoremode.sweep import SweepPlan
-    from scoremode.sweep.sweep import SweepResult
+
+Measured = TypeVar("Measured")
 
 
 @extra("report")
@@ -25,7 +28,13 @@ def run(options: argparse.Namespace) -> int:
     """Sweep the models of a plan; returns 1 if a model failed."""
     from scoremode.sweep import read_plan
 
-    return measure(read_plan(options.plan), options.plan.parent, options)
+    plan, folder = read_plan(options.plan), options.plan.parent
+    if plan.vary is None:
+        return measure(plan, folder, options)
+    from scoremode.cli import paths
+
+    paths.measure(plan, folder, options)
+    return 0
 
 
 def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, tasks: "TaskComparison | None" = None) -> int:
@@ -36,7 +45,7 @@ def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, tasks:
 
     open_bar = partial(progress_bar, quiet=options.quiet)
     measuring = run_sweep(plan, folder, api_key=options.api_key, open_bar=open_bar, at_once=options.at_once)
-    result = asyncio.run(_stopped_by_sigterm(measuring))
+    result = asyncio.run(stopped_by_sigterm(measuring))
     try:
         comparison = compare_runs(plan, folder, result, tasks)
         if comparison is not None:
@@ -51,7 +60,17 @@ def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, tasks:
     return 1 if result.failures else 0
 
 
-async def _stopped_by_sigterm(measuring: Coroutine[Any, Any, "SweepResult"]) -> "SweepResult":
+def require_extras_for(dataset: str | None) -> None:
+    """Raise MissingExtraError if an extra that a sweep over this dataset needs is not installed."""
+    needed = ["report"]
+    if shutil.which("scoremode", path=Path(sys.executable).parent):
+        needed.append("cuda")
+    if dataset not in (None, corpora.PYDOC) and local_path(dataset) is None:
+        needed.append("datasets")
+    require_extras(*needed)
+
+
+async def stopped_by_sigterm(measuring: Coroutine[Any, Any, Measured]) -> Measured:
     """Let SIGTERM stop `measuring` and its servers, as Ctrl-C does: background commands of a shell ignore Ctrl-C."""
     task = asyncio.current_task()
     assert task is not None

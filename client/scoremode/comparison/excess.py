@@ -38,7 +38,7 @@ class Excess:
     """`low` and `high` are the 95 % interval of `mean - floor`; None if the text has too few units."""
     high: float | None
     p: float | None
-    """None if the text has too few units."""
+    """None if the text has too few units; 0 for an infinite divergence."""
 
     @property
     def value(self) -> float:
@@ -46,21 +46,23 @@ class Excess:
 
 
 def excess(sums: Floats, floors: Floats, sizes: NDArray[np.integer], least_units: int = MIN_UNITS) -> Excess:
-    """Compare sums of divergences [units] with those of the repeats [repeats, units]; `sizes` [units] in tokens."""
+    """Compare sums of divergences [units] with those of the repeats [repeats, units]; `sizes` [units] in tokens. With
+    one repeat the comparison is paired, and the variance is that of the units."""
     num_tokens, num_units, num_repeats = sizes.sum(), len(sizes), len(floors)
     differences = sums - floors.mean(axis=0)
     mean, floor = float(sums.sum() / num_tokens), float(floors.sum() / num_repeats / num_tokens)
     value = differences.sum() / num_tokens
     if num_units < least_units or not math.isfinite(value):
-        return Excess(mean, floor, None, None, None)
+        return Excess(mean, floor, None, None, 0.0 if math.isinf(mean) else None)
     off = differences - value * sizes
     by_unit = num_units / (num_units - 1) * (off**2).sum() / num_tokens**2
-    by_repeat = (floors.sum(axis=1) / num_tokens).var(ddof=1) * (1 + 1 / num_repeats)
+    repeat_means = floors.sum(axis=1) / num_tokens
+    by_repeat = repeat_means.var(ddof=1) * (1 + 1 / num_repeats) if num_repeats > 1 else 0.0
     margin = max(MARGIN * abs(floor), NEGLIGIBLE_KLD)
     variance = by_unit + by_repeat
     if not variance:
         return Excess(mean, floor, value, value, float(value <= margin))
-    freedom = variance**2 / (by_unit**2 / (num_units - 1) + by_repeat**2 / (num_repeats - 1))
+    freedom = variance**2 / (by_unit**2 / (num_units - 1) + by_repeat**2 / max(num_repeats - 1, 1))
     error = math.sqrt(variance)
     half = float(stdtrit(freedom, 0.975)) * error
     return Excess(mean, floor, value - half, value + half, float(stdtr(freedom, (margin - value) / error)))

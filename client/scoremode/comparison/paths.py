@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
 from safetensors.numpy import load_file
 
 from scoremode._texts import first_fault
@@ -21,6 +21,8 @@ from scoremode.runs import ARRAYS_SUFFIX, PartKind, lane_difference
 from scoremode.wire import Lane, ServerInfo
 
 PathVerdict = Literal["default", "agrees", "differs", "refused", "no verdict"]
+DEFAULT = "default"
+"""Name of the default path."""
 _CONFIDENCE = {1: "p < 0.5", 2: "0.5 ≤ p < 0.9", 3: "p ≥ 0.9"}
 """Groups of targets by the default path's probability of its top token."""
 
@@ -71,16 +73,28 @@ class PathRow(_Part):
     """A path of the table."""
 
     name: str
-    verdict: PathVerdict
     reason: str | None = None
-    """The error of a path that was refused."""
+    """The error of a path that was refused, or that failed when both were eager."""
     same_as: str | None = None
     """The first path that computes with the same kernels, as its server reports."""
     lanes: list[LaneFigures] = []
+    original: Excess | None = None
+    """The divergence from the original, with that of the default path as `floor`; None without an original."""
     eager: LaneFigures | None = None
     """The same path next to the default one with both eager; None if the path agrees."""
     blocks: list[BlockFigures] = []
     """The parts of the model that cost more than on the default path, by falling excess; both paths are eager."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def verdict(self) -> PathVerdict:
+        if self.name == DEFAULT:
+            return "default"
+        if not self.lanes:
+            return "refused"
+        if any(lane.differs for lane in self.lanes):
+            return "differs"
+        return "no verdict" if any(lane.excess.p is None for lane in self.lanes) else "agrees"
 
 
 class PathsRun(_Part):
@@ -123,6 +137,12 @@ def lane_figures(runs: Sequence[RunFile], repeats: Mapping[Lane, Sequence[RunFil
         _lane_figures(run, repeats[run.lane], test, differs)
         for run, test, differs in zip(runs, tests, significant(tests), strict=True)
     ]
+
+
+def nearer_to_original(run: RunFile, default: RunFile) -> Excess:
+    """Compare the divergences of a path and of the default path from the original."""
+    units = cut_units(run.window_sizes, run.window_documents)
+    return excess(units.sums(_kld(run)), units.sums(_kld(default))[None], units.sizes)
 
 
 def _lane_figures(run: RunFile, repeats: Sequence[RunFile], test: Excess, differs: bool) -> LaneFigures:

@@ -21,7 +21,16 @@ from scoremode.runs.evaluate import Evaluation, evaluate
 from scoremode.runs.export import OnBytes, export_llama_cpp
 from scoremode.runs.journal import AppendedFile, Journal, Measurement, check_same_run, open_locked
 from scoremode.runs.lanes import in_lane, lane_difference
-from scoremode.runs.layers import Cost, LayersMeasurement, PartCost, PartKind, few_windows, measure_layers, shares
+from scoremode.runs.layers import (
+    LEAST_WINDOWS,
+    Cost,
+    LayersMeasurement,
+    PartCost,
+    PartKind,
+    few_windows,
+    measure_layers,
+    shares,
+)
 from scoremode.runs.lines import json_lines
 from scoremode.runs.output import (
     ARRAYS_SUFFIX,
@@ -49,6 +58,7 @@ __all__ = [
     "DEFAULT_THRESHOLD",
     "HUB_ALIASES",
     "JOURNAL_SUFFIX",
+    "LEAST_WINDOWS",
     "MAX_CONCURRENCY",
     "PRESETS",
     "PROMPT_COLUMNS",

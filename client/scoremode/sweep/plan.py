@@ -173,6 +173,8 @@ class VaryOptions(_Part):
     """Whether to measure all combinations of values too."""
     repeats: Annotated[int, Field(ge=2)] = 4
     """How often the default path is measured again for the floor, on a server of its own."""
+    original: ModelEntry | None = None
+    """The model that was quantized, to tell which path is nearer to it."""
 
 
 class GgufOptions(_Part):
@@ -219,6 +221,8 @@ class SweepPlan(_Part):
     layers: bool = False
     """Whether to record the first model with its layers, and to measure the cost of each block of the others. Every
     server then needs `--enforce-eager`."""
+    second_reference: str | None = None
+    """Name of another reference, with which every model is compared too, in prefill."""
     speeds: bool = False
     """Whether servers that start at once are only measured when all are up. Without it their runs have no speeds,
     because a server that starts takes part of the GPU."""

@@ -136,19 +136,39 @@ async def device_memory(command: Sequence[str], environment: Mapping[str, str], 
     without an NVIDIA GPU, or for another command."""
     if shutil.which("nvidia-smi") is None or command[-1] != "serve":
         return None
-    process = await asyncio.create_subprocess_exec(
-        *_tied([*_resolved(command[:-1], folder), "memory"]),
-        cwd=folder,
-        env={**os.environ, **environment},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    printed, _ = await process.communicate()
+    _, printed, _ = await _printed([*_resolved(command[:-1], folder), "memory"], environment, folder)
     try:
         return Device(**json.loads(printed))
     except (ValueError, TypeError):
         return None
+
+
+async def candidate_paths(
+    command: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str], folder: Path
+) -> list[tuple[list[str], dict[str, str]]]:
+    """Ask which other paths `COMMAND ARGUMENTS` has, each as flags and environment: for `scoremode serve`, `scoremode
+    paths` tells them. ProcessError if it fails, or for another command."""
+    if command[-1] != "serve":
+        raise ProcessError(f"{' '.join(command)} tells no paths: name those to measure (--try, vary)")
+    words = [*_resolved(command[:-1], folder), "paths", *arguments]
+    status, printed, errors = await _printed(words, environment, folder)
+    if status:
+        raise ProcessError(f"`{' '.join(words)}` ended with status {status}: {errors.strip().splitlines()[-1:]}")
+    return [(path["flags"], path["env"]) for path in json.loads(printed)]
+
+
+async def _printed(words: list[str], environment: Mapping[str, str], folder: Path) -> tuple[int, str, str]:
+    """Run a program; returns its status and what it printed to stdout and to stderr."""
+    process = await asyncio.create_subprocess_exec(
+        *_tied(words),
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    printed, errors = await process.communicate()
+    return process.returncode or 0, printed.decode(errors="replace"), errors.decode(errors="replace")
 
 
 def _tied(arguments: list[str]) -> list[str]:

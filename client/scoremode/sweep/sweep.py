@@ -58,6 +58,7 @@ _log = logging.getLogger(__name__)
 
 OpenBar = Callable[[Literal["ppl", "kld", "tokens"]], AbstractContextManager[OnProgress | None]]
 """Opens a progress bar that shows this figure, and gives the function that advances the bar; None for no bar."""
+RunKind = Literal["perplexity", "kld", "layers"]
 _ANSWERS_LANE: Lane = "decode"
 """The lane for runs on answers: the engine computes as it did when it generated them."""
 
@@ -72,8 +73,8 @@ class PlannedRun:
     """The marks that a run must have to be reused."""
     lane: Lane = "prefill"
     repeat: int = 0
-    of_layers: bool = False
-    """Whether it measures the cost of each block."""
+    kind: RunKind = "kld"
+    """A run of kind `kld` without a reference measures perplexity alone."""
 
 
 @dataclass(slots=True)
@@ -146,8 +147,8 @@ async def _run(sweep: "_Sweep", at_once: int | None) -> SweepResult:
     if plan.gguf is not None:
         await sweep.measure_gguf(plan.gguf)
     in_order = [run for entry in plan.models for run in sweep.runs(entry, {}, None) if run.label in result.runs]
-    result.layers = {run.label: run.path for run in in_order if run.of_layers}
-    result.runs = {run.label: run.path for run in in_order if not run.of_layers}
+    result.layers = {run.label: run.path for run in in_order if run.kind == "layers"}
+    result.runs = {run.label: run.path for run in in_order if run.kind != "layers"}
     return result
 
 
@@ -341,11 +342,15 @@ class _Sweep:
         for repeat in range(entry.repeats):
             number = f"-{repeat + 1}" if repeat else ""
             for lane in lanes:
-                label, name = in_lane(entry.name, lane), f"{entry.name}{'' if lane == 'prefill' else f'-{lane}'}"
-                yield PlannedRun(f"{label}{number}", self.output / f"{name}{number}.json", wanted, lane, repeat)
+                label, name = in_lane(entry.name, lane), entry.name if lane == "prefill" else f"{entry.name}-{lane}"
+                kind: RunKind = "perplexity" if self._is_first(entry) and lane == "prefill" else "kld"
+                yield PlannedRun(f"{label}{number}", self.output / f"{name}{number}.json", wanted, lane, repeat, kind)
+            if self.plan.second_reference is not None and not repeat:
+                label, path = f"{entry.name} (original)", self.output / f"{entry.name}-original.json"
+                yield PlannedRun(label, path, {**marks, "reference": self.plan.second_reference})
             if self.plan.layers and not self._is_first(entry):
                 label, path = f"{entry.name} (layers){number}", self.output / f"{entry.name}-layers{number}.json"
-                yield PlannedRun(label, path, wanted, repeat=repeat, of_layers=True)
+                yield PlannedRun(label, path, wanted, repeat=repeat, kind="layers")
         if self.prompts is not None and not self._is_first(entry):
             wanted = reuse.answers_marks(self.plan, self.prompts, marks)
             wanted["reference"] = reference and self.answers_reference
@@ -419,7 +424,8 @@ class _Sweep:
         elif self._is_first(entry):
             await self._record(client, entry, reference)
         for run in self.runs(entry, marks, reference):
-            if run.label not in self.result.runs and (reference is not None or run.lane == "prefill"):
+            has_reference = run.wanted["reference"] is not None
+            if run.label not in self.result.runs and (has_reference or self._measures_alone(run)):
                 await self._measure_run(entry, client, run)
         self.result.measured.append(entry.name)
         if reference is not None and self._is_first(entry) and self.plan.gguf is not None:
@@ -427,13 +433,17 @@ class _Sweep:
         if self._is_first(entry):
             self.first_is_done.set()
 
+    def _measures_alone(self, run: PlannedRun) -> bool:
+        """Whether a run has a figure without a reference: perplexity, in prefill."""
+        return run.lane == "prefill" and run.kind != "layers"
+
     async def _measure_run(self, entry: ModelEntry, client: AsyncScoreClient, run: PlannedRun) -> None:
         output = Output(run.path, resume=reuse.prepare_resume(run.path, run.wanted), force=True)
         try:
             finished: Evaluation | KldMeasurement | LayersMeasurement
-            if run.of_layers:
+            if run.kind == "layers":
                 finished, figures = await self._layers(client, output, run)
-            elif run.wanted["reference"] is None or (self._is_first(entry) and run.lane == "prefill"):
+            elif run.kind == "perplexity" or run.wanted["reference"] is None:
                 finished, figures = await self._perplexity(client, entry, output)
             else:
                 finished, figures = await self._kld(client, output, run)
@@ -542,10 +552,14 @@ class _Sweep:
 
     async def _kld(self, client: AsyncScoreClient, output: Output, run: PlannedRun) -> tuple[KldMeasurement, str]:
         _log.info("%s: measuring KL divergence and perplexity", run.label)
+        reference = str(run.wanted["reference"])
+        if self.plan.speeds:
+            # The first request loads the reference's LM head, which is not part of the speed.
+            await client.kld(reference, (0, 1), lane=run.lane)
         with self.open_bar("kld") as on_progress:
             measurement = await measure_kld(
                 client,
-                str(run.wanted["reference"]),
+                reference,
                 return_token_texts=True,
                 top_logprobs=NUM_TOP,
                 concurrency=_concurrency(run.repeat),
