@@ -41,7 +41,7 @@ commands, each with its own --help:
   quick       an original and its quantizations, from checkpoints to a verdict
   example     three measured runs and their report, without a server
   sweep       serve, measure and compare the models of a plan
-  paths       one checkpoint on several kernel paths: which differ, and in which block
+  paths       which kernel paths of a checkpoint differ, and in which block
   export      what was recorded, for llama.cpp
   corpus      the perplexity of every document of files"""
 

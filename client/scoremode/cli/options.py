@@ -250,8 +250,8 @@ DATASET = Group(
 WINDOWS = [
     Option(
         "--preset",
-        "join rows and cut windows as a published tool does, for figures that are comparable with its own (llama.cpp, "
-        "exl3 and gptq are not checked against the tools); or categories: the texts that come with Scoremode",
+        "join rows and cut windows as a published tool does, for figures comparable with its own (llama.cpp, "
+        "exl3 and gptq are not checked against the tools); or categories: texts that come with Scoremode",
         choices=PRESETS,
     ),
     Option("--method", f"default: {DEFAULT_METHOD}", choices=METHODS, is_rare=True),
