@@ -88,9 +88,8 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
     paths = [change.applied_to(model) for change in changes]
     plan = plan.model_copy(update={"vary": None, "speeds": True, "layers": EAGER in plan.flags(model)})
     _say_space(plan, model, folder)
-    if vary.original is not None:
-        plan.second_reference = await _record_original(plan, vary.original, folder, settings)
-    measured = await _measure(plan, paths, vary.repeats, folder, settings)
+    original = None if vary.original is None else await _record(plan, vary.original, folder, settings)
+    measured = await _measure(plan, paths, vary.repeats, folder, {**settings, "second_reference": original})
     rows = measured.rows([path.name for path in paths], plan.lanes)
     differing = {row.name: row for row in rows if any(lane.differs and lane.lane == "prefill" for lane in row.lanes)}
     if differing:
@@ -171,8 +170,8 @@ async def _measure(
     return _Measured(result, num_repeats)
 
 
-async def _record_original(plan: SweepPlan, original: ModelEntry, folder: Path, settings: Mapping[str, Any]) -> str:
-    """Record the original in the folder of the paths' references; returns the reference's name."""
+async def _record(plan: SweepPlan, original: ModelEntry, folder: Path, settings: Mapping[str, Any]) -> str:
+    """Record the original in the folder of the paths' references, and return the reference's name."""
     alone = {"models": [original.model_copy(update={"name": ORIGINAL})], "layers": False, "lane": "prefill"}
     result = await run_sweep(plan.model_copy(update=alone), folder, **settings)
     if ORIGINAL in result.failures:
@@ -191,7 +190,7 @@ def _eager_plan(plan: SweepPlan) -> SweepPlan:
         most = max(LEAST_WINDOWS, _EAGER_TOKENS // context)
         windows = windows.model_copy(update={"max_windows": min(windows.max_windows or most, most)})
     eager = {"output": f"{plan.output}/eager", "text": text, "windows": windows, "serve": [*plan.serve, EAGER]}
-    return plan.model_copy(update={**eager, "lane": "prefill", "layers": True, "second_reference": None})
+    return plan.model_copy(update={**eager, "lane": "prefill", "layers": True})
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,8 +221,6 @@ class SweepPlan(_Part):
     layers: bool = False
     """Whether to record the first model with its layers, and to measure the cost of each block of the others. Every
     server then needs `--enforce-eager`."""
-    second_reference: str | None = None
-    """Name of another reference, with which every model is compared too, in prefill."""
     speeds: bool = False
     """Whether servers that start at once are only measured when all are up. Without it their runs have no speeds,
     because a server that starts takes part of the GPU."""

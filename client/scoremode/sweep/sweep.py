@@ -101,6 +101,7 @@ async def run_sweep(
     api_key: str | None = None,
     open_bar: OpenBar = lambda figure: nullcontext(),
     at_once: int | None = None,
+    second_reference: str | None = None,
 ) -> SweepResult:
     """Measure every model of a plan, except those that an earlier sweep measured.
 
@@ -115,6 +116,8 @@ async def run_sweep(
         api_key: Sent to all servers; the environment's SCOREMODE_API_KEY when left out.
         open_bar: Opens a progress bar for a run or a recording; none when left out.
         at_once: Most servers that start and run at once; as many as fit the GPU when left out, and 1 without a GPU.
+        second_reference: Name of a complete reference in the folder of this sweep's references: every model is compared
+            with it too, in prefill.
 
     Raises:
         PlanError: a model that can only be a local path does not exist.
@@ -132,7 +135,7 @@ async def run_sweep(
     if plan.compare.card is not None:
         read_card(output / plan.compare.card)
     with open_locked(output / ".lock"):
-        return await _run(_Sweep(plan, folder, corpus, output, api_key, open_bar, prompts), at_once)
+        return await _run(_Sweep(plan, folder, corpus, output, api_key, open_bar, prompts, second_reference), at_once)
 
 
 async def _run(sweep: "_Sweep", at_once: int | None) -> SweepResult:
@@ -196,6 +199,7 @@ class _Sweep:
     api_key: str | None
     open_bar: OpenBar
     prompts: Corpus | None = None
+    second_reference: str | None = None
     result: SweepResult = field(default_factory=SweepResult)
     reference: str | None = None
     """Name of the first model's reference, once it is known."""
@@ -345,9 +349,9 @@ class _Sweep:
                 label, name = in_lane(entry.name, lane), entry.name if lane == "prefill" else f"{entry.name}-{lane}"
                 kind: RunKind = "perplexity" if self._is_first(entry) and lane == "prefill" else "kld"
                 yield PlannedRun(f"{label}{number}", self.output / f"{name}{number}.json", wanted, lane, repeat, kind)
-            if self.plan.second_reference is not None and not repeat:
+            if self.second_reference is not None and not repeat:
                 label, path = f"{entry.name} (original)", self.output / f"{entry.name}-original.json"
-                yield PlannedRun(label, path, {**marks, "reference": self.plan.second_reference})
+                yield PlannedRun(label, path, {**marks, "reference": self.second_reference})
             if self.plan.layers and not self._is_first(entry):
                 label, path = f"{entry.name} (layers){number}", self.output / f"{entry.name}-layers{number}.json"
                 yield PlannedRun(label, path, wanted, repeat=repeat, kind="layers")

@@ -60,6 +60,8 @@ TEXT = "The quick brown fox jumps over the lazy dog"
 QUESTION = {"role": "user", "content": "Who?"}
 USAGE = {"prompt_tokens": 0, "cached_tokens": 0, "total_tokens": 0}
 Handler = Callable[[httpx.Request], httpx.Response | None]
+OWN_NOISE, DECODE_NOISE = "STAND_IN_NOISE", "STAND_IN_DECODE_NOISE"
+"""Variables of the command: its noise, and that in the decode lane alone."""
 ALLOWED = "STAND_IN_ALLOWED"
 """Variable of the command: a file with the number of windows that it compares before its process ends."""
 
@@ -632,7 +634,8 @@ class StandIn(AnsweringServer):
     compare, when the answers to those before it have been read."""
 
     def __init__(self, model: str, files: Path) -> None:
-        super().__init__(noise=float(model.partition("=")[2] or 0), info={"max_num_seqs": 1})
+        noise = float(os.environ.get(OWN_NOISE, model.partition("=")[2] or 0))
+        super().__init__(noise=noise, info={"max_num_seqs": 1})
         allowed = Path(os.environ.get(ALLOWED, "none"))
         if allowed.is_file():
             self.allowed = int(allowed.read_text())
@@ -657,6 +660,8 @@ class StandIn(AnsweringServer):
         return response
 
     def compare(self, body: dict) -> httpx.Response:
+        if (noise := os.environ.get(DECODE_NOISE)) is not None:
+            self.noise = float(noise) if body.get("lane") == "decode" else 0.0
         response = super().compare(body)
         if response is None:
             os._exit(7)

@@ -1,0 +1,119 @@
+"""Paths of one model over processes that stand in for servers: which are measured, and what is known of each."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import fake_server
+import numpy as np
+import pytest
+from fake_server import BOS, DECODE_NOISE, OWN_NOISE, TEXT, compare
+
+from scoremode.comparison.paths import PathRow, load_paths
+from scoremode.sweep import PlanError, checked_plan
+from scoremode.sweep.paths import _changes, measure_paths
+from scoremode.sweep.plan import VaryOptions
+
+STAND_IN = [sys.executable, fake_server.__file__]
+PLAN = {
+    "output": "runs",
+    "text": {"text": TEXT * 5},
+    "windows": {"method": "disjoint", "context_length": 8},
+    "command": STAND_IN,
+    "models": [{"name": "bytes", "model": "noise=0"}],
+}
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in is ready much sooner than a server."""
+    monkeypatch.setattr("scoremode.sweep.processes._POLL_SECONDS", 0.05)
+
+
+async def measured(folder: Path, vary: dict[str, Any], **changes: Any) -> tuple[dict[str, PathRow], list[str]]:
+    """The rows by name, and the names of the models that were measured now."""
+    plan = checked_plan({**PLAN, "vary": {"repeats": 2, **vary}, **changes}, "a plan")
+    run, result = await measure_paths(plan, folder)
+    assert load_paths(folder / "runs" / "paths.json") == run
+    return {row.name: row for row in run.rows}, result.measured
+
+
+def test_values_are_measured_alone_and_with_product_in_combinations():
+    vary = {
+        "flags": {"attention-backend": ["A", "B/1"], "eager": [True]},
+        "env": {"X": ["1"]},
+        "command": [["c", "serve"]],
+    }
+    alone = [change.name for change in _changes(VaryOptions.model_validate(vary))]
+    assert alone == ["attention-backend=A", "attention-backend=B/1", "eager", "X=1", "command=1"]
+    *_, last = combined = [*_changes(VaryOptions.model_validate({**vary, "product": True}))]
+    assert len(combined) == 3 * 2 * 2 * 2 - 1, "all but the default path"
+    assert (last.name, last.flags, last.env, last.command) == (
+        "attention-backend=B/1, eager, X=1, command=1",
+        ["--attention-backend", "B/1", "--eager"],
+        {"X": "1"},
+        ["c", "serve"],
+    )
+
+
+@pytest.mark.processes
+async def test_a_path_that_differs_is_named_with_its_blocks_and_an_equal_one_agrees(tmp_path: Path):
+    vary = {"env": {OWN_NOISE: ["0.2"], "OTHER": ["1"]}, "command": [["no-such-program"]]}
+    rows, names = await measured(tmp_path, vary)
+    assert {name: row.verdict for name, row in rows.items()} == {
+        "default": "default",
+        f"{OWN_NOISE}=0.2": "differs",
+        "OTHER=1": "agrees",
+        "command=1": "refused",
+    }
+    assert "'no-such-program' not found" in (rows["command=1"].reason or "")
+    assert names == ["default", "default-again", f"{OWN_NOISE}=0.2", "OTHER=1"]
+    (lane,) = (differing := rows[f"{OWN_NOISE}=0.2"]).lanes
+    tokens = [BOS, *(TEXT * 5).encode()]
+    windows = [compare(tokens[start : start + 8], 1, 0.2).kld for start in range(0, len(tokens) - 8, 8)]
+    assert lane.excess.mean == pytest.approx(np.concatenate(windows).mean(), rel=1e-6)
+    assert (lane.excess.floor, lane.differs_from) == (0, 1)
+    assert differing.eager == lane.model_copy(update={"tokens_per_second": differing.eager.tokens_per_second})
+    # The stand-in keeps 0.9, 0.8, 0.3, 0.3 and 0.1 of its noise after each boundary, and the divergence is its square.
+    assert [block.name for block in differing.blocks] == [
+        "model.layers.0.mlp",
+        "embeddings",
+        "model.layers.0.self_attn",
+        "model.layers.1.mlp",
+        "head",
+    ]
+    shares = [block.excess.mean / lane.excess.mean for block in differing.blocks]
+    assert shares == pytest.approx([0.8**2 - 0.3**2, 1 - 0.9**2, 0.9**2 - 0.8**2, 0.3**2 - 0.1**2, 0.1**2], rel=0.05)
+    assert (await measured(tmp_path, vary))[1] == [], "all is reused"
+
+
+@pytest.mark.processes
+async def test_eager_servers_are_measured_with_their_layers_at_once(tmp_path: Path):
+    rows, _ = await measured(tmp_path, {"env": {OWN_NOISE: ["0.2"]}}, serve=["--enforce-eager"])
+    assert len(rows[f"{OWN_NOISE}=0.2"].blocks) == 5
+    assert not (tmp_path / "runs" / "eager").exists()
+
+
+@pytest.mark.processes
+async def test_a_fault_of_the_decode_lane_has_no_blocks(tmp_path: Path):
+    rows, _ = await measured(tmp_path, {"env": {DECODE_NOISE: ["0.2"]}}, lane="both")
+    row = rows[f"{DECODE_NOISE}=0.2"]
+    assert {lane.lane: lane.differs for lane in row.lanes} == {"prefill": False, "decode": True}
+    assert (row.verdict, row.eager, row.blocks) == ("differs", None, [])
+
+
+@pytest.mark.processes
+async def test_the_path_that_is_nearer_to_the_original_is_told(tmp_path: Path):
+    """The original has no noise, the default path 0.3, and one path less."""
+    vary = {"env": {OWN_NOISE: ["0.1"]}, "original": {"name": "original", "model": "noise=0"}}
+    rows, _ = await measured(tmp_path, vary, models=[{"name": "bytes", "model": "noise=0.3"}])
+    original = rows[f"{OWN_NOISE}=0.1"].original
+    assert original is not None
+    assert original.high is not None
+    assert original.high < 0
+    assert np.isclose(original.mean / original.floor, (0.1 / 0.3) ** 2, rtol=0.1)
+
+
+def test_vary_needs_one_model_that_the_sweep_serves():
+    with pytest.raises(PlanError, match="vary needs exactly one model"):
+        checked_plan({**PLAN, "vary": {}, "models": [{"name": "a", "url": "http://localhost:1"}]}, "a plan")
