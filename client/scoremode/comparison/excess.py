@@ -33,7 +33,7 @@ class Excess:
     mean: float
     """The path's mean KL divergence, or the cost of its block."""
     floor: float
-    """The same of the default path, in the mean of its repeats."""
+    """The default path's mean KL divergence or cost, over its repeats."""
     low: float | None
     """`low` and `high` are the 95 % interval of `mean - floor`; None if the text has too few units."""
     high: float | None

@@ -8,6 +8,7 @@ block's boundary.
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from scoremode.errors import RunError
 from scoremode.runs import LEAST_WINDOWS, in_lane, write_whole
 from scoremode.sweep import reuse
 from scoremode.sweep.memory import model_folder
-from scoremode.sweep.plan import ModelEntry, SweepPlan, VaryOptions
+from scoremode.sweep.plan import ModelEntry, PlanError, SweepPlan, VaryOptions
 from scoremode.sweep.processes import candidate_paths
 from scoremode.sweep.sweep import SweepResult, run_sweep
 from scoremode.wire import Lane
@@ -80,12 +81,15 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
         The table, and the sweep over the paths.
 
     Raises:
+        PlanError: two paths have the same name.
         RunError: the default path or the original fails.
         ScoremodeError: as for `run_sweep`; or no path is given, and `scoremode paths` cannot tell any.
     """
     vary, [model] = plan.vary or VaryOptions(), plan.models
     changes = [*_changes(vary)] or await _candidates(plan, model, folder)
     paths = [change.applied_to(model) for change in changes]
+    if repeated := [name for name, count in Counter(path.name for path in paths).items() if count > 1]:
+        raise PlanError(f"vary: two paths are called {repeated[0]!r}")
     plan = plan.model_copy(update={"vary": None, "speeds": True, "layers": EAGER in plan.flags(model)})
     _say_space(plan, model, folder)
     original = None if vary.original is None else await _record(plan, vary.original, folder, settings)
