@@ -20,7 +20,9 @@ from scoremode.kld import NEGLIGIBLE_KLD, Floats
 from scoremode.runs import ARRAYS_SUFFIX, PartKind, lane_difference
 from scoremode.wire import Lane, ServerInfo
 
-PathVerdict = Literal["default", "agrees", "differs", "refused", "no verdict"]
+PathVerdict = Literal["default", "agrees", "differs", "refused", "failed", "no verdict"]
+"""A path is `refused` if nothing could be measured, and `failed` if a lane is missing. There is no verdict on a short
+text."""
 DEFAULT = "default"
 """Name of the default path."""
 _CONFIDENCE = {1: "p < 0.5", 2: "0.5 ≤ p < 0.9", 3: "p ≥ 0.9"}
@@ -74,7 +76,7 @@ class PathRow(_Part):
 
     name: str
     reason: str | None = None
-    """The error of a path that was refused, or that failed when both were eager."""
+    """The error that ended the path's server, in the first measurement or when both paths were eager."""
     same_as: str | None = None
     """The first path that computes with the same kernels, as its server reports."""
     lanes: list[LaneFigures] = []
@@ -90,10 +92,10 @@ class PathRow(_Part):
     def verdict(self) -> PathVerdict:
         if self.name == DEFAULT:
             return "default"
-        if not self.lanes:
-            return "refused"
         if any(lane.differs for lane in self.lanes):
             return "differs"
+        if self.reason is not None:
+            return "failed" if self.lanes else "refused"
         return "no verdict" if any(lane.excess.p is None for lane in self.lanes) else "agrees"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, product
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,11 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
     vary, [model] = plan.vary or VaryOptions(), plan.models
     changes = [*_changes(vary)] or await _candidates(plan, model, folder)
     paths = [change.applied_to(model) for change in changes]
-    if repeated := [name for name, count in Counter(path.name for path in paths).items() if count > 1]:
+    if repeated := [name for name, count in Counter(path.name.casefold() for path in paths).items() if count > 1]:
         raise PlanError(f"vary: two paths are called {repeated[0]!r}")
-    plan = plan.model_copy(update={"vary": None, "speeds": True, "layers": EAGER in plan.flags(model)})
+    # Eager servers are also measured with their layers, unless the text is too long.
+    has_layers = EAGER in plan.flags(model) and (plan.text.max_tokens or inf) <= _EAGER_TOKENS
+    plan = plan.model_copy(update={"vary": None, "speeds": True, "layers": has_layers})
     _say_space(plan, model, folder)
     original = None if vary.original is None else await _record(plan, vary.original, folder, settings)
     measured = await _measure(plan, paths, vary.repeats, folder, {**settings, "second_reference": original})
@@ -103,7 +106,7 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
             eager = await _measure(_eager_plan(plan), again, vary.repeats, folder, settings)
         for row in eager.rows([*differing], ["prefill"]):
             differing[row.name].eager = next(iter(row.lanes), None)
-            differing[row.name].reason = row.reason
+            differing[row.name].reason = differing[row.name].reason or row.reason
             differing[row.name].blocks = eager.blocks(row.name)
     run = measured.table(rows, plan.lanes)
     write_whole((folder / plan.output / FILE).resolve(), run.model_dump_json(indent=1).encode())
@@ -125,8 +128,8 @@ def write_paths_report(plan: SweepPlan, folder: Path, run: PathsRun, result: Swe
     """Write the report that the plan asks for, with the paths and with the runs in prefill. OSError or OutputError if
     the file cannot be written."""
     if plan.compare.html is not None:
-        labels = [DEFAULT, AGAIN, *(row.name for row in run.rows)]
-        runs = [load_run(result.runs[label], label) for label in labels if label in result.runs]
+        labels = {AGAIN: DEFAULT, **{row.name: row.name for row in run.rows}}
+        runs = [load_run(result.runs[own], label) for own, label in labels.items() if own in result.runs]
         path = folder / plan.output / plan.compare.html
         write_report(compare(runs), path, paths=run)
         _log.info("the report is %s", path)
@@ -165,8 +168,8 @@ async def _measure(
     plan: SweepPlan, paths: Sequence[ModelEntry], num_repeats: int, folder: Path, settings: Mapping[str, Any]
 ) -> "_Measured":
     """Measure the default path, its repeats, and other paths. RunError if one of the first two fails."""
-    default = plan.models[0].model_copy(update={"name": DEFAULT})
-    again = default.model_copy(update={"name": AGAIN, "repeats": num_repeats})
+    default = plan.models[0].model_copy(update={"name": DEFAULT, "repeats": 0})
+    again = plan.models[0].model_copy(update={"name": AGAIN, "repeats": num_repeats})
     result = await run_sweep(plan.model_copy(update={"models": [default, again, *paths]}), folder, **settings)
     for name in (DEFAULT, AGAIN):
         if name in result.failures:

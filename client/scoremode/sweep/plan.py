@@ -16,6 +16,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveInt,
     ValidationError,
     model_validator,
@@ -147,8 +148,9 @@ class ModelEntry(_Part):
     command: Command | None = None
     serve: Flags = []
     env: Environment = {}
-    repeats: PositiveInt = 1
-    """How often to measure the model on its server, each time with other numbers of windows in flight."""
+    repeats: NonNegativeInt = 1
+    """How often to measure the model on its server, each time with another number of windows in flight. The first model
+    may have 0: it is only recorded."""
 
     @model_validator(mode="after")
     def _served_or_running(self) -> "ModelEntry":

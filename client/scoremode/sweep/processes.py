@@ -50,6 +50,7 @@ _NEXT_MESSAGE = re.compile(
 )
 """Matches lines that do not continue an error's message."""
 _INFO = re.compile(r"(?:\(\w+ pid=\d+\) )?INFO\b")
+_WARNING = re.compile(r"(?:\(\w+ pid=\d+\) )?WARNING\b")
 _REASON_LENGTH = 1000
 """Limit on the characters of a reason; vLLM's longest message fits."""
 
@@ -251,7 +252,9 @@ def _reason(log: Path) -> str:
     for line in lines:
         # vLLM repeats the prefix of a message's first line on the message's other lines.
         rest = line.removeprefix(before).lstrip()
-        if not re.search(_SUMMARY, line) and (match := _ERROR.search(line)):
+        # A warning may name an error that could happen.
+        is_error = not (_WARNING.match(line) or re.search(_SUMMARY, line))
+        if is_error and (match := _ERROR.search(line)):
             before, reason = line[: match.start()].rstrip(), [match[0]]
         elif line.startswith(before) and not _NEXT_MESSAGE.match(rest):
             reason.append(rest)

@@ -349,12 +349,12 @@ class _Sweep:
                 label, name = in_lane(entry.name, lane), entry.name if lane == "prefill" else f"{entry.name}-{lane}"
                 kind: RunKind = "perplexity" if self._is_first(entry) and lane == "prefill" else "kld"
                 yield PlannedRun(f"{label}{number}", self.output / f"{name}{number}.json", wanted, lane, repeat, kind)
-            if self.second_reference is not None and not repeat:
-                label, path = f"{entry.name} (original)", self.output / f"{entry.name}-original.json"
-                yield PlannedRun(label, path, {**marks, "reference": self.second_reference})
             if self.plan.layers and not self._is_first(entry):
                 label, path = f"{entry.name} (layers){number}", self.output / f"{entry.name}-layers{number}.json"
                 yield PlannedRun(label, path, wanted, repeat=repeat, kind="layers")
+        if self.second_reference is not None:
+            label, path = f"{entry.name} (original)", self.output / f"{entry.name}-original.json"
+            yield PlannedRun(label, path, {**marks, "reference": self.second_reference})
         if self.prompts is not None and not self._is_first(entry):
             wanted = reuse.answers_marks(self.plan, self.prompts, marks)
             wanted["reference"] = reference and self.answers_reference

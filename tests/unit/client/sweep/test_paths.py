@@ -89,7 +89,8 @@ async def test_a_path_that_differs_is_named_with_its_blocks_and_an_equal_one_agr
 
 @pytest.mark.processes
 async def test_eager_servers_are_measured_with_their_layers_at_once(tmp_path: Path):
-    rows, _ = await measured(tmp_path, {"env": {OWN_NOISE: ["0.2"]}}, serve=["--enforce-eager"])
+    text = {**PLAN["text"], "max_tokens": 8192}
+    rows, _ = await measured(tmp_path, {"env": {OWN_NOISE: ["0.2"]}}, serve=["--enforce-eager"], text=text)
     assert len(rows[f"{OWN_NOISE}=0.2"].blocks) == 5
     assert not (tmp_path / "runs" / "eager").exists()
 
