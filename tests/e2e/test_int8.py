@@ -29,6 +29,7 @@ def test_the_server_runs_quantized_kernels_and_says_so(int8_client):
     assert bool(computed_by.fault) == int8_products_saturate()
     assert (computed_by.model_runner, computed_by.attention_backends) == ("v1", ["CPU_ATTN"])
     assert (computed_by.device, computed_by.num_devices, computed_by.kv_cache_dtype) == ("cpu", 1, "float32")
+    assert (computed_by.eager, computed_by.compilation) == (True, None)
 
 
 def test_logprobs_equal_int8_arithmetic_and_not_decompressed_weights(

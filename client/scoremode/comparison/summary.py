@@ -264,10 +264,14 @@ _IN_WORDS = {
     "kv_cache_dtype": "KV cache",
     "speculative_method": "speculative decoding",
     "batch_invariant": "batch invariance",
+    "eager": "eager mode",
+    "cuda_graphs": "CUDA graphs",
+    "compilation": "compilation",
 }
 """Names of the fields of `ComputedBy`, in the order in which they are shown."""
-_WITHOUT_INFLUENCE = {"num_devices", "data_parallel_size"}
-"""Fields that do not change results: replicas compute independently, and other fields count a model's devices."""
+_NOT_COMPARED = {"num_devices", "data_parallel_size", "cuda_graphs", "compilation"}
+"""Fields that warnings leave out: replicas compute independently, other fields count a model's devices, and `eager`
+says whether there are CUDA graphs and compilation."""
 
 
 def in_words(computed_by: ComputedBy | None) -> str:
@@ -291,10 +295,12 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
     sources += [(f"reference {other.model}", other, None) for run in runs if (other := run.reference) is not None]
     # The labels that have each value, by the field's name and, for kernels, the quantization.
     labels_by_value: dict[tuple[str, str | None], dict[str, dict[str, None]]] = {}
-    for name in ("dtype", "lane", *(name for name in _IN_WORDS if name not in _WITHOUT_INFLUENCE)):
+    for name in ("dtype", "lane", *(name for name in _IN_WORDS if name not in _NOT_COMPARED)):
         for label, model, lane in sources:
             fields = {"dtype": model.dtype, "lane": lane, **(dict(model.computed_by) if model.computed_by else {})}
-            if fields.get(name) is not None:
+            # References are often recorded in eager mode, for `layers`, and served models are usually compiled.
+            is_usual = name == "eager" and lane is None
+            if fields.get(name) is not None and not is_usual:
                 alike = labels_by_value.setdefault((name, _scheme(model) if name == "kernels" else None), {})
                 alike.setdefault(_value(fields[name]), {})[label] = None
     parts = []

@@ -360,6 +360,12 @@ class ComputedBy(BaseModel):
     speculative_method: str | None = None
     """vLLM's name of the method of speculative decoding; "none" without it."""
     batch_invariant: bool | None = None
+    eager: bool | None = None
+    """Whether the model runs without CUDA graphs and compilation (`--enforce-eager`)."""
+    cuda_graphs: str | None = None
+    """vLLM's mode of CUDA graphs, such as `FULL_AND_PIECEWISE`; null if `eager`."""
+    compilation: str | None = None
+    """vLLM's compilation mode, such as `VLLM_COMPILE`; null if `eager`."""
 
     @property
     def fault(self) -> str | None:

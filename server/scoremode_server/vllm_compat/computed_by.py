@@ -63,6 +63,8 @@ def describe_worker(wrapper: Any) -> dict[str, Any] | None:
         return logits or None
     modules = [cls.__module__ for cls in type(runner).__mro__]
     dtype = runner.cache_config.cache_dtype
+    is_eager, compilation = runner.model_config.enforce_eager, runner.compilation_config
+    modes = {"cuda_graphs": compilation.cudagraph_mode.name, "compilation": compilation.mode.name}
     return {
         "implementation": _implementation(runner.model),
         "model_runner": next((version for module, version in _RUNNERS.items() if module in modules), None),
@@ -71,6 +73,8 @@ def describe_worker(wrapper: Any) -> dict[str, Any] | None:
         "kv_cache_dtype": str(runner.kv_cache_dtype).removeprefix("torch.") if dtype == "auto" else str(dtype),
         "device": current_platform.get_device_name(),
         "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT),
+        "eager": is_eager,
+        **({} if is_eager else modes),
         **logits,
     }
 

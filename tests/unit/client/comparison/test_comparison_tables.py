@@ -9,6 +9,7 @@ import pytest
 from run_files import kld_run, made_up_kld, made_up_nlls, made_up_reference, perplexity_run
 
 from scoremode.comparison import as_csv, as_text, card, compare, summary, verdict_line
+from scoremode.comparison.summary import computed_differently, in_words
 from scoremode.wire import ComputedBy, NoiseFloor
 from scoremode.wire.protocol import SATURATION
 
@@ -203,3 +204,21 @@ def test_what_computed_runs_differently_is_named(tmp_path):
         "device: NVIDIA A100 (one, int4), NVIDIA H200 (two); "
         "attention: FLASH_ATTN 2 (one, int4), FLASH_ATTN 3 (two)."
     ), "kernels are another quantization's"
+
+
+def test_eager_mode_is_compared_between_runs_and_not_with_their_reference(tmp_path):
+    """`layers` needs an eager server, and the reference that it takes is also compared with compiled ones."""
+    eager, compiled = ComputedBy(eager=True), ComputedBy(eager=False, cuda_graphs="FULL", compilation="VLLM_COMPILE")
+    assert in_words(compiled) == "eager mode off; CUDA graphs FULL; compilation VLLM_COMPILE"
+    reference = made_up_reference(computed_by=eager)
+    runs = [
+        kld_run(tmp_path, name, made_up_nlls(1), made_up_kld(1, 0.1), reference=reference, server={"computed_by": by})
+        for name, by in (
+            ("one", compiled),
+            ("two", compiled.model_copy(update={"cuda_graphs": "NONE"})),
+            ("three", eager),
+        )
+    ]
+    assert computed_differently(runs[:2]) == []
+    [warning] = computed_differently(runs)
+    assert warning.endswith("differences. eager mode: off (one, two), on (three).")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import CompilationConfig
 
 from scoremode.wire.protocol import ComputedBy
 from scoremode_server.vllm_compat import computed_by
@@ -48,8 +49,11 @@ def test_kernels_are_those_of_every_kind_of_layer_once():
         model=torch.nn.Sequential(*layers),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         kv_cache_dtype=torch.bfloat16,
+        model_config=SimpleNamespace(enforce_eager=False),
+        compilation_config=CompilationConfig(mode=3, cudagraph_mode="FULL_AND_PIECEWISE"),
     )
-    described = describe_worker(SimpleNamespace(worker=SimpleNamespace(model_runner=runner, rank=0)))
+    worker = SimpleNamespace(model_runner=runner, rank=0)
+    described = describe_worker(SimpleNamespace(worker=worker))
     assert described["kernels"] == [
         "CTLinearMethod: W4A16, MacheteLinearKernel",
         "ModularMethod: NoDPEP, TritonExperts, Fp8MoEMethod",
@@ -57,6 +61,11 @@ def test_kernels_are_those_of_every_kind_of_layer_once():
     ]
     assert described["attention_backends"] == ["FLASH_ATTN 3", "GDN_ATTN"]
     assert (described["model_runner"], described["kv_cache_dtype"]) == ("v2", "bfloat16")
+    modes = {"eager": False, "cuda_graphs": "FULL_AND_PIECEWISE", "compilation": "VLLM_COMPILE"}
+    assert {name: described[name] for name in modes} == modes
+    runner.model_config.enforce_eager = True
+    eager = describe_worker(SimpleNamespace(worker=worker))
+    assert (eager["eager"], described.keys() - eager.keys()) == (True, {"cuda_graphs", "compilation"})
 
 
 @pytest.mark.parametrize(
