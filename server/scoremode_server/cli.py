@@ -1,4 +1,5 @@
-"""`scoremode serve MODEL [any vllm serve flag]`: vLLM's own server with Scoremode's routes added."""
+"""`scoremode serve MODEL [any vllm serve flag]`: vLLM's own server with Scoremode's routes added. `paths` and `memory`
+tell `ppl-client` about vLLM and the GPU here."""
 
 import argparse
 import errno
@@ -7,6 +8,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from scoremode_server.errors import NoKernelError
@@ -22,8 +24,39 @@ MMAP_THRESHOLD = 128 * 1024
 def serve(arguments: list[str]) -> None:
     """Run `vllm serve` with `arguments`, until the server is stopped. SystemExit if the arguments are wrong, or
     Scoremode does not run on this vLLM."""
+    command = _serve_command(arguments[0])
+    from vllm.logger import configure_logging_from_args
+
+    namespace = parse(command, arguments)
+    configure_references(namespace)
+    configure_logging_from_args(namespace)
+    command.validate(namespace)
+    _run(command.cmd, namespace)
+    # vLLM's command also returns normally after its engine has died. A supervisor would not restart a server that exits
+    # with status 0.
+    from scoremode_server.vllm_compat.engine_client import engine_died
+
+    if engine_died.is_set():
+        raise SystemExit("scoremode: the engine has died: its error is further up")
+
+
+def paths(arguments: list[str]) -> None:
+    """Print the other paths on which `serve` with these arguments can compute, as JSON. SystemExit as for `serve`."""
+    # Everything else that is printed goes to standard error, because vLLM writes its logs to standard output.
+    with os.fdopen(os.dup(1), "w") as output:
+        os.dup2(2, 1)
+        command = _serve_command(arguments[0])
+        from scoremode_server.vllm_compat.paths import VARIED, candidates
+
+        namespace = parse(command, arguments, **dict.fromkeys(VARIED))
+        print(json.dumps(_run(candidates, namespace)), file=output)
+
+
+def _serve_command(first: str) -> Any:
+    """Import vLLM's `ServeSubcommand` and make one. SystemExit if the first argument is a path that does not exist, or
+    Scoremode does not run on this vLLM."""
     # Check this before vLLM is imported, which takes seconds.
-    check_folder(arguments[0])
+    check_folder(first)
     # vLLM reads its environment while it is imported.
     allow_plugin()
     from scoremode_server.vllm_compat.versions import require_supported
@@ -36,7 +69,6 @@ def serve(arguments: list[str]) -> None:
     # vLLM's command-line module needs package metadata that the CPU build does not have. `ServeSubcommand` works
     # without.
     from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.logger import configure_logging_from_args
 
     try:
         from vllm.entrypoints.common.startup import cli_env_setup
@@ -45,26 +77,16 @@ def serve(arguments: list[str]) -> None:
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     cli_env_setup()
-    command = ServeSubcommand()
-    namespace = parse(command, arguments)
-    configure_references(namespace)
-    configure_logging_from_args(namespace)
-    command.validate(namespace)
-    _run(command, namespace)
-    # vLLM's command also returns normally after its engine has died. A supervisor would not restart a server that exits
-    # with status 0.
-    from scoremode_server.vllm_compat.engine_client import engine_died
-
-    if engine_died.is_set():
-        raise SystemExit("scoremode: the engine has died: its error is further up")
+    return ServeSubcommand()
 
 
-def _run(command: Any, namespace: argparse.Namespace) -> None:
-    """Run vLLM's `ServeSubcommand`. Errors that the user can mend become a SystemExit with a message of one line."""
+def _run(function: Callable[[argparse.Namespace], Any], namespace: argparse.Namespace) -> Any:
+    """Call a function with parsed arguments. Errors that the user can mend become a SystemExit with a message of one
+    line."""
     from pydantic import ValidationError
 
     try:
-        command.cmd(namespace)
+        return function(namespace)
     except NoKernelError as error:
         raise SystemExit(f"scoremode: {error}") from None
     except ValidationError as error:
@@ -83,9 +105,9 @@ def _run(command: Any, namespace: argparse.Namespace) -> None:
         ) from None
 
 
-def parse(command: Any, arguments: list[str]) -> argparse.Namespace:
-    """Parse the arguments of `command`, vLLM's `ServeSubcommand`. SystemExit if they are wrong or name no model: vLLM
-    would serve a default model."""
+def parse(command: Any, arguments: list[str], **defaults: object) -> argparse.Namespace:
+    """Parse the arguments of `command`, vLLM's `ServeSubcommand`, with these defaults instead of vLLM's. SystemExit if
+    they are wrong or name no model: vLLM would serve a default model."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser(prog=PLUGIN, description="Exact log-probabilities of given text, over HTTP.")
@@ -97,6 +119,7 @@ def parse(command: Any, arguments: list[str]) -> argparse.Namespace:
         shutdown_timeout=30,
         renderer_num_workers=tokenizer_threads(),
         model=None,
+        **defaults,
     )
     add_arguments(subparser)
     subparser.usage = USAGE
@@ -149,13 +172,16 @@ def main() -> None:
     match sys.argv[1:]:
         case ["serve", first, *others]:
             serve([first, *others])
+        case ["paths", first, *others]:
+            paths([first, *others])
         case ["memory"]:
             print(json.dumps(device_memory()))
         case ["--version" | "-V"]:
             print(importlib.metadata.version("scoremode"))
         case ["--help" | "-h"]:
             print(
-                f"usage: {USAGE}\n       scoremode serve --help=Scoremode\n       scoremode memory\n"
+                f"usage: {USAGE}\n       scoremode serve --help=Scoremode\n"
+                "       scoremode paths MODEL [any option of vllm serve]\n       scoremode memory\n"
                 "       scoremode --version"
             )
         case _:

@@ -20,6 +20,7 @@ from scoremode_server.cli import (
     keep_tensors_off_the_heap,
     main,
     parse,
+    paths,
     serve,
     tokenizer_threads,
 )
@@ -109,6 +110,29 @@ def test_the_memory_of_the_gpu_is_json(monkeypatch, capsys, memory):
     monkeypatch.setattr("sys.argv", ["scoremode", "memory"])
     main()
     assert json.loads(capsys.readouterr().out) == (memory and {"free": 3, "total": 80})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ended_with"),
+    [
+        (["/no/such/folder"], "^scoremode: there is no /no/such/folder: "),
+        (["MODEL", "--no-such-flag"], "^2$"),
+        (["MODEL", "--max-model-len", "20000"], r"^scoremode: .*max_model_len \(20000\) is greater than the derived"),
+    ],
+)
+def test_paths_end_as_a_server_does(random_model, capfd, arguments, ended_with):
+    with pytest.raises(SystemExit, match=ended_with):
+        paths([str(random_model) if argument == "MODEL" else argument for argument in arguments])
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.processes
+def test_paths_are_json_and_logs_are_elsewhere(random_model):
+    command = ["paths", str(random_model), "--dtype", "float32", "--kv-cache-dtype", "auto"]
+    program = f"import sys; from scoremode_server import cli; sys.argv[1:] = {command}; cli.main()"
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert printed.stdout == '[{"flags": ["--enforce-eager"], "env": {}}]\n'
+    assert "Resolved architecture: LlamaForCausalLM" in printed.stderr
 
 
 @pytest.mark.processes
