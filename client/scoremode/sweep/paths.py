@@ -92,7 +92,7 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
     if repeated := [name for name, count in Counter(path.name.casefold() for path in paths).items() if count > 1]:
         raise PlanError(f"vary: two paths are called {repeated[0]!r}")
     # Eager servers are also measured with their layers, unless the text is too long.
-    has_layers = EAGER in plan.flags(model) and (plan.text.max_tokens or inf) <= _EAGER_TOKENS
+    has_layers = EAGER in plan.flags(model) and (plan.text.max_tokens or inf) <= _EAGER_TOKENS + 1
     plan = plan.model_copy(update={"vary": None, "speeds": True, "layers": has_layers})
     _say_space(plan, model, folder)
     original = None if vary.original is None else await _record(plan, vary.original, folder, settings)
@@ -191,7 +191,8 @@ def _eager_plan(plan: SweepPlan) -> SweepPlan:
     context = plan.window_settings.get("context_length") or 2048
     text, windows = plan.text, plan.windows
     if windows.preset is None:
-        most = max(_EAGER_TOKENS, context)
+        # A window begins only where a token follows it.
+        most = max(_EAGER_TOKENS, LEAST_WINDOWS * context) + 1
         text = text.model_copy(update={"max_tokens": min(text.max_tokens or most, most)})
     else:
         most = max(LEAST_WINDOWS, _EAGER_TOKENS // context)

@@ -566,7 +566,7 @@ class _Sweep:
                 reference,
                 return_token_texts=True,
                 top_logprobs=NUM_TOP,
-                concurrency=_concurrency(run.repeat),
+                concurrency=await _concurrency(client, run),
                 lane=run.lane,
                 start_journal=output.start_journal,
                 on_progress=on_progress,
@@ -580,16 +580,20 @@ class _Sweep:
             measurement = await measure_layers(
                 client,
                 str(run.wanted["reference"]),
-                concurrency=_concurrency(run.repeat),
+                concurrency=await _concurrency(client, run),
                 start_journal=output.start_journal,
                 on_progress=on_progress,
             )
         return measurement, f"whole model {measurement.whole.in_words} nats per token"
 
 
-def _concurrency(repeat: int) -> int | None:
-    """Windows in flight: fewer in each repeat, so that batches differ; the server's own number in the first run."""
-    return MAX_CONCURRENCY * 3 // (3 + repeat) if repeat else None
+async def _concurrency(client: AsyncScoreClient, run: PlannedRun) -> int | None:
+    """Windows in flight: fewer in each repeat, so that batches differ; the default number in the first run."""
+    if not run.repeat:
+        return None
+    info, reference = await client.info(), await client.reference(str(run.wanted["reference"]))
+    most = min(MAX_CONCURRENCY, info.max_num_seqs or MAX_CONCURRENCY, reference.num_windows)
+    return max(1, most * 3 // (3 + run.repeat))
 
 
 def _shown(figure: float | None) -> str:
