@@ -78,7 +78,13 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         "models": [{"name": model_name(options.model), "model": options.model}],
         "serve": options.serve,
         "lane": options.lane,
-        "vary": {**_tries(options.tries), "product": options.product, "repeats": options.repeats, "original": original},
+        "vary": {
+            **_tries(options.tries),
+            "product": options.product,
+            "repeats": options.repeats,
+            "blocks": options.blocks,
+            "original": original,
+        },
         "compare": {"html": str(report.absolute()), "plots": None},
     }
 
@@ -125,6 +131,12 @@ COMMAND = Command(
                     "measure the default path N times more, for the floor; default: %(default)s",
                     type=at_least(2),
                     default=4,
+                ),
+                Option(
+                    "--no-blocks",
+                    "do not look for the blocks of paths that differ, which takes more servers",
+                    dest="blocks",
+                    action="store_false",
                 ),
                 Option("--reference ORIGINAL", "the original, to tell which path is nearer to it"),
                 sweep.AT_ONCE,

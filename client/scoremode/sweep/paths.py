@@ -92,14 +92,14 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
     if repeated := [name for name, count in Counter(path.name.casefold() for path in paths).items() if count > 1]:
         raise PlanError(f"vary: two paths are called {repeated[0]!r}")
     # Eager servers are also measured with their layers, unless the text is too long.
-    has_layers = EAGER in plan.flags(model) and (plan.text.max_tokens or inf) <= _EAGER_TOKENS + 1
+    has_layers = vary.blocks and EAGER in plan.flags(model) and (plan.text.max_tokens or inf) <= _EAGER_TOKENS + 1
     plan = plan.model_copy(update={"vary": None, "speeds": True, "layers": has_layers})
     _say_space(plan, model, folder)
     original = None if vary.original is None else await _record(plan, vary.original, folder, settings)
     measured = await _measure(plan, paths, vary.repeats, folder, {**settings, "second_reference": original})
     rows = measured.rows([path.name for path in paths], plan.lanes)
     differing = {row.name: row for row in rows if any(lane.differs and lane.lane == "prefill" for lane in row.lanes)}
-    if differing:
+    if differing and vary.blocks:
         eager = measured
         if not plan.layers:
             again = [path for path in paths if path.name in differing]

@@ -175,6 +175,8 @@ class VaryOptions(_Part):
     """Whether to measure all combinations of values too."""
     repeats: Annotated[int, Field(ge=2)] = 4
     """How often the default path is measured again for the floor, on a server of its own."""
+    blocks: bool = True
+    """Whether to find the blocks of the paths that differ, on eager servers that start afterwards."""
     original: ModelEntry | None = None
     """The model that was quantized, to tell which path is nearer to it."""
 
