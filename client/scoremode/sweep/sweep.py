@@ -259,6 +259,7 @@ class _Sweep:
     async def measure(self, entry: ModelEntry, flags: Sequence[str]) -> None:
         """Measure a model, whose server gets these flags too. An error is added to the failures."""
         try:
+            self._require_recorded()
             await (self.measure_served(entry, flags) if entry.url is None else self.measure_running(entry, entry.url))
         except (ScoremodeError, WindowError, OSError) as error:
             hint = "; --at-once 1 gives its server the whole GPU" if flags and isinstance(error, ProcessError) else ""
@@ -300,10 +301,17 @@ class _Sweep:
             await self.all_up.wait()
         if not self._is_first(entry):
             await self.first_is_done.wait()
+        self._require_recorded()
         async with self.measuring:
             # If the first model failed since this server started, runs that were compared with it stay valid.
             if self.plan.models[0].name not in self.result.failures or not self._reuse(entry, marks, self.reference):
                 await self._measure(entry, client, marks)
+
+    def _require_recorded(self) -> None:
+        """RunError if the first model failed and was only to be recorded: then there is nothing to measure."""
+        first = self.plan.models[0]
+        if not first.repeats and first.name in self.result.failures:
+            raise RunError(f"{first.name} failed, with which it would be compared")
 
     def _loaded(self, entry: ModelEntry) -> None:
         self.loading.discard(entry.name)

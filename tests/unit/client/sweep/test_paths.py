@@ -10,6 +10,7 @@ import pytest
 from fake_server import BOS, DECODE_NOISE, OWN_NOISE, TEXT, compare
 
 from scoremode.comparison.paths import PathRow, load_paths
+from scoremode.errors import RunError
 from scoremode.sweep import PlanError, checked_plan
 from scoremode.sweep.paths import _changes, measure_paths
 from scoremode.sweep.plan import VaryOptions
@@ -93,6 +94,13 @@ async def test_eager_servers_are_measured_with_their_layers_at_once(tmp_path: Pa
     rows, _ = await measured(tmp_path, {"env": {OWN_NOISE: ["0.2"]}}, serve=["--enforce-eager"], text=text)
     assert len(rows[f"{OWN_NOISE}=0.2"].blocks) == 5
     assert not (tmp_path / "runs" / "eager").exists()
+
+
+@pytest.mark.processes
+async def test_no_path_is_served_if_the_default_path_fails(tmp_path: Path):
+    with pytest.raises(RunError, match="the default path fails: the server ended with status 1 .*out of memory"):
+        await measured(tmp_path, {"env": {"OTHER": ["1"]}}, models=[{"name": "bytes", "model": "broken"}])
+    assert [log.stem for log in (tmp_path / "runs" / "logs").iterdir()] == ["default"]
 
 
 @pytest.mark.processes
