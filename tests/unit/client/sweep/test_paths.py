@@ -98,7 +98,7 @@ async def test_eager_servers_are_measured_with_their_layers_at_once(tmp_path: Pa
 
 @pytest.mark.processes
 async def test_no_path_is_served_if_the_default_path_fails(tmp_path: Path):
-    with pytest.raises(RunError, match="the default path fails: the server ended with status 1 .*out of memory"):
+    with pytest.raises(RunError, match=r"the default path fails: the server ended with status 1 .*out of memory"):
         await measured(tmp_path, {"env": {"OTHER": ["1"]}}, models=[{"name": "bytes", "model": "broken"}])
     assert [log.stem for log in (tmp_path / "runs" / "logs").iterdir()] == ["default"]
 
