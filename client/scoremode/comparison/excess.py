@@ -22,7 +22,7 @@ from scoremode.comparison.bootstrap import MIN_UNITS
 from scoremode.kld import NEGLIGIBLE_KLD, Floats
 
 MARGIN = 0.1
-"""An excess of up to this share of the floor is no difference: repeats on one server do not show what servers share."""
+"""An excess of up to this share of the floor does not count: repeats on one server miss what differs between two."""
 SIGNIFICANCE = 0.05
 
 
@@ -69,7 +69,7 @@ def excess(sums: Floats, floors: Floats, sizes: NDArray[np.integer], least_units
 
 
 def significant(tests: Sequence[Excess]) -> list[bool]:
-    """Which excesses are more than chance, over all tests of a table (Holm's method). Tests without a p are not."""
+    """Tell which excesses are more than chance, over all tests of a table (Holm's method). Tests without a p are not."""
     from statsmodels.stats.multitest import multipletests
 
     p_values = [1.0 if test.p is None else test.p for test in tests]
