@@ -83,12 +83,17 @@ def run(options: argparse.Namespace) -> int:
     task's samples cannot be read or compared."""
     labels = dict(zip(options.runs, options.labels or (), strict=False))
     # Refuse options before the imports, which take seconds.
-    layers_paths = [path for path in options.runs if run_kind(path) == "layers"]
-    paths = [path for path in options.runs if path not in layers_paths]
-    if layers_paths:
-        _refuse_layers(options, is_alone=not paths)
+    kinds = {path: run_kind(path) for path in options.runs}
+    layers_paths = [path for path, kind in kinds.items() if kind == "layers"]
+    paths = [path for path, kind in kinds.items() if kind not in ("layers", "paths")]
+    for kind in ("layers", "paths"):
+        if kind in kinds.values():
+            _refuse_options(options, kind, is_alone=not paths)
     from scoremode.comparison.layers import layers_as_text, load_layers
+    from scoremode.comparison.path_tables import paths_as_text
+    from scoremode.comparison.paths import load_paths
 
+    kernel_paths = load_paths(options.runs[0]) if "paths" in kinds.values() else None
     layers = load_layers(layers_paths, [labels[path] for path in layers_paths] if labels else None)
     from scoremode.accuracy import compare_tasks, load_tasks
     from scoremode.comparison import as_csv, as_text, card, compare, load_runs, with_logs
@@ -129,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
         if options.html is not None:
             from scoremode.comparison.report import write_report
 
-            write_report(comparison, options.html, layers=layers)
+            write_report(comparison, options.html, layers=layers, paths=kernel_paths)
     finally:
         parts = []
         if options.csv:
@@ -141,19 +146,23 @@ def run(options: argparse.Namespace) -> int:
             parts.append(tasks_as_text(tasks, is_markdown=options.card))
         if layers and not options.card:
             parts.append(layers_as_text(layers))
+        if kernel_paths is not None:
+            parts.append(paths_as_text(kernel_paths))
         sys.stdout.write("\n".join(parts))
     for line in lines:
         print(f"ppl-client: {printable(line)}", file=sys.stderr)
     return LIMIT_EXCEEDED if lines else 0
 
 
-def _refuse_layers(options: argparse.Namespace, *, is_alone: bool) -> None:
-    """Raise RunError for `--csv`, which does not work with runs of `ppl-client layers`, and if there are only such runs
-    (`is_alone`), for options that need other kinds."""
+def _refuse_options(options: argparse.Namespace, kind: str, *, is_alone: bool) -> None:
+    """Raise RunError for `--csv`, which does not work with runs of this kind; if there are no others (`is_alone`), for
+    options that need them; and for runs next to one of `ppl-client paths`."""
+    if kind == "paths" and len(options.runs) > 1:
+        raise RunError("a run of ppl-client paths cannot be compared with other runs: give it alone")
     for name in given(options, ("csv", *((*_OF_RUNS, "tasks", "llama_cpp") if is_alone else ()))):
         if name != "--html":
             alone = " alone" if name != "--csv" else ""
-            raise RunError(f"{name} does not work with runs of ppl-client layers{alone}")
+            raise RunError(f"{name} does not work with runs of ppl-client {kind}{alone}")
 
 
 def _task_folders(tasks: Sequence[str], labels: Sequence[str]) -> dict[str, Path]:

@@ -17,8 +17,10 @@ from scoremode.comparison.agreement import has_answers
 from scoremode.comparison.card import card
 from scoremode.comparison.figures import RunComparison
 from scoremode.comparison.layers import LayersRun, layers_section
+from scoremode.comparison.path_tables import paths_view
+from scoremode.comparison.paths import PathsRun
 from scoremode.comparison.plot_style import LIGHT, as_element
-from scoremode.comparison.plots import common_caption, plots
+from scoremode.comparison.plots import Plot, common_caption, plots
 from scoremode.comparison.report_data import script_json, text_data
 from scoremode.comparison.report_tables import pair_matrices, parted_answers, run_table
 from scoremode.comparison.summary import computed_differently, in_words, summary, verdict_line
@@ -39,23 +41,28 @@ def write_report(
     *,
     max_bytes: int = MAX_BYTES,
     layers: Mapping[str, LayersRun] | None = None,
+    paths: PathsRun | None = None,
 ) -> None:
     """Write the report. OSError or OutputError if the file cannot be written.
 
     Args:
-        comparison: The runs and their figures; None for a report on layers alone.
+        comparison: The runs and their figures; None for a report on layers or paths alone.
         path: The HTML file.
         max_bytes: Limit on the file's bytes. The text of the most divergent passages is included as far as it fits.
             Tables, plots and means of all passages are always included.
         layers: Runs of `ppl-client layers` to show as well, by their labels.
+        paths: A run of `ppl-client paths` to show as well.
     """
     names = ("report.css", "report.js", "report_actions.js")
     style, *scripts = ((TEMPLATES / name).read_text("utf-8") for name in names)
     section = layers_section(layers) if layers else None
+    view = None if paths is None else paths_view(paths)
     context = {
         "comparison": comparison,
         "layers": section,
-        "title": "" if section is None else section.title,
+        "paths": view,
+        "paths_svg": None if view is None or view.plot is None else _svg(view.plot),
+        "title": ", ".join(part.title for part in (section, view) if part is not None),
         "style": Markup(style),
         "style_hash": _policy_hash(style),
         "script": Markup("".join(scripts)),
@@ -113,15 +120,16 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "base_of_tasks": "" if tasks is None else tasks.base,
         "has_kld": _largest_kld(comparison) is not None,
         # The page describes the measurement once, so plots have no note.
-        "plots": [
-            (plot, Markup(as_element(replace(plot, note="").draw(LIGHT), plot.name, plot.subject)))
-            for plot in plots(comparison)
-        ],
+        "plots": [(plot, _svg(replace(plot, note=""))) for plot in plots(comparison)],
         "settings": settings,
         "run_settings": run_settings,
         # The command runs in the folder of the runs, and writes the report there.
         "command": comparison.command(*options, "--html", "report.html"),
     }
+
+
+def _svg(plot: Plot) -> Markup:
+    return Markup(as_element(plot.draw(LIGHT), plot.name, plot.subject))
 
 
 def _settings(comparison: RunComparison) -> tuple[list[_Pair], list[tuple[str, list[_Pair]]]]:

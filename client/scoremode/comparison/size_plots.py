@@ -26,7 +26,7 @@ def draw(
         _draw_by_run(all_points, value, floor, drawing, axes, theme)
         return
     _set_scale(axes, all_points, floor, "y")
-    _set_size_scale(axes, [point.size for point in all_points])
+    set_size_scale(axes, [point.size for point in all_points])
     axes.set(xlabel=size, ylabel=value)
     axes.margins(y=0.12)
     for point in all_points:
@@ -39,7 +39,7 @@ def draw(
     if len(all_points) >= MIN_FRONT:
         _draw_front(axes, all_points, theme)
     legend(drawing, axes, theme)
-    _label_points(drawing, axes, all_points, theme)
+    label_points(drawing, axes, all_points, theme)
 
 
 def _draw_front(axes: Axes, all_points: Sequence[Point], theme: Theme) -> None:
@@ -60,7 +60,7 @@ def _draw_front(axes: Axes, all_points: Sequence[Point], theme: Theme) -> None:
     )
 
 
-def _label_points(drawing: Drawing, axes: Axes, all_points: Sequence[Point], theme: Theme) -> None:
+def label_points(drawing: Drawing, axes: Axes, all_points: Sequence[Point], theme: Theme) -> None:
     """Put labels where they cover neither each other nor points, intervals and lines. Draw lines to distant points."""
     labels = [
         axes.text(point.size, point.value, point.label, color=theme.run(point.index), fontsize=10)
@@ -112,7 +112,7 @@ def _set_scale(axes: Axes, all_points: Sequence[Point], floor: float | None, whi
     plain_log_axis(axes, which)
 
 
-def _set_size_scale(axes: Axes, sizes: Sequence[float]) -> None:
+def set_size_scale(axes: Axes, sizes: Sequence[float]) -> None:
     """Use a log axis with ticks at round numbers for sizes that lie far apart, such as those of 4 and 16 bits."""
     low, high = min(sizes), max(sizes)
     if low <= 0 or high / low <= 2:
