@@ -1,0 +1,91 @@
+"""Divergences tested against repeats of the default path, next to SciPy's tests and in simulations, and the figures of
+paths."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_server import INFO
+from run_files import kld_run, made_up_nlls
+from scipy import stats
+
+from scoremode import ServerInfo
+from scoremode.comparison.excess import Excess, excess, significant
+from scoremode.comparison.paths import lane_figures, nearer_to_original, same_path
+
+NUM_PATHS, NUM_UNITS, NUM_REPEATS = 20, 40, 4
+
+
+def test_repeats_add_their_variance_as_a_second_sample_of_welchs_test():
+    random = np.random.default_rng(2)
+    means, sums = random.normal(1, 0.02, NUM_REPEATS), random.normal(11.5, 0.5, NUM_UNITS)
+    found = excess(sums, 10 * np.tile(means[:, None], NUM_UNITS), np.full(NUM_UNITS, 10))
+    # The mean of repeats and the path are both runs: the variance of one run is added to that of the mean.
+    deviations = np.std(sums / 10, ddof=1), np.std(means, ddof=1) * np.sqrt(NUM_REPEATS + 1)
+    samples = sums.mean() / 10 - means.mean(), deviations[0], NUM_UNITS, 0.1 * means.mean(), deviations[1], NUM_REPEATS
+    expected = stats.ttest_ind_from_stats(*samples, equal_var=False, alternative="greater")
+    assert found.p == pytest.approx(expected.pvalue)
+    assert (found.low, found.high) == pytest.approx((0.1, 0.2), abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sums", "floors", "expected"),
+    [
+        ([1.0] * 20, [1.0] * 20, (0, 0, 0, 1)),
+        ([1.2] * 20, [1.0] * 20, (0.1, 0.1, 0.1, 0)),
+        ([np.inf] * 20, [1.0] * 20, (np.inf, None, None, 0)),
+        ([1.2] * 19, [1.0] * 19, (0.1, None, None, None)),
+    ],
+    ids=["equal", "without noise", "infinite", "too few units"],
+)
+def test_units_of_two_tokens_without_noise(sums, floors, expected):
+    found = excess(np.array(sums), np.array([floors] * 2), np.full(len(sums), 2))
+    assert (found.value, found.low, found.high, found.p) == pytest.approx(expected, abs=1e-12)
+
+
+def test_holms_method_rejects_more_than_bonferronis():
+    """The limits of three tests are 0.05 / 3, 0.05 / 2 and 0.05, and a test without p counts as one of them."""
+    assert significant([Excess(1, 1, 0, 0, p) for p in (0.02, None, 0.01)]) == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("more", "run_noise", "least", "most"),
+    [(0, 0.01, 0, 0.05), (0, 0.1, 0, 0.05), (0.5, 0.01, 0.95, 1)],
+    ids=["equal", "equal, noisy runs", "half of the floor"],
+)
+def test_equal_paths_give_few_alarms_and_one_that_differs_is_found(more, run_noise, least, most):
+    """200 tables of 20 paths. Segments of the text differ by 50 %, each varies by 10 % between runs, and all of a run
+    together by `run_noise`. The first path has more than the floor."""
+    random, sizes, alarms = np.random.default_rng(3), np.full(NUM_UNITS, 1024), 0
+    for _ in range(200):
+        runs = random.gamma(100, 1 / 100, (NUM_REPEATS + NUM_PATHS, NUM_UNITS)) * random.lognormal(0, 0.5, NUM_UNITS)
+        runs *= random.normal(1, run_noise, (len(runs), 1))
+        runs[NUM_REPEATS] *= 1 + more
+        # Holm's method rejects none if the smallest p exceeds its first limit.
+        alarms += min(excess(run, runs[:NUM_REPEATS], sizes).p for run in runs[NUM_REPEATS:]) <= 0.05 / NUM_PATHS
+    assert least <= alarms / 200 <= most
+
+
+def test_a_path_differs_from_a_position_on(tmp_path):
+    """Windows of 100 targets after one token; the last 37 are on positions from 64 on."""
+    late = np.tile(np.arange(1, 101) >= 64, 30)
+    values = {"one": 0.001 + 0 * late, "two": 0.003 + 0 * late, "equal": 0.002 + 0 * late, "other": 0.002 + 0.1 * late}
+    runs = (kld_run(tmp_path, name, made_up_nlls(0), kld) for name, kld in values.items())
+    one, two, equal, other = (replace(run, window_contexts=np.ones(30, np.int32)) for run in runs)
+    same, differing = lane_figures([equal, other], {"prefill": [one, two]})
+    assert (same.differs, same.differs_from) == (False, None)
+    assert (differing.differs, differing.differs_from, differing.tokens_per_second) == (True, 64, 3000)
+    *_, last = differing.by_position
+    assert (last.name, last.num_tokens) == ("64 to 127", 37 * 30)
+    assert [differing.excess.mean, differing.excess.floor, last.kld] == pytest.approx([0.002 + 0.037, 0.002, 0.102])
+    assert [(group.by, group.name) for group in differing.groups] == [("confidence", "0.5 ≤ p < 0.9")]
+    assert nearer_to_original(equal, other).high < 0 < nearer_to_original(other, equal).low
+
+
+def test_paths_are_the_same_if_servers_report_the_same_kernels():
+    marlin, machete, unknown = (
+        ServerInfo(**{**INFO, "computed_by": kernels and {"kernels": [kernels]}}) for kernels in ("M", "N", None)
+    )
+    servers = {"marlin": marlin, "machete": machete, "unknown": unknown}
+    assert [same_path(server.model_copy(), servers) for server in servers.values()] == ["marlin", "machete", None]
+    assert same_path(machete.model_copy(update={"dtype": "float16"}), servers) is None
