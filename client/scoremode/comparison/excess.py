@@ -69,7 +69,7 @@ def excess(sums: Floats, floors: Floats, sizes: NDArray[np.integer], least_units
 
 
 def significant(tests: Sequence[Excess]) -> list[bool]:
-    """Tell which excesses are more than chance, over all tests of a table (Holm's method). One without a p is not."""
+    """Tell which excesses are more than chance, over all tests of a table (Holm's method). One without a p never is."""
     from statsmodels.stats.multitest import multipletests
 
     p_values = [1.0 if test.p is None else test.p for test in tests]
