@@ -37,13 +37,16 @@ def check(options: argparse.Namespace) -> None:
 
 @extra("report")
 def run(options: argparse.Namespace) -> int:
-    """Measure the paths and print the table; returns 3 if a path differs and `--fail-if` is given."""
+    """Measure the paths and print the table. Returns 3 if a path differs and `--fail-if` is given, and 1 if a path's
+    server ended while it was measured."""
     from scoremode.sweep import checked_plan
 
     fields = plan(options)
     sweep.require_extras_for(fields["text"]["dataset"])
     measured = measure(checked_plan(fields, "paths"), Path(), options)
-    return LIMIT_EXCEEDED if measured.differing and options.fail_if else 0
+    if measured.differing and options.fail_if:
+        return LIMIT_EXCEEDED
+    return int(any(row.verdict == "failed" for row in measured.rows))
 
 
 def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace) -> "PathsRun":
