@@ -62,7 +62,9 @@ def paths_view(run: PathsRun) -> PathsView:
     labels = dict(zip(names, short_labels([*map(_shown, names)], _MAX_NAME), strict=True))
     lines = [_line(row, lane, labels) for row in run.rows for lane in (row.lanes or (None,))]
     columns = zip(_HEADERS, zip(*lines, strict=True), strict=True)
-    same = [f"{row.name} is the same path as {row.same_as}." for row in run.rows if row.same_as]
+    # A path that differs is another one, although its server reports the same kernels.
+    equal = [row for row in run.rows if row.same_as and row.verdict != "differs"]
+    same = [f"{row.name} is the same path as {row.same_as}." for row in equal]
     failures = [f"{row.name} {'failed' if row.lanes else 'is refused'}: {row.reason}" for row in run.rows if row.reason]
     return PathsView(
         _shown(f"Kernel paths of {run.model}"),
