@@ -1,0 +1,116 @@
+"""`ppl-client paths` over servers of one model, some of which have a fault that `tests/planted_fault.py` plants."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from local_server import CPU_ENVIRONMENT, CPU_FLAGS, has_gpu
+from scoremode.cli.compare import LIMIT_EXCEEDED
+from scoremode.comparison.paths import PathRow, load_paths
+from tests import oracle, planted_fault
+from tests.shared_servers import TO_END
+from tests.texts import WIKITEXT
+
+CONTEXT, NUM_WINDOWS = 128, 8
+INTERRUPTED = 130
+UNKNOWN_FLAG = "no-such-flag"
+ATTENTION, FEW_ROWS, NO_FAULT, DEATH = (
+    f"{planted_fault.VARIABLE}={fault}" for fault in ("attention:0:1.02", "single-rows:1:1.02", "none", "end:1:60")
+)
+
+# All tests need the same servers.
+pytestmark = pytest.mark.xdist_group("paths")
+
+
+class Paths:
+    """The command, interrupted once the default path was measured, and then repeated."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        folder.joinpath("site").mkdir()
+        packages = planted_fault.install(folder / "site"), os.environ.get("PYTHONPATH")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, packages)))}
+        self.output = folder / "runs"
+        command = [
+            *(sys.executable, "-m", "scoremode.cli", "paths", model, "--text-file", WIKITEXT, "--quiet"),
+            *("--context-length", str(CONTEXT), "--max-windows", str(NUM_WINDOWS), "--output", self.output),
+            *("--try", UNKNOWN_FLAG, "--fail-if", "differs"),
+            *(word for path in (ATTENTION, NO_FAULT, FEW_ROWS, DEATH) for word in ("--try", path)),
+            *("--", *TO_END.flags, *(() if has_gpu() else CPU_FLAGS)),
+        ]
+        settings = environment if has_gpu() else environment | CPU_ENVIRONMENT
+        log = folder / "first.log"
+        with log.open("w") as output:
+            first = subprocess.Popen(command, env=settings, stderr=output)
+        last_repeat = self.output / "default-again-layers-4.json"
+        while not last_repeat.exists():
+            assert first.poll() is None, log.read_text()
+            time.sleep(0.1)
+        first.terminate()
+        self.first_status, self.interrupted_at = first.wait(), time.time()
+        self.second = subprocess.run(command, env=settings, capture_output=True, text=True)
+        self.rows = {row.name: row for row in load_paths(self.output / "paths.json").rows}
+
+
+@pytest.fixture(scope="module")
+def paths(random_model, tmp_path_factory) -> Paths:
+    return Paths(random_model, tmp_path_factory.mktemp("paths"))
+
+
+def divergence(model: Path, layer: str) -> float:
+    """The mean KL divergence of a model from itself with a layer's weight times 1.02, in float64."""
+    tokens = AutoTokenizer.from_pretrained(model)(WIKITEXT.read_text()[:10_000])["input_ids"]
+    windows = [tokens[start : start + CONTEXT] for start in range(0, NUM_WINDOWS * CONTEXT, CONTEXT)]
+    faulty = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    with torch.no_grad():
+        faulty.get_submodule(layer).weight.mul_(1.02)
+    return np.concatenate([window.kld for window in oracle.divergences(model, faulty, windows)]).mean()
+
+
+def differs(row: PathRow) -> dict[str, bool]:
+    return {lane.lane: lane.differs for lane in row.lanes}
+
+
+def test_a_layers_fault_is_named_and_nothing_else(paths, random_model):
+    row = paths.rows[ATTENTION]
+    assert differs(row) == {"prefill": True, "decode": True}
+    assert [block.name for block in row.blocks] == ["model.layers.0.self_attn"]
+    exact = divergence(random_model, "model.layers.0.self_attn.o_proj")
+    means = [test.mean for test in (*(lane.excess for lane in row.lanes), row.blocks[0].excess)]
+    assert means == pytest.approx([exact] * 3, rel=1e-3)
+    assert paths.second.returncode == LIMIT_EXCEEDED
+    assert f"{ATTENTION} is the same path" not in paths.second.stdout
+
+
+def test_an_equal_path_agrees(paths):
+    row = paths.rows[NO_FAULT]
+    assert (row.verdict, row.same_as, row.reason) == ("agrees", "default", None)
+    assert f"{NO_FAULT} is the same path as default" in paths.second.stdout
+
+
+def test_a_fault_of_steps_with_few_rows_is_found_in_decode_alone(paths, random_model):
+    row = paths.rows[FEW_ROWS]
+    assert differs(row) == {"prefill": False, "decode": True}
+    assert row.lanes[1].excess.mean == pytest.approx(divergence(random_model, "model.layers.1.mlp.down_proj"), rel=1e-3)
+    assert row.blocks == []
+
+
+def test_servers_that_refuse_or_die_are_rows(paths):
+    refused, died = paths.rows[UNKNOWN_FLAG], paths.rows[DEATH]
+    assert (refused.verdict, refused.lanes) == ("refused", [])
+    assert f"unrecognized arguments: --{UNKNOWN_FLAG}" in refused.reason
+    assert (died.verdict, differs(died)) == ("failed", {"prefill": False})
+    assert "the server ended with status 1" in died.reason
+
+
+def test_the_command_resumes(paths):
+    assert paths.first_status == INTERRUPTED
+    before = [path for path in paths.output.rglob("default*") if path.suffix in (".json", ".safetensors", ".log")]
+    assert len(before) == 2 + 4 * 3 * 2, "a log of each server, four repeats of three runs"
+    assert all(path.stat().st_mtime < paths.interrupted_at for path in before)
