@@ -73,7 +73,7 @@ def write_checkpoint(source: Path, folder: Path, name: str, kept: Sequence[str] 
         quantization_status=QuantizationStatus.COMPRESSED,
         ignore=["lm_head", *_patterns(kept)],
     ).model_dump(mode="json", exclude_none=True)
-    return _save(source, folder, written, {"quantization_config": config})
+    return save_checkpoint(source, folder, written, {"quantization_config": config})
 
 
 def _calibrated(source: Path, folder: Path, kept: Sequence[str]) -> Path:
@@ -114,10 +114,11 @@ def pad_heads(source: Path, folder: Path, query_heads: int, key_value_heads: int
         elif projection == "o_proj":
             tensors[name] = torch.nn.functional.pad(weight, (0, query_heads * head_size - weight.shape[1]))
     heads = {"num_attention_heads": query_heads, "num_key_value_heads": key_value_heads, "head_dim": head_size}
-    return _save(source, folder, tensors, heads)
+    return save_checkpoint(source, folder, tensors, heads)
 
 
-def _save(source: Path, folder: Path, tensors: Tensors, settings: Mapping[str, object]) -> Path:
+def save_checkpoint(source: Path, folder: Path, tensors: Tensors, settings: Mapping[str, object]) -> Path:
+    """Write `source` with other tensors, and with these settings in config.json."""
     copy_all_but_weights(source, folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text()) | dict(settings)

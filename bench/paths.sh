@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Measures kernel paths of a model and its copies on one GPU with `ppl-client paths`, some with planted faults.
+#
+#   [FLAGS=...] [LAYER=11] [LIMIT=300] bench/paths.sh MODEL TEXT FOLDER RESULTS [PART ...]
+#
+# MODEL is a bfloat16 folder with one safetensors file, TEXT a file of 140,000 tokens, FOLDER takes copies and runs. Each
+# PART is one command, which ends after LIMIT seconds, and resumes when it is called again:
+#
+#   bf16 w4a16 fp8   all paths that vLLM has for the model, in both lanes
+#   equal            W4A16 on 20 equal paths, and with a fault in a layer's attention, and in steps with few rows
+#   scales           FP8 with scales of an FP8 KV cache; one is halved on a path
+#   mixtral          a random Mixtral under its MoE backends; an expert is wrong under `triton`
+#   cache            KV cache types of LONG (or MODEL) in windows of 32,768 tokens
+#   norm invariant   eager steps of one window next to steps of many, for windows of 200, 255, 256 and 300 tokens: vLLM's
+#                    RMSNorm takes other blocks in steps of fewer than 256 rows; then with batch invariance
+#
+# RESULTS/paths.txt gets each part's output with its seconds, and RESULTS/paths.tgz has all runs, tables and logs.
+# FLAGS are flags of all servers. With 16 sequences, decode steps have few rows.
+set -uo pipefail
+here=$(dirname "$(realpath "$0")")
+model=$(realpath "$1") text=$(realpath "$2")
+mkdir -p "$3" "$4"
+folder=$(realpath "$3") results=$(realpath "$4") layer=${LAYER:-11}
+shift 4
+memory="--gpu-memory-utilization 0.06 --kv-cache-memory-bytes 1G"
+flags=${FLAGS:---dtype bfloat16 --max-num-seqs 16 $memory}
+short=${SHORT:---context-length 512 --max-windows 16}
+copies=$folder/known/copies
+[ -d "$folder/site" ] || { mkdir "$folder/site"; python "$here/paths.py" faults "$folder/site"; }
+export PYTHONPATH=$folder/site${PYTHONPATH:+:$PYTHONPATH}
+
+measure() { # MODEL OPTION ...
+  # shellcheck disable=SC2086
+  timeout -k 60 "${LIMIT:-300}" python -m scoremode.cli paths "$1" --text-file "$text" --output "$folder/$part" --quiet \
+    --fail-if differs "${@:2}" -- $flags
+}
+quantized() { [ -d "$copies/$1" ] || python "$here/known_models.py" quantize "$model" "$folder/known" "$1"; }
+lengths() {
+  python "$here/paths.py" lengths "$model" "$text" "$folder/$part" --enforce-eager $flags
+  timeout -k 60 "${LIMIT:-300}" python -m scoremode.cli sweep "$folder/$part/plan.yaml" --quiet
+}
+run() {
+  case $part in
+    bf16) measure "$model" $short ;;
+    w4a16 | fp8) quantized "${part^^}" && measure "$copies/${part^^}" $short ;;
+    equal) quantized W4A16 && measure "$copies/W4A16" $short --try "SOME_VARIABLE=$(seq -s , "${EQUAL:-20}")" \
+      --try "PLANTED_FAULT=attention:$layer:1.02,single-rows:$layer:1.02" --at-once 12 ;;
+    scales)
+      quantized "${SCALED:=FP8}"
+      [ -d "$copies/scales" ] || python "$here/paths.py" scales "$model" "$copies/$SCALED" "$text" "$copies/scales"
+      measure "$copies/scales" $short --try "PLANTED_FAULT=none,k-scale:$layer:0.5" ;;
+    mixtral)
+      [ -d "$copies/mixtral" ] || python "$here/paths.py" mixtral "$copies/mixtral"
+      PLANTED_FAULT=expert:1:2:1.05:triton measure "$copies/mixtral" $short \
+        --try moe-backend=triton,batched_triton,flashinfer_cutlass,flashinfer_trtllm ;;
+    cache) flags=${LONG_FLAGS:---gpu-memory-utilization 0.15 --kv-cache-memory-bytes 8G} measure "${LONG:-$model}" \
+      --lane prefill --context-length "${LONG_CONTEXT:-32768}" --max-windows 4 --try kv-cache-dtype=fp8,fp8_e5m2 ;;
+    norm) lengths ;;
+    invariant) VLLM_BATCH_INVARIANT=1 lengths ;;
+  esac
+}
+[ $# -gt 0 ] || set -- bf16 w4a16 fp8 equal scales mixtral cache norm invariant
+for part; do
+  mkdir -p "$folder/$part"
+  started=$(date +%s)
+  { echo "== $part"; run; echo "== $part: status $?, $(($(date +%s) - started)) s"; } 2>&1 | tee -a "$results/paths.txt"
+  tar -C "$folder" -czf "$results/paths.tgz" --exclude=references --exclude='*.safetensors' --exclude=copies --exclude=site .
+done
