@@ -4,7 +4,6 @@
     single-rows:LAYER:FACTOR             the layer's MLP output times FACTOR, in steps of at most `FEW_ROWS` rows
     k-scale:LAYER:FACTOR                 the scale of the layer's cached keys times FACTOR
     expert:LAYER:EXPERT:FACTOR:BACKEND   the expert's down projection times FACTOR, with `--moe-backend BACKEND` alone
-    end:LAYER:STEPS                      the engine's process ends after so many steps of at most `FEW_ROWS` rows
     none                                 no fault
 
 `scoremode serve` allows the plugin unless VLLM_PLUGINS names others. Compiled models and CUDA graphs have the fault
@@ -13,7 +12,6 @@ too.
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +58,6 @@ def plant(model: torch.nn.Module, fault: str, moe_backend: str) -> None:
             _scale_output(modules["self_attn.attn"], float(last), sys.maxsize)
         case "single-rows", []:
             _scale_output(modules["mlp"], float(last), FEW_ROWS)
-        case "end", []:
-            steps = iter(range(int(last)))
-            modules["mlp"].register_forward_hook(lambda _, __, output: _end_after(steps, output))
         case "k-scale", []:
             attention: Any = modules["self_attn.attn"]
             attention._k_scale.mul_(float(last))
@@ -81,11 +76,6 @@ def plant(model: torch.nn.Module, fault: str, moe_backend: str) -> None:
 
 def _scale_output(module: torch.nn.Module, factor: float, most_rows: int) -> None:
     module.register_forward_hook(lambda _, __, output: _scaled(output, factor, most_rows))
-
-
-def _end_after(steps: Iterator[int], output: torch.Tensor) -> None:
-    if len(output) <= FEW_ROWS and next(steps, None) is None:
-        os._exit(1)
 
 
 @torch.library.custom_op("planted_fault::scaled", mutates_args=())

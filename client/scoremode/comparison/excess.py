@@ -45,7 +45,14 @@ class Excess:
         return self.mean - self.floor
 
 
-def excess(sums: Floats, floors: Floats, sizes: NDArray[np.integer], least_units: int = MIN_UNITS) -> Excess:
+def excess(
+    sums: Floats,
+    floors: Floats,
+    sizes: NDArray[np.integer],
+    *,
+    least_units: int = MIN_UNITS,
+    least: float = NEGLIGIBLE_KLD,
+) -> Excess:
     """Compare sums of divergences [units] with those of the repeats [repeats, units]; `sizes` [units] in tokens. With
     one repeat the comparison is paired, and the variance is that of the units."""
     num_tokens, num_units, num_repeats = sizes.sum(), len(sizes), len(floors)
@@ -58,7 +65,7 @@ def excess(sums: Floats, floors: Floats, sizes: NDArray[np.integer], least_units
     by_unit = num_units / (num_units - 1) * (off**2).sum() / num_tokens**2
     repeat_means = floors.sum(axis=1) / num_tokens
     by_repeat = repeat_means.var(ddof=1) * (1 + 1 / num_repeats) if num_repeats > 1 else 0.0
-    margin = max(MARGIN * abs(floor), NEGLIGIBLE_KLD)
+    margin = max(MARGIN * abs(floor), least)
     variance = by_unit + by_repeat
     if not variance:
         return Excess(mean, floor, value, value, float(value <= margin))

@@ -62,9 +62,7 @@ def paths_view(run: PathsRun) -> PathsView:
     labels = dict(zip(names, short_labels([*map(_shown, names)], _MAX_NAME), strict=True))
     lines = [_line(row, lane, labels) for row in run.rows for lane in (row.lanes or (None,))]
     columns = zip(_HEADERS, zip(*lines, strict=True), strict=True)
-    # A path that differs is another one, although its server reports the same kernels.
-    equal = [row for row in run.rows if row.same_as and row.verdict != "differs"]
-    same = [f"{row.name} is the same path as {row.same_as}." for row in equal]
+    same = [f"{row.name} reports the same kernels as {row.same_as}." for row in run.rows if row.same_as]
     failures = [f"{row.name} {'failed' if row.lanes else 'is refused'}: {row.reason}" for row in run.rows if row.reason]
     return PathsView(
         _shown(f"Kernel paths of {run.model}"),
@@ -103,8 +101,6 @@ def _line(row: PathRow, lane: LaneFigures | None, labels: Mapping[str, str]) -> 
     verdict = DEFAULT if row.name == DEFAULT else "no verdict" if test.p is None else "agrees"
     if lane.differs:
         verdict = "differs"
-    elif row.same_as is not None:
-        verdict = "same path"
     return [
         labels[row.name],
         lane.lane,

@@ -99,7 +99,10 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
     measured = await _measure(plan, paths, vary.repeats, folder, {**settings, "second_reference": original})
     rows = measured.rows([path.name for path in paths], plan.lanes)
     differing = {row.name: row for row in rows if any(lane.differs and lane.lane == "prefill" for lane in row.lanes)}
+    run, path = measured.table(rows, plan.lanes), (folder / plan.output / FILE).resolve()
     if differing and vary.blocks:
+        # What is known so far, if looking for blocks is interrupted.
+        write_whole(path, run.model_dump_json(indent=1).encode())
         eager = measured
         if not plan.layers:
             again = [path for path in paths if path.name in differing]
@@ -108,8 +111,7 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
             differing[row.name].eager = next(iter(row.lanes), None)
             differing[row.name].reason = differing[row.name].reason or row.reason
             differing[row.name].blocks = eager.blocks(row.name)
-    run = measured.table(rows, plan.lanes)
-    write_whole((folder / plan.output / FILE).resolve(), run.model_dump_json(indent=1).encode())
+    write_whole(path, run.model_dump_json(indent=1).encode())
     return run, measured.result
 
 

@@ -43,14 +43,17 @@ _SUMMARY = (
 )
 """Matches error lines that only say that there is another error."""
 # The possessive quantifier keeps the time linear in the length of a line.
-_ERROR = re.compile(r"(?<![\w.])[\w.]++(?:(?<=Error)|(?<=Exception)|(?<=Exit)):(?: .+|$)|^scoremode: .+")
+_ERROR = re.compile(
+    r"(?<![\w.])(?:[\w.]++(?:(?<=Error)|(?<=Exception)|(?<=Exit))|(?:[a-z_]\w*+\.)++[A-Z]\w*+):(?: .+|$)|^scoremode: .+"
+)
+"""Matches an exception's line: a name that ends as most do, or a name with its modules."""
 _NEXT_MESSAGE = re.compile(
     rf".*(?:{_SUMMARY})|Traceback |During handling of |The above exception |"
     r"\(\w+ pid=|\[|\w+: |(?:DEBUG|INFO|WARNING|ERROR)\b|\S+:\d+: "
 )
 """Matches lines that do not continue an error's message."""
 _INFO = re.compile(r"(?:\(\w+ pid=\d+\) )?INFO\b")
-_WARNING = re.compile(r"(?:\(\w+ pid=\d+\) )?WARNING\b")
+_NO_ERROR = re.compile(r"(?:\(\w+ pid=\d+\) )?(?:INFO|WARNING)\b")
 _REASON_LENGTH = 1000
 """Limit on the characters of a reason; vLLM's longest message fits."""
 
@@ -253,7 +256,7 @@ def _reason(log: Path) -> str:
         # vLLM repeats the prefix of a message's first line on the message's other lines.
         rest = line.removeprefix(before).lstrip()
         # A warning may name an error that could happen.
-        is_error = not (_WARNING.match(line) or re.search(_SUMMARY, line))
+        is_error = not (_NO_ERROR.match(line) or re.search(_SUMMARY, line))
         if is_error and (match := _ERROR.search(line)):
             before, reason = line[: match.start()].rstrip(), [match[0]]
         elif line.startswith(before) and not _NEXT_MESSAGE.match(rest):

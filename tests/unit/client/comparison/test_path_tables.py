@@ -83,11 +83,11 @@ default                           prefill  0.000760  0.000760    1.0  [-0.00008,
 default                           decode   0.000760  0.000760    1.0  [-0.00008, 0.00008]     -     6,543  default
 attention-backend=FLEX_ATTENTION  prefill   0.00169  0.000760    2.2   [0.00085, 0.00101]     1    62,963  differs
 attention-backend=FLEX_ATTENTION  decode    0.00170  0.000760    2.2   [0.00086, 0.00102]     1     3,337  differs
-attention-backend=FLASH_ATTN      prefill  0.000760  0.000760    1.0  [-0.00008, 0.00008]     -   123,000  same path
+attention-backend=FLASH_ATTN      prefill  0.000760  0.000760    1.0  [-0.00008, 0.00008]     -   123,000  agrees
 X=$1$                             prefill  0.000700  0.000760    0.9  [-0.00014, 0.00002]     -         -  agrees
 dtype=<b>                         -               -         -      -                    -     -         -  refused
 In nats per token; times: KLD / floor; excess: KLD - floor; from: the position from which on the path differs.
-attention-backend=FLASH_ATTN is the same path as default.
+attention-backend=FLASH_ATTN reports the same kernels as default.
 
 attention-backend=FLEX_ATTENTION differs in prefill: 0.00169 nats, 2.2 times the floor, from position 1 on.
 Most where the default path's top token has p < 0.5: 0.00260 nats.

@@ -7,7 +7,7 @@ from typing import Any
 import fake_server
 import numpy as np
 import pytest
-from fake_server import BOS, DECODE_NOISE, OWN_NOISE, TEXT, compare
+from fake_server import ALLOWED, BOS, DECODE_NOISE, OWN_NOISE, TEXT, compare
 
 from scoremode.comparison.paths import PathRow, load_paths
 from scoremode.errors import RunError
@@ -109,6 +109,17 @@ async def test_a_fault_of_the_decode_lane_has_no_blocks(tmp_path: Path):
     row = rows[f"{DECODE_NOISE}=0.2"]
     assert {lane.lane: lane.differs for lane in row.lanes} == {"prefill": False, "decode": True}
     assert (row.verdict, row.eager, row.blocks) == ("differs", None, [])
+
+
+@pytest.mark.processes
+async def test_a_path_whose_server_dies_half_way_has_failed(tmp_path: Path):
+    """The server ends at the last window of the decode lane. A window is compared before the timed ones."""
+    tokens = [BOS, *(TEXT * 5).encode()]
+    (tmp_path / "allowed").write_text(str(2 * (1 + len(range(0, len(tokens) - 8, 8))) - 1))
+    rows, _ = await measured(tmp_path, {"env": {ALLOWED: [str(tmp_path / "allowed")]}}, lane="both")
+    (row,) = (row for name, row in rows.items() if name != "default")
+    assert (row.verdict, [lane.lane for lane in row.lanes]) == ("failed", ["prefill"])
+    assert "the server ended with status 7" in row.reason
 
 
 @pytest.mark.processes

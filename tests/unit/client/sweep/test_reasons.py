@@ -69,6 +69,8 @@ def test_the_last_error_is_reported_with_all_of_its_lines(tmp_path, log, message
         ("(EngineCore pid=1) torch.OutOfMemoryError: CUDA out of memory", "torch.OutOfMemoryError: CUDA out of memory"),
         ("a\nValueError: no\nRuntimeError: Engine core initialization failed. See above", "ValueError: no"),
         ("SystemExit: 1\nErrors: 5", "SystemExit: 1"),
+        ("ERROR torch._dynamo.exc.Unsupported: no graph\n  Hint: none", "torch._dynamo.exc.Unsupported: no graph"),
+        ("KeyError: 1\nWARNING can cause `OSError: [Errno 24] Too many files`", "KeyError: 1"),
         (
             "WARNING TypeError: not of the end\nscoremode: no tokenizer can be loaded from m: ... (ValueError: no)",
             "scoremode: no tokenizer can be loaded from m: ... (ValueError: no)",
