@@ -11,7 +11,7 @@ from typing import Literal
 from scoremode._texts import printable
 from scoremode.cli.options import MORE_THAN_0, Command, Group, Option, UsageError, at_least, check_report, given, value
 from scoremode.errors import RunError, extra
-from scoremode.runs import run_kind
+from scoremode.runs import ParityRun, parity_as_text, read_run, run_kind
 
 
 def _name_and_bits(text: str) -> tuple[str, float]:
@@ -21,6 +21,8 @@ def _name_and_bits(text: str) -> tuple[str, float]:
 
 _NAMES = partial(str.split, sep=",")
 _OF_RUNS = ("card", "html", "plots", "write_card", "base", "fail_if", "max_kld", "max_ppl_increase", "bits")
+_ALONE = ("paths", "parity")
+"""Commands whose runs are shown alone."""
 _SIZES: dict[str, Literal["gib", "bits_per_weight"]] = {"gib": "gib", "bpw": "bits_per_weight"}
 LIMIT_EXCEEDED = 3
 """Exit status if a limit is exceeded."""
@@ -85,14 +87,15 @@ def run(options: argparse.Namespace) -> int:
     # Refuse options before the imports, which take seconds.
     kinds = {path: run_kind(path) for path in options.runs}
     layers_paths = [path for path, kind in kinds.items() if kind == "layers"]
-    paths = [path for path, kind in kinds.items() if kind not in ("layers", "paths")]
-    for kind in ("layers", "paths"):
+    paths = [path for path, kind in kinds.items() if kind not in ("layers", *_ALONE)]
+    for kind in ("layers", *_ALONE):
         if kind in kinds.values():
             _refuse_options(options, kind, is_alone=not paths)
     from scoremode.comparison.layers import layers_as_text, load_layers
     from scoremode.comparison.path_tables import paths_as_text
     from scoremode.comparison.paths import load_paths
 
+    rollouts = read_run(options.runs[0], ParityRun, "parity") if "parity" in kinds.values() else None
     kernel_paths = load_paths(options.runs[0]) if "paths" in kinds.values() else None
     layers = load_layers(layers_paths, [labels[path] for path in layers_paths] if labels else None)
     from scoremode.accuracy import compare_tasks, load_tasks
@@ -134,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
         if options.html is not None:
             from scoremode.comparison.report import write_report
 
-            write_report(comparison, options.html, layers=layers, paths=kernel_paths)
+            write_report(comparison, options.html, layers=layers, paths=kernel_paths, parity=rollouts)
     finally:
         parts = []
         if options.csv:
@@ -148,6 +151,8 @@ def run(options: argparse.Namespace) -> int:
             parts.append(layers_as_text(layers))
         if kernel_paths is not None:
             parts.append(paths_as_text(kernel_paths))
+        if rollouts is not None:
+            parts.append(parity_as_text(rollouts) + "\n")
         sys.stdout.write("\n".join(parts))
     for line in lines:
         print(f"ppl-client: {printable(line)}", file=sys.stderr)
@@ -156,9 +161,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _refuse_options(options: argparse.Namespace, kind: str, *, is_alone: bool) -> None:
     """Raise RunError for `--csv`, which does not work with runs of this kind; if there are no others (`is_alone`), for
-    options that need them; and for runs next to one of `ppl-client paths`."""
-    if kind == "paths" and len(options.runs) > 1:
-        raise RunError("a run of ppl-client paths cannot be compared with other runs: give it alone")
+    options that need them; and for runs next to one that is shown alone."""
+    if kind in _ALONE and len(options.runs) > 1:
+        raise RunError(f"a run of ppl-client {kind} cannot be compared with other runs: give it alone")
     for name in given(options, ("csv", *((*_OF_RUNS, "tasks", "llama_cpp") if is_alone else ()))):
         if name != "--html":
             alone = " alone" if name != "--csv" else ""

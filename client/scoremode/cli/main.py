@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from scoremode._texts import printable
-from scoremode.cli import compare, corpus, example, export, kld, layers, paths, perplexity, quick, record, sweep
+from scoremode.cli import compare, corpus, example, export, kld, layers, parity, paths, perplexity, quick, record, sweep
 from scoremode.cli.options import Command, UsageError
 from scoremode.cli.progress import lines_on_stderr
 from scoremode.errors import ScoremodeError
@@ -27,6 +27,7 @@ COMMANDS = {
         example.COMMAND,
         sweep.COMMAND,
         paths.COMMAND,
+        parity.COMMAND,
         corpus.COMMAND,
     )
 }
@@ -42,6 +43,7 @@ commands, each with its own --help:
   example     three measured runs and their report, without a server
   sweep       serve, measure and compare the models of a plan
   paths       which kernel paths of a checkpoint differ, and in which block
+  parity      whether a training job's logprobs are what a server computes
   export      what was recorded, for llama.cpp
   corpus      the perplexity of every document of files"""
 

@@ -21,6 +21,7 @@ from scoremode.runs import (
     OnProgress,
     Output,
     Overlap,
+    ParityRun,
     Plan,
     comparable_with,
     lane_difference,
@@ -94,7 +95,11 @@ async def connected(
 
 
 def write_and_print(
-    run: FinishedRun | LayersMeasurement, overlap: Overlap | None, urls: Sequence[str], output: Output | None, text: str
+    run: FinishedRun | LayersMeasurement | ParityRun,
+    overlap: Overlap | None,
+    urls: Sequence[str],
+    output: Output | None,
+    text: str,
 ) -> None:
     """Write a finished run, and print `text` even if writing fails, because the run may have taken hours."""
     try:

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from matplotlib.figure import Figure
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from scoremode._texts import first_fault, model_name, printable
+from scoremode._texts import model_name, printable
 from scoremode.comparison.compare import check_labels
 from scoremode.comparison.plot_style import LIGHT, add_tip, as_element, new_axes
 from scoremode.comparison.run_file import labels_of
 from scoremode.comparison.tables import Column, aligned, paragraphs
-from scoremode.errors import RunError, file_errors
-from scoremode.runs import Cost, PartCost, PartKind, few_windows, weights_in_words
+from scoremode.errors import RunError
+from scoremode.runs import Cost, PartCost, PartKind, few_windows, read_run, weights_in_words
 from scoremode.wire import Reference, ServerInfo
 
 _COLORS: dict[PartKind, str] = {
@@ -51,23 +51,13 @@ class LayersRun(BaseModel):
 
 def load_layers(paths: Sequence[Path], labels: Sequence[str] | None = None) -> dict[str, LayersRun]:
     """Load runs, by label. RunError if a file cannot be read, or the runs have different originals, texts or layers."""
-    runs = [_load(path) for path in paths]
+    runs = [read_run(path, LayersRun, "layers") for path in paths]
     labels = labels_of(labels, [model_name(run.model) for run in runs], paths)
     check_labels(labels)
     for path, run in zip(paths, runs, strict=True):
         if _identity(run) != _identity(runs[0]):
             raise RunError(f"{path} has another original, text or layers than {paths[0]}")
     return dict(zip(labels, runs, strict=True))
-
-
-def _load(path: Path) -> LayersRun:
-    with file_errors(RunError, f"read {path}"):
-        content = path.read_bytes()
-    try:
-        return LayersRun.model_validate_json(content)
-    except ValidationError as error:
-        reason = f"{path} is not a run of ppl-client layers, and those can only be compared with each other"
-        raise RunError(f"{reason}: {first_fault(error)}") from None
 
 
 def _identity(run: LayersRun) -> tuple[Any, ...]:

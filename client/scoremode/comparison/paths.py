@@ -6,18 +6,16 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
+from pydantic import BaseModel, ConfigDict, computed_field
 from safetensors.numpy import load_file
 
-from scoremode._texts import first_fault
 from scoremode.comparison.bootstrap import cut_units
 from scoremode.comparison.excess import MARGIN, Excess, excess, significant
 from scoremode.comparison.groups import TokenGroup, groups_of, tokens_before
 from scoremode.comparison.layers import load_layers
 from scoremode.comparison.run_file import RunFile
-from scoremode.errors import RunError, file_errors
 from scoremode.kld import NEGLIGIBLE_KLD, Floats
-from scoremode.runs import ARRAYS_SUFFIX, PartKind, lane_difference
+from scoremode.runs import ARRAYS_SUFFIX, PartKind, lane_difference, read_run
 from scoremode.wire import Lane, ServerInfo
 
 PathVerdict = Literal["default", "agrees", "differs", "refused", "failed", "no verdict"]
@@ -120,12 +118,7 @@ class PathsRun(_Part):
 
 def load_paths(path: Path) -> PathsRun:
     """Load what `ppl-client paths` wrote. RunError if the file cannot be read."""
-    with file_errors(RunError, f"read {path}"):
-        content = path.read_bytes()
-    try:
-        return PathsRun.model_validate_json(content)
-    except ValidationError as error:
-        raise RunError(f"{path} is not a run of ppl-client paths: {first_fault(error)}") from None
+    return read_run(path, PathsRun, "paths")
 
 
 def lane_figures(runs: Sequence[RunFile], repeats: Mapping[Lane, Sequence[RunFile]]) -> list[LaneFigures]:

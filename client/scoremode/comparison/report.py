@@ -17,6 +17,7 @@ from scoremode.comparison.agreement import has_answers
 from scoremode.comparison.card import card
 from scoremode.comparison.figures import RunComparison
 from scoremode.comparison.layers import LayersRun, layers_section
+from scoremode.comparison.parity import parity_columns, parity_plots
 from scoremode.comparison.path_tables import paths_view
 from scoremode.comparison.paths import PathsRun
 from scoremode.comparison.plot_style import LIGHT, as_element
@@ -25,7 +26,7 @@ from scoremode.comparison.report_data import script_json, text_data
 from scoremode.comparison.report_tables import pair_matrices, parted_answers, run_table
 from scoremode.comparison.summary import computed_differently, in_words, summary, verdict_line
 from scoremode.comparison.tables import best_at_each_size, group_notes, group_tables
-from scoremode.runs import weights_in_words, write_whole
+from scoremode.runs import ParityRun, weights_in_words, write_whole
 
 TEMPLATES = Path(__file__).with_name("templates")
 MAX_BYTES = 30_000_000
@@ -42,16 +43,18 @@ def write_report(
     max_bytes: int = MAX_BYTES,
     layers: Mapping[str, LayersRun] | None = None,
     paths: PathsRun | None = None,
+    parity: ParityRun | None = None,
 ) -> None:
     """Write the report. OSError or OutputError if the file cannot be written.
 
     Args:
-        comparison: The runs and their figures; None for a report on layers or paths alone.
+        comparison: The runs and their figures; None for a report on layers, paths or parity alone.
         path: The HTML file.
         max_bytes: Limit on the file's bytes. The text of the most divergent passages is included as far as it fits.
             Tables, plots and means of all passages are always included.
         layers: Runs of `ppl-client layers` to show as well, by their labels.
         paths: A run of `ppl-client paths` to show as well.
+        parity: A run of `ppl-client parity` to show as well.
     """
     names = ("report.css", "report.js", "report_actions.js")
     style, *scripts = ((TEMPLATES / name).read_text("utf-8") for name in names)
@@ -62,7 +65,10 @@ def write_report(
         "layers": section,
         "paths": view,
         "paths_svg": None if view is None or view.plot is None else _svg(view.plot),
-        "title": ", ".join(part.title for part in (section, view) if part is not None),
+        "parity": parity,
+        "parity_plots": [] if parity is None else [(plot, _svg(plot)) for plot in parity_plots(parity)],
+        "parity_tables": [] if parity is None else parity_columns(parity),
+        "title": ", ".join(part.title for part in (section, view, parity) if part is not None),
         "style": Markup(style),
         "style_hash": _policy_hash(style),
         "script": Markup("".join(scripts)),

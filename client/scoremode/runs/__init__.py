@@ -36,26 +36,34 @@ from scoremode.runs.output import (
     ARRAYS_SUFFIX,
     JOURNAL_SUFFIX,
     Output,
+    read_run,
     run_kind,
     sync_folder,
     write_together,
     write_whole,
 )
+from scoremode.runs.parity import HISTOGRAM_EDGES, Difference, ParityRun, measure_parity
+from scoremode.runs.parity_tables import parity_as_text, parity_tables
 from scoremode.runs.plan import Plan, WindowNlls, identity, server_header, tokenize_texts
 from scoremode.runs.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY, Job, Pool, patient_client
 from scoremode.runs.presets import CATEGORIES, PRESETS, Preset, comparable_with, window_settings
+from scoremode.runs.ratios import AGAIN
 from scoremode.runs.recipe import Recipe, make_recipe, tensor_bytes
 from scoremode.runs.recording import Recording, record_reference
 from scoremode.runs.report import RECORD_VERSION, Arrays, chat_differences, reference_in_words, weights_in_words
+from scoremode.runs.rollouts import COLUMNS, TEMPERATURES, RolloutColumns
 from scoremode.runs.run import OnProgress, Progress
 
 __all__ = [
+    "AGAIN",
     "ARRAYS_SUFFIX",
     "CATEGORIES",
+    "COLUMNS",
     "DEFAULT_COLUMN",
     "DEFAULT_CONCURRENCY",
     "DEFAULT_SPLIT",
     "DEFAULT_THRESHOLD",
+    "HISTOGRAM_EDGES",
     "HUB_ALIASES",
     "JOURNAL_SUFFIX",
     "LEAST_WINDOWS",
@@ -63,12 +71,14 @@ __all__ = [
     "PRESETS",
     "PROMPT_COLUMNS",
     "RECORD_VERSION",
+    "TEMPERATURES",
     "AppendedFile",
     "Arrays",
     "Calibration",
     "ComparedModel",
     "Corpus",
     "Cost",
+    "Difference",
     "DivergentToken",
     "Evaluation",
     "FinishedRun",
@@ -81,6 +91,7 @@ __all__ = [
     "OnProgress",
     "Output",
     "Overlap",
+    "ParityRun",
     "PartCost",
     "PartKind",
     "Plan",
@@ -89,6 +100,7 @@ __all__ = [
     "Progress",
     "Recipe",
     "Recording",
+    "RolloutColumns",
     "WindowNlls",
     "chat_differences",
     "check_same_run",
@@ -109,12 +121,16 @@ __all__ = [
     "measure_layers",
     "measure_noise_floor",
     "measure_overlap",
+    "measure_parity",
     "newline_of",
     "open_locked",
+    "parity_as_text",
+    "parity_tables",
     "patient_client",
     "read_card",
     "read_file",
     "read_rows",
+    "read_run",
     "record_answers",
     "record_reference",
     "reference_in_words",

@@ -22,7 +22,7 @@ from typing_extensions import Buffer
 from scoremode._texts import json_object
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import OutputError, ResponseError, file_errors
-from scoremode.results import GeneratedAnswer, KldWindowValues, ResumedKld
+from scoremode.results import GeneratedAnswer, KldWindowValues, ResumedKld, ScoredRollout
 from scoremode.runs.plan import WindowNlls, conflicts
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _BEGINNING = json.dumps(_KIND).removesuffix("}").encode()
 _SECONDS = TypeAdapter(NonNegativeFloat, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
-Result = TypeVar("Result", bound=WindowNlls | KldWindowValues | ResumedKld | GeneratedAnswer)
+Result = TypeVar("Result", bound=WindowNlls | KldWindowValues | ResumedKld | GeneratedAnswer | ScoredRollout)
 
 
 class Measurement(Protocol[Result]):

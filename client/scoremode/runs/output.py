@@ -8,16 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from shutil import copymode
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from safetensors.numpy import save
 
+from scoremode._texts import first_fault
 from scoremode.errors import OutputError, RunError, file_errors
 from scoremode.runs.journal import Journal, Measurement, Result, count_windows, open_locked
 from scoremode.runs.report import Arrays
 
 _log = logging.getLogger(__name__)
+_RunModel = TypeVar("_RunModel", bound=BaseModel)
 
 JOURNAL_SUFFIX = ".journal"
 ARRAYS_SUFFIX = ".safetensors"
@@ -38,6 +40,16 @@ def run_kind(path: Path) -> str | None:
         return _AnyRun.model_validate_json(content).kind
     except ValidationError:
         return None
+
+
+def read_run(path: Path, kind: type[_RunModel], command: str) -> _RunModel:
+    """Load what a command wrote with `--output`. RunError if the file cannot be read, or is another command's."""
+    with file_errors(RunError, f"read {path}"):
+        content = path.read_bytes()
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        raise RunError(f"{path} is not a run of ppl-client {command}: {first_fault(error)}") from None
 
 
 class Output:
