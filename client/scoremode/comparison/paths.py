@@ -206,7 +206,7 @@ def part_tests(sums: Floats, repeats: Floats, sizes: NDArray[np.integer]) -> lis
 
     A CPU rounds a replaced stream in 16 bits where it does not round its own, so even the default path diverges from
     itself when it is resumed. Two such divergences do not add up: a cost that exceeds the default path's by no more
-    than that is no difference.
+    than that does not count.
     """
     means = repeats.sum(axis=1).mean(axis=0) / sizes.sum()
     inexact = np.append(np.maximum(means - means[0], NEGLIGIBLE_KLD), NEGLIGIBLE_KLD)

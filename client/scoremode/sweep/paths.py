@@ -101,7 +101,7 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
     differing = {row.name: row for row in rows if any(lane.differs and lane.lane == "prefill" for lane in row.lanes)}
     run, path = measured.table(rows, plan.lanes), (folder / plan.output / FILE).resolve()
     if differing and vary.blocks:
-        # What is known so far, if looking for blocks is interrupted.
+        # The table is kept if looking for blocks is interrupted.
         write_whole(path, run.model_dump_json(indent=1).encode())
         eager = measured
         if not plan.layers:

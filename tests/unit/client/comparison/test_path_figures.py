@@ -84,7 +84,7 @@ def test_a_path_differs_from_a_position_on(tmp_path):
 
 def test_a_block_is_named_if_its_cost_exceeds_what_resuming_costs_the_default_path():
     """Measured on a CPU in bfloat16: the default path is resumed at 0 to 5.7e-5 nats, and a fault of layer 1 makes
-    layer 0 cost 2.4e-5 more, which is no fault."""
+    layer 0 cost 2.4e-5 more, without a fault of its own."""
     default, faulty = (
         np.array(figures) * 1e-5 for figures in ([0, 0, 5.7, 2.4, 1.8, 1.1], [9.2, 9.2, 12.4, 9.2, 1.8, 1.1])
     )
