@@ -7,6 +7,7 @@ from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import vllm
 from starlette.datastructures import State
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
@@ -88,6 +89,7 @@ async def start(client: EngineClient, state: State, settings: Namespace, *, has_
         await what_computes(client),
         conversations.ends,
         conversations.templates(),
+        vllm.__version__,
     )
     info = await _server_info(
         client, models, tokenizer, limits, published_bounds(limits, engine.admission.size), identity

@@ -16,7 +16,7 @@ from scoremode.comparison.plot_style import LIGHT, add_tip, as_element, new_axes
 from scoremode.comparison.run_file import labels_of
 from scoremode.comparison.tables import Column, aligned, paragraphs
 from scoremode.errors import RunError
-from scoremode.runs import Cost, PartCost, PartKind, few_windows, read_run, weights_in_words
+from scoremode.runs import Cost, PartCost, PartKind, few_windows, read_run, reference_in_words, weights_in_words
 from scoremode.wire import Reference, ServerInfo
 
 _COLORS: dict[PartKind, str] = {
@@ -89,7 +89,7 @@ def layers_section(runs: Mapping[str, LayersRun]) -> LayersSection:
     lows, highs = zip(*(drawing.axes[0].get_ylim() for drawing in drawings.values()), strict=True)
     for drawing in drawings.values():
         drawing.axes[0].set_ylim(min(lows), max(highs))
-    original = f"{reference.model}, {weights_in_words(reference)}"
+    original = f"{reference.model}, {reference_in_words(reference)}"
     return LayersSection(
         f"Cost of layers: {', '.join(runs)}",
         [

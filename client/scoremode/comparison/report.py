@@ -26,7 +26,7 @@ from scoremode.comparison.report_data import script_json, text_data
 from scoremode.comparison.report_tables import pair_matrices, parted_answers, run_table
 from scoremode.comparison.summary import computed_differently, in_words, summary, verdict_line
 from scoremode.comparison.tables import best_at_each_size, group_notes, group_tables
-from scoremode.runs import ParityRun, weights_in_words, write_whole
+from scoremode.runs import ParityRun, reference_in_words, write_whole
 
 TEMPLATES = Path(__file__).with_name("templates")
 MAX_BYTES = 30_000_000
@@ -141,7 +141,7 @@ def _svg(plot: Plot) -> Markup:
 def _settings(comparison: RunComparison) -> tuple[list[_Pair], list[tuple[str, list[_Pair]]]]:
     """The settings that all runs share, and by label each run's settings in which runs differ, as names and values."""
     run, runs = comparison.base, comparison.files
-    references = (f"{file.reference.model}, {weights_in_words(file.reference)}" for file in runs if file.reference)
+    references = (f"{file.reference.model}, {reference_in_words(file.reference)}" for file in runs if file.reference)
     shared = {
         "corpus": comparison.corpus.name if comparison.corpus else "",
         "text": run.text_identity,

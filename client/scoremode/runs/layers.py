@@ -36,6 +36,10 @@ LEAST_WINDOWS = 4
 class LayersPlan(ComparedModel):
     """The divergences to measure, as the `Measurement` of their journal."""
 
+    boundaries: tuple[int, ...]
+    """The boundaries that the served model has too, by their numbers in the stored reference. `layers` has these
+    alone."""
+
     @property
     def num_places(self) -> int:
         """How many divergences a window has: one for the whole model, and one per boundary."""
@@ -48,7 +52,7 @@ class LayersPlan(ComparedModel):
     async def measure(self, client: AsyncScoreClient, index: int) -> ResumedKld:
         window, place = divmod(index, self.num_places)
         values = await compared_window(
-            client, self.server, self.reference, window, from_boundary=place - 1 if place else None
+            client, self.server, self.reference, window, from_boundary=self.boundaries[place - 1] if place else None
         )
         kld = values.positions.kld
         if not np.isfinite(kld).all():
@@ -211,7 +215,12 @@ async def measure_layers(
     if reference.layers is None or not reference.complete:
         fault = "is not complete" if reference.layers is not None else "was recorded without layers"
         raise RunError(f"reference {name} {fault}: record it on a server of the original (ppl-client record --layers)")
-    plan = LayersPlan(pool.info, pool.clients[0].model or pool.info.model, reference)
+    served = await pool.clients[0].layers()
+    shared = tuple(reference.layers.shared_with(served))
+    if not shared:
+        raise RunError(f"reference {name} is of {reference.layers.in_words}, and the served model of {served.in_words}")
+    reference = reference.model_copy(update={"layers": reference.layers.merged(shared)})
+    plan = LayersPlan(pool.info, pool.clients[0].model or pool.info.model, reference, shared)
     run = await measure(plan, pool, start_journal, on_progress)
     windows, seconds = run.in_order(), run.seconds()
     await unreplaced(pool.clients[0], reference)

@@ -30,9 +30,10 @@ def weights_in_words(model: ServedModel) -> str:
 
 
 def reference_in_words(reference: Reference) -> str:
-    """The weights of a reference's model, and its revision."""
-    weights = weights_in_words(reference)
-    return weights if reference.revision is None else f"{weights}, revision {reference.revision}"
+    """The weights of a reference's model, its revision, and the library that computed it if that is not vLLM."""
+    revision = reference.revision and f"revision {reference.revision}"
+    library = None if reference.vllm_version else f"computed by {reference.engine}"
+    return ", ".join(filter(None, (weights_in_words(reference), revision, library)))
 
 
 def chat_differences(label: str, server: ServedModel, reference: Reference) -> Iterator[str]:

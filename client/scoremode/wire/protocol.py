@@ -339,7 +339,7 @@ class ComputedBy(BaseModel):
 
     implementation: str | None = None
     """`vllm` for a model class of vLLM, `transformers` for vLLM's backend that runs the transformers library's classes
-    (`--model-impl`), else the Python package of the class."""
+    (`--model-impl`), else the Python package of the class. Without vLLM: a library with its version."""
     wrong_logits: str | None = None
     """A scale or soft cap that the model's config has and its logits lack, so the scores are wrong."""
     model_runner: Literal["v1", "v2"] | None = None
@@ -387,6 +387,7 @@ class ServedModel(BaseModel):
     quantization: str | None
     scoremode_version: str
     vllm_version: str
+    """Empty if a reference was recorded without vLLM, such as with the transformers library."""
     computed_by: ComputedBy | None = None
     """Model runner, kernels, GPUs and parallelism; None from an older server."""
     stored_dtype: str | None = None
@@ -401,6 +402,13 @@ class ServedModel(BaseModel):
     chat_template_fingerprint: str | None = None
     """Hash of the chat templates, the server's variables for them, BOS and EOS; None without a Jinja template, and from
     an older server."""
+
+    @property
+    def engine(self) -> str:
+        """The library that runs the model, with its version."""
+        if self.vllm_version:
+            return f"vLLM {self.vllm_version}"
+        return (self.computed_by and self.computed_by.implementation) or "an unknown library"
 
     def computes_otherwise(self, wanted: "ServedModel") -> str:
         """List the values of `computed_by` that differ, as a phrase; empty if none do. A field that is None on either

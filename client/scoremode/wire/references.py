@@ -1,6 +1,9 @@
 """The wire types of references, of KL divergences from them, and of their statistics. `wire.protocol`
 says how requests are validated."""
 
+import re
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal, NotRequired
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, StringConstraints
@@ -31,6 +34,8 @@ REFERENCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 ReferenceName = Annotated[str, StringConstraints(pattern=f"^{REFERENCE_NAME}$")]
 _LEAST_NOISE_FLOOR = {"float16": 1e-9, "bfloat16": 1e-7}
 """Mean KL divergence in nats, by dtype. A smaller floor means that the batches did not round differently."""
+_IN_LAYER = re.compile(r"[^ ]*?\.(\d+)\.([^. ]+)")
+"""The beginning of a block's name: the number of its layer, and the name of a module in it."""
 _Word = Annotated[str, StringConstraints(max_length=1024)]
 
 
@@ -178,9 +183,42 @@ class ReferenceLayers(BaseModel):
     def num_boundaries(self) -> int:
         return len(self.blocks) + 1
 
+    @property
+    def in_words(self) -> str:
+        return f"{len(self.blocks)} blocks with a hidden size of {self.hidden_size}"
+
     def token_bytes(self, dtype: str, num_more: int = 0) -> int:
         """The bytes of one token's residual stream at all boundaries, and of `num_more` hidden states."""
-        return (self.num_boundaries + num_more) * self.hidden_size * (4 if dtype == "float32" else 2)
+        return (self.num_boundaries + num_more) * self.hidden_size * (2 if "16" in dtype else 4)
+
+    def shared_with(self, served: "ReferenceLayers") -> dict[int, int]:
+        """Map the boundaries that a served model has too to that model's boundaries: those before the same layer, or
+        before the module of the same name in the same layer. Empty if it has another number or size of layers."""
+        own, other = self.places(), served.places()
+        if own[-1] != other[-1] or self.hidden_size != served.hidden_size:
+            return {}
+        return {boundary: other.index(place) for boundary, place in enumerate(own) if place in other}
+
+    def merged(self, boundaries: Sequence[int]) -> "ReferenceLayers":
+        """Cut these layers at some of their boundaries only, the first and the last among them."""
+        blocks = []
+        for start, end in pairwise(boundaries):
+            modules = [module for block in self.blocks[start:end] for module in block.modules]
+            kind: BlockKind = self.blocks[start].kind if end == start + 1 else "layer"
+            blocks.append(LayerBlock(modules=modules, kind=kind))
+        floor = self.floor and [self.floor[boundary] for boundary in boundaries]
+        return self.model_copy(update={"blocks": blocks, "floor": floor})
+
+    def places(self) -> list[tuple[int, str]]:
+        """The place of each boundary: the number of the layer, and the name of the module that follows within it. The
+        name is empty before the first module of a layer."""
+        places, layer = list[tuple[int, str]](), -1
+        for index, block in enumerate(self.blocks):
+            match = _IN_LAYER.match(block.name)
+            number, name = (int(match[1]), match[2]) if match else (-1, str(index))
+            places.append((number, name if number == layer else ""))
+            layer = number
+        return [*places, (layer + 1, "")]
 
 
 class ServedLayers(ReferenceLayers):

@@ -1,7 +1,7 @@
 """Sends windows of a reference through the engine, to compare them with the served model or to export them. Threads and
 workers read files; the event loop reads none."""
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -76,10 +76,12 @@ class MarkedWindow:
         index: int,
         settings: ScoreSettings,
         boundaries: Iterable[int] = (),
+        recorded: Iterable[int] = (),
         statistics: Iterable[Statistic] = (),
     ) -> "MarkedWindow":
         """Make a window of a reference whose text has been read. The request's queue counts the window's tokens until
-        the window is done. `boundaries` says where the residual stream is recorded or replaced: see `WindowMark`.
+        the window is done. `boundaries` and `recorded` say where the residual stream is recorded or replaced: see
+        `WindowMark`.
         `statistics` names figures to compute for both models."""
         token_ids, first = reference.text.window(index)
         settings.queue.add(1, len(token_ids))
@@ -94,6 +96,7 @@ class MarkedWindow:
             num_fed=len(token_ids) - 1,
             boundaries=tuple(boundaries),
             statistics=tuple(statistics),
+            recorded=tuple(recorded),
         )
         columns = sink_columns(mark, settings.top_logprobs, reference.manifest.head.vocab_size)
         return cls(token_ids, first, mark, settings, columns)
@@ -168,6 +171,22 @@ class Comparer:
         # Begin more windows than the engine can take, because workers report files only between steps.
         num_ahead = num_ahead if most is None else min(most, num_ahead)
         return self._in_order(reference, windows, settings, compared, loads=STEPS_READ_AHEAD, most=num_ahead)
+
+    async def resumed(
+        self, reference: StoredReference, cuts: Iterable[Mapping[int, int]], settings: ScoreSettings, shift: int
+    ) -> list[float]:
+        """Compute mean divergences on the first window, in nats. The served model is fed tokens that are moved by
+        `shift`, and resumed for each of `cuts` from a boundary of the reference, given with the served model's; or not
+        resumed if there is none. If other tokens give the same divergence, the stream was replaced, and the layers
+        after it depend on it alone."""
+        vocab_size = self.core.limits.vocab_size
+
+        def moved(cut: Mapping[int, int]) -> MarkedWindow:
+            window = MarkedWindow.begin("compare", reference, 0, settings, cut.values(), cut)
+            return replace(window, token_ids=[(token_id + shift) % vocab_size for token_id in window.token_ids])
+
+        async with aclosing(self.compare(reference, map(moved, cuts), settings)) as in_order:
+            return [float(np.mean(rows.column("kld"), dtype=np.float64)) async for _, rows in in_order]
 
     async def export(
         self, reference: StoredReference, indices: range, settings: ScoreSettings

@@ -28,9 +28,12 @@ class Comparison:
     """The windows of one request to `/v1/kld`."""
 
     comparer: Comparer
+    layers: LayerParts
     request: KldRequest
     reference: StoredReference
     windows: range
+    served_boundary: int | None = None
+    """The served model's boundary that is the request's `from_boundary`."""
     positions: dict[int, KldPositions] = field(default_factory=dict)
     """The figures of each computed window's positions, by its index."""
 
@@ -48,14 +51,15 @@ class Comparison:
                 "as_noise_floor: a noise floor needs the reference's own model, without an adapter",
                 "as_noise_floor",
             )
+        boundary = None
         if request.from_boundary is not None:
             if request.as_noise_floor:
                 raise RequestError("from_boundary: a noise floor needs the whole model", "from_boundary")
-            await layers.check_resumable(reference, request.from_boundary, request)
+            boundary = await layers.resumable(reference, request.from_boundary, request)
         if request.statistics:
             # Refuse a statistic that is named twice.
             make_sink("statistics", request.statistics)
-        return cls(comparer, request, reference, windows)
+        return cls(comparer, layers, request, reference, windows, boundary)
 
     @property
     def num_values(self) -> list[int]:
@@ -72,6 +76,8 @@ class Comparison:
 
     async def rows(self, settings: ScoreSettings) -> AsyncGenerator[tuple[int, Rows], None]:
         """Compute the windows, and put their figures into `positions`. Yields each window's index and rows."""
+        if self.served_boundary is not None:
+            await self.layers.check_cuts(self.comparer, self.reference, settings)
         indices, most = list(self.windows), None
         if self.request.as_noise_floor:
             # A noise floor needs other batches than the recording, so windows are sent in reverse order. In the prefill
@@ -81,7 +87,8 @@ class Comparison:
             most = max(1, min(2, len(indices) - 1)) if self.request.lane == "prefill" else None
         begin = partial(
             MarkedWindow.begin,
-            boundaries=() if self.request.from_boundary is None else (self.request.from_boundary,),
+            boundaries=() if self.served_boundary is None else (self.served_boundary,),
+            recorded=() if self.request.from_boundary is None else (self.request.from_boundary,),
             statistics=self.request.statistics,
         )
         windows = (begin("compare", self.reference, index, settings) for index in indices)

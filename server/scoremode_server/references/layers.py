@@ -1,14 +1,18 @@
 """Checks whether the served model's residual stream can be cut at the boundaries of its decoder layers, and replaced
 with a reference's."""
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 from vllm.config import VllmConfig
 
 from scoremode.wire.protocol import LaneFields
 from scoremode.wire.references import ReferenceLayers
+from scoremode_server.engine.sequence import ScoreSettings
 from scoremode_server.errors import RequestError
+from scoremode_server.references.comparer import Comparer
 from scoremode_server.references.files.directory import StoredReference
+from scoremode_server.references.plans import flaw_of_cuts
 from scoremode_server.scoring.core import Core
 from scoremode_server.vllm_compat.engine_client import call_workers
 
@@ -20,6 +24,9 @@ class LayerParts:
 
     core: Core
     _described: ReferenceLayers | None = None
+    _checked: set[str] = field(default_factory=set)
+    """The references with which `check_cuts` was done."""
+    _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def served(self) -> ReferenceLayers:
         """The served model's layers. RequestError if their residual stream cannot be cut on this server."""
@@ -32,8 +39,9 @@ class LayerParts:
             self._described = ReferenceLayers.model_validate(answers[0])
         return self._described
 
-    async def check_resumable(self, reference: StoredReference, boundary: int, lane: LaneFields) -> None:
-        """RequestError if the served model cannot be resumed from a boundary of a reference."""
+    async def resumable(self, reference: StoredReference, boundary: int, lane: LaneFields) -> int:
+        """Find the served model's boundary that is a reference's `boundary`. RequestError if the served model cannot be
+        resumed from it."""
         if lane.lane != "prefill":
             raise RequestError(f"from_boundary: the lane must be prefill, not {lane.lane}", "from_boundary")
         if (recorded := reference.manifest.layers) is None:
@@ -47,8 +55,33 @@ class LayerParts:
                 f"{reference.name!r}",
                 "from_boundary",
             )
-        if difference := _difference(await self.served(), recorded):
-            raise RequestError(f"from_boundary: reference {reference.name!r} has {difference}", "from_boundary")
+        shared = recorded.shared_with(served := await self.served())
+        if boundary not in shared:
+            cut = f"cut at boundaries {[*shared]} of it alone" if shared else f"of {served.in_words}"
+            raise RequestError(
+                f"from_boundary: reference {reference.name!r} is of {recorded.in_words}, and the served model is {cut}",
+                "from_boundary",
+            )
+        return shared[boundary]
+
+    async def check_cuts(self, comparer: Comparer, reference: StoredReference, settings: ScoreSettings) -> None:
+        """RequestError if the served model's layers after a boundary do not follow from the stream there. If vLLM
+        recorded the reference, that was checked then."""
+        manifest = reference.manifest
+        async with self._checking:
+            if manifest.model.vllm_version or manifest.identity in self._checked or manifest.layers is None:
+                return
+            served = await self.served()
+            cuts = [{own: other} for own, other in manifest.layers.shared_with(served).items()]
+            whole, *resumed = await comparer.resumed(reference, [{}, *cuts], settings, 0)
+            not_resumed, *others = await comparer.resumed(reference, [{}, *cuts], settings, 1)
+            # Other tokens must make no difference. The original's stream must not make the model worse, as it does if
+            # the layers use another stream, or only a part of it.
+            pairs = zip(resumed, others, strict=True)
+            floor = [max(abs(same - other), same - 2 * whole) for same, other in pairs]
+            if flaw := flaw_of_cuts(served, comparer.references.model.dtype, floor, not_resumed):
+                raise RequestError(f"from_boundary: {flaw}", "from_boundary")
+            self._checked.add(manifest.identity)
 
 
 def refusal(config: VllmConfig) -> str:
@@ -64,15 +97,3 @@ def refusal(config: VllmConfig) -> str:
         "a server with speculative decoding cannot be resumed": config.speculative_config is not None,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
-
-
-def _difference(served: ReferenceLayers, recorded: ReferenceLayers) -> str:
-    """Say what a reference has and the served model does not; empty if the model can be resumed from it."""
-    if len(served.blocks) != len(recorded.blocks):
-        return f"{recorded.num_boundaries} boundaries, and the served model {served.num_boundaries}"
-    if served.hidden_size != recorded.hidden_size:
-        return f"a hidden size of {recorded.hidden_size}, and the served model one of {served.hidden_size}"
-    for index, (mine, other) in enumerate(zip(served.blocks, recorded.blocks, strict=True)):
-        if mine.kind != other.kind:
-            return f"{other.kind} as block {index}, and the served model {mine.kind}"
-    return ""

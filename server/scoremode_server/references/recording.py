@@ -6,22 +6,23 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
-from scoremode.wire.references import LayerBlock, Reference, ReferenceAnswers, ReferenceLayers, ReferenceRequest
+from scoremode.wire.references import Reference, ReferenceAnswers, ReferenceLayers, ReferenceRequest
 from scoremode_server.engine.sequence import ScoreSettings
-from scoremode_server.errors import ConflictError, NotServedError, RequestError, StorageError
+from scoremode_server.errors import NotServedError, RequestError, StorageError
 from scoremode_server.references.comparer import Comparer, MarkedWindow
 from scoremode_server.references.exchange import UnreadableFileError
 from scoremode_server.references.files.directory import StoredReference, StoredText
-from scoremode_server.references.files.manifest import HeadFormat, Manifest, Result, TextPlan, text_fingerprint
+from scoremode_server.references.files.manifest import HeadFormat, Manifest, Result
 from scoremode_server.references.files.tensors import BrokenFileError
 from scoremode_server.references.layers import LayerParts
+from scoremode_server.references.plans import check_same, flaw_of_cuts, plan_texts
 from scoremode_server.references.service import References
 from scoremode_server.references.worker.orders import MAX_UNWRITTEN_BYTES
 from scoremode_server.rows import json_logprobs
@@ -34,15 +35,6 @@ logger = init_logger("vllm.scoremode.references")
 
 SECONDS_TO_WRITE = 120
 """Time limit for a computed window to be on disk, and for the LM head after all windows."""
-
-LARGEST_FLOOR = 1e-3
-"""Nats by which a resumed float32 model may diverge from itself, because it rounds in another place. A wrongly cut
-stream gives tenths of a nat."""
-LARGEST_FLOOR_16_BITS = 1e-2
-"""`LARGEST_FLOOR` for models in 16 bits."""
-LARGEST_SHARE = 0.01
-"""The same limit as a share of the divergence of the model that is fed other tokens and not resumed. Where that is
-small, even a wrongly cut stream gives little."""
 
 WindowOnDisk = tuple[np.ndarray, np.ndarray | None]
 """NLLs [scored] float64 in nats, and ranks [scored]; ranks are None if the window was on disk before this request."""
@@ -74,7 +66,7 @@ class Recording:
             raise RequestError("lane: a reference is recorded in the prefill lane, for all lanes", "lane")
         if is_adapted:
             raise RequestError("an adapter cannot be recorded as a reference", "model")
-        text, plan = await asyncio.to_thread(_plan, texts, request.labels)
+        text, plan = await asyncio.to_thread(plan_texts, texts, request.labels)
         served_layers = await layers.served() if request.layers else None
         if served_layers is not None:
             await _check_space(references, request.name, text, served_layers)
@@ -180,32 +172,12 @@ class Recording:
         return await self.references.describe(self.reference.name)
 
     async def _floor(self, layers: ReferenceLayers, settings: ScoreSettings) -> list[float]:
-        """Resume the recorded model from each boundary on the first window, and return its divergence from itself, per
-        boundary in nats.
-
-        The engine is fed other tokens than the window's. If the divergence is near 0 all the same, the stream was
-        replaced, and the layers after the boundary depend on it alone. RequestError if it is not near 0.
-        """
-        vocab_size = self.comparer.core.limits.vocab_size
-
-        def resumed(boundaries: tuple[int, ...]) -> MarkedWindow:
-            window = MarkedWindow.begin("compare", self.reference, 0, settings, boundaries)
-            return replace(window, token_ids=[(token_id + 1) % vocab_size for token_id in window.token_ids])
-
-        # The first window is not resumed: it shows what the other tokens do.
-        windows = map(resumed, [(), *((boundary,) for boundary in range(layers.num_boundaries))])
-        async with aclosing(self.comparer.compare(self.reference, windows, settings)) as in_order:
-            means = [float(np.mean(rows.column("kld"), dtype=np.float64)) async for _, rows in in_order]
-        not_resumed, *floor = means
-        largest = LARGEST_FLOOR if self.reference.manifest.model.dtype == "float32" else LARGEST_FLOOR_16_BITS
-        limit = min(largest, LARGEST_SHARE * not_resumed)
-        if max(floor) > limit:
-            raise RequestError(
-                f"layers: {layers.layer_class} cannot be measured: resumed from its own boundary "
-                f"{int(np.argmax(floor))}, the model diverges from itself by {max(floor):.3g} nats, more than "
-                f"{limit:g}: delete the reference, and record it without layers",
-                "layers",
-            )
+        """Resume the recorded model from each boundary on the first window, fed with other tokens, and return its
+        divergence from itself, per boundary in nats. RequestError if it is not near 0."""
+        cuts = [{}, *({boundary: boundary} for boundary in range(layers.num_boundaries))]
+        not_resumed, *floor = await self.comparer.resumed(self.reference, cuts, settings, 1)
+        if flaw := flaw_of_cuts(layers, self.reference.manifest.model.dtype, floor, not_resumed):
+            raise RequestError(f"layers: {flaw}: record it without layers", "layers")
         return floor
 
 
@@ -213,28 +185,9 @@ async def _resumed(references: References, name: str, new: Manifest, text: Store
     """Open a reference of that name to record the rest of it. ConflictError if it is not the one that `new` and `text`
     describe."""
     reference = await references.open(name)
-    stored = reference.manifest
-    if not references.model.may_continue(stored.model):
-        raise ConflictError(f"there is a reference {name!r} already, of another model", "name")
-    if stored.text.fingerprint != new.text.fingerprint:
-        hint = " (a chat template that writes the date renders another text each day)"
-        raise ConflictError(
-            f"there is a reference {name!r} already, of another text or other windows"
-            f"{hint if new.text.method == 'conversation' else ''}",
-            "name",
-        )
-    origins = (await references.text(reference)).origins
-    if stored.text.labels != new.text.labels or not np.array_equal(origins, text.origins):
-        raise ConflictError(f"there is a reference {name!r} already, of this text with other labels", "labels")
-    if stored.answers != new.answers:
-        raise ConflictError(f"there is a reference {name!r} already, of other answers, or of none", "answers")
-    if _blocks(stored.layers) != _blocks(new.layers):
-        recorded = "without layers" if stored.layers is None else "with other layers, or with layers"
-        raise ConflictError(
-            f"there is a reference {name!r} already, recorded {recorded}: delete it, or choose another name",
-            "layers",
-        )
-    if differing := references.model.computes_otherwise(stored.model):
+    await references.text(reference)
+    check_same(reference, new, text)
+    if differing := references.model.computes_otherwise(reference.manifest.model):
         logger.warning("Reference %s was begun on other GPUs or kernels: here %s", name, differing)
     return await references.save(reference, lambda manifest: {"corpus": manifest.corpus or new.corpus})
 
@@ -261,38 +214,3 @@ async def _served_head(core: Core) -> HeadFormat:
     if head is None:
         raise RequestError(f"this model cannot be a reference: {described[-1]}", "model")
     return HeadFormat.model_validate(head)
-
-
-def _blocks(layers: ReferenceLayers | None) -> list[LayerBlock] | None:
-    return None if layers is None else layers.blocks
-
-
-def _plan(texts: TextWindows, labels: list[str] | None) -> tuple[StoredText, TextPlan]:
-    """Collect what a reference stores about texts and their windows."""
-    places = {label: place for place, label in enumerate(dict.fromkeys(labels or ()))}
-    roles = list(dict.fromkeys(role for document in texts.documents for role in document.roles))
-    origins = [
-        (
-            document.index,
-            places[labels[document.index]] if labels else -1,
-            roles.index(document.roles[place]) if document.roles else -1,
-        )
-        for document in texts.documents
-        for place in range(len(document.windows))
-    ]
-    documents = [(document.token_ids, document.windows) for document in texts.documents]
-    text = StoredText.from_documents(documents, origins)
-    plan = TextPlan(
-        fingerprint=text_fingerprint(text.token_ids, text.windows, texts.method),
-        method=texts.method,
-        context_length=texts.context_length,
-        stride=texts.stride,
-        num_tokens=len(text.token_ids),
-        num_windows=len(text.windows),
-        num_scored=sum(window.num_scored for window in texts.windows),
-        num_bytes=texts.num_bytes,
-        num_words=texts.num_words,
-        labels=list(places),
-        roles=roles,
-    )
-    return text, plan

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from cachetools import LRUCache
 
-from scoremode.wire.references import KeptWithReference, Reference
+from scoremode.wire.references import Reference
 from scoremode_server.errors import ConflictError, NotServedError, StorageError, UnavailableError
 from scoremode_server.references.files.directory import (
     NoReferenceError,
@@ -16,7 +16,7 @@ from scoremode_server.references.files.directory import (
     StoredReference,
     StoredText,
 )
-from scoremode_server.references.files.manifest import Manifest, Result
+from scoremode_server.references.files.manifest import Manifest
 from scoremode_server.references.files.tensors import BrokenFileError
 from scoremode_server.scoring.model_identity import ModelIdentity
 from scoremode_server.threads import CallThreads
@@ -58,7 +58,7 @@ class References:
     async def _listed(self, name: str) -> Reference | None:
         try:
             async with self._listing, asyncio.timeout(SECONDS_TO_LIST):
-                return await self.in_thread(name, lambda: _describe(self.directory.open(name)))
+                return await self.in_thread(name, lambda: self.directory.open(name).described())
         except (NoReferenceError, BrokenFileError, TimeoutError):
             return None
 
@@ -96,7 +96,7 @@ class References:
 
     async def describe(self, name: str) -> Reference:
         reference = await self.open(name)
-        return await self.in_thread(name, lambda: _describe(reference))
+        return await self.in_thread(name, reference.described)
 
     async def delete(self, name: str) -> None:
         await self.use(name, lambda: self.directory.delete(name))
@@ -129,20 +129,3 @@ class References:
         """Remove the server's folder from a reason, because clients must not learn its path."""
         root = self.directory.root
         return str(reason).replace(f"{root / name}/", "").replace(f"{root}/", "")
-
-
-def _describe(reference: StoredReference) -> Reference:
-    manifest, text, model = reference.manifest, reference.manifest.text, reference.manifest.model
-    result = manifest.result
-    return Reference(
-        name=reference.name,
-        complete=result is not None,
-        vocab_size=manifest.head.vocab_size,
-        text_fingerprint=text.fingerprint,
-        num_recorded=len(reference.recorded_windows()),
-        disk_bytes=reference.disk_bytes(),
-        **model.model_dump(exclude={"tokenizer_fingerprint"}),
-        **text.model_dump(exclude={"fingerprint"}),
-        **(dict(result) if result else dict.fromkeys(Result.model_fields)),
-        **{name: getattr(manifest, name) for name in KeptWithReference.model_fields},
-    )

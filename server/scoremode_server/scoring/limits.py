@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from vllm.config import ModelConfig
+from typing import Any
 
 from scoremode.wire.protocol import MAX_TOP_LOGPROBS
 from scoremode_server.errors import RequestError, TooLargeError
@@ -30,9 +29,9 @@ class Limits:
 
     @classmethod
     def from_model(
-        cls, model: ModelConfig, max_sequences: int = MAX_SEQUENCES, max_request_bytes: int = MAX_REQUEST_BYTES
+        cls, model: Any, max_sequences: int = MAX_SEQUENCES, max_request_bytes: int = MAX_REQUEST_BYTES
     ) -> "Limits":
-        """The limits that follow from the model and from the server's flags."""
+        """The limits that follow from vLLM's `ModelConfig` and from the server's flags."""
         max_top = MAX_TOP_LOGPROBS if model.max_logprobs == -1 else min(MAX_TOP_LOGPROBS, model.max_logprobs)
         vocab_size = model.get_vocab_size()
         return cls(model.max_model_len, vocab_size, min(max_top, vocab_size), max_sequences, max_request_bytes)

@@ -5,6 +5,7 @@ import asyncio
 import copy
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import re
@@ -18,18 +19,15 @@ from typing import Any
 
 import torch
 import transformers
-import vllm
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from vllm.config import LoadConfig, ModelConfig, VllmConfig
-from vllm.logger import init_logger
 from xxhash import xxh3_128
 
 from scoremode.wire.protocol import ComputedBy
 from scoremode_server.scoring.model_identity import ModelIdentity
 
 # vLLM prints the messages of loggers below `vllm`.
-logger = init_logger("vllm.scoremode.model_files")
+logger = logging.getLogger("vllm.scoremode.model_files")
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes by their names in safetensors files."""
@@ -62,13 +60,15 @@ _adapters: dict[str, tuple[Any, str]] = {}
 
 
 def model_identity(
-    config: VllmConfig,
+    config: Any,
     tokenizer: Any,
     computed_by: ComputedBy | None = None,
     stop_token_ids: list[int] | None = None,
     templates: list[Any] | None = None,
+    vllm_version: str = "",
 ) -> ModelIdentity:
-    """Make the identity of a server's model. Reads the model's files, which takes seconds. `tokenizer` may be None."""
+    """Make the identity of a model, given vLLM's `VllmConfig` of it, or the same fields. Reads the model's files, which
+    takes seconds. `tokenizer` may be None."""
     model, load = config.model_config, config.load_config
     dtype = str(model.dtype).removeprefix("torch.")
     folder = model_folder(model.model, model.revision, load.download_dir)
@@ -80,7 +80,7 @@ def model_identity(
         dtype=dtype,
         quantization=model.quantization,
         scoremode_version=importlib.metadata.version("scoremode"),
-        vllm_version=vllm.__version__,
+        vllm_version=vllm_version,
         fingerprint=_fingerprint(model, load, dtype, folder, weights),
         tokenizer_fingerprint=_digest(*vocabulary),
         computed_by=computed_by,
@@ -104,7 +104,7 @@ async def with_adapter(fingerprint: str, lora: Any) -> str:
     return f"{fingerprint}+{cached[1]}"
 
 
-def _stored_dtype(model: ModelConfig, files: Sequence[Path]) -> str | None:
+def _stored_dtype(model: Any, files: Sequence[Path]) -> str | None:
     """Find the dtype of most weights in safetensors files. For other files or dtypes it is the config's, which tools
     that convert weights do not update."""
     sizes = Counter[str]()
@@ -148,7 +148,7 @@ def digest_of(files: Sequence[Path]) -> str:
         return xxh3_128(b"".join(threads.map(_file_digest, files))).hexdigest()
 
 
-def _fingerprint(model: ModelConfig, load: LoadConfig, dtype: str, folder: Path | None, weights: Sequence[Path]) -> str:
+def _fingerprint(model: Any, load: Any, dtype: str, folder: Path | None, weights: Sequence[Path]) -> str:
     dummy = load.load_format == "dummy"
     configs = _config_files(Path(model.hf_config_path) if model.hf_config_path else folder)
     overrides: Any = model.hf_overrides

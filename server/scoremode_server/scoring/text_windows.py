@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import fsum
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -11,7 +12,16 @@ from scoremode.metrics import count_words, exp
 from scoremode.windows import Method, Window, cut_windows, resolve_context_length, resolve_stride, turn_windows
 from scoremode.wire.protocol import PerplexityRequest, PerplexityWindow
 from scoremode_server.errors import RequestError
-from scoremode_server.scoring.core import Core
+from scoremode_server.scoring.limits import Limits
+
+
+class TextCore(Protocol):
+    """The parts of `Core` that cut texts. A recorder without vLLM has parts of its own."""
+
+    limits: Limits
+    tokenizer: Any
+    conversations: Any
+    info: Any
 
 
 @dataclass(slots=True)
@@ -89,7 +99,7 @@ class RunningPerplexity:
         )
 
 
-async def cut_texts(request: PerplexityRequest, core: Core) -> TextWindows:
+async def cut_texts(request: PerplexityRequest, core: TextCore) -> TextWindows:
     """Tokenize a request's texts, or render its conversations, and cut them into windows. WindowError if the method
     does not allow the context length or stride, RequestError if fields contradict each other or nothing is scored."""
     if request.messages is not None:
@@ -122,7 +132,7 @@ async def cut_texts(request: PerplexityRequest, core: Core) -> TextWindows:
     return texts
 
 
-async def _turn_windows(request: PerplexityRequest, core: Core) -> TextWindows:
+async def _turn_windows(request: PerplexityRequest, core: TextCore) -> TextWindows:
     excluded = ["prompt", "texts", "stride", "max_tokens", "add_special_tokens"]
     conversations = await core.conversations.sequences(request, excluded)
     if "method" in request.model_fields_set and request.method != "conversation":
@@ -140,7 +150,7 @@ async def _turn_windows(request: PerplexityRequest, core: Core) -> TextWindows:
     return texts
 
 
-async def _documents(request: PerplexityRequest, core: Core) -> list[TextDocument]:
+async def _documents(request: PerplexityRequest, core: TextCore) -> list[TextDocument]:
     if (request.prompt is None) == (request.texts is None):
         raise RequestError("give either prompt (one text) or texts (several)", "prompt")
     if isinstance(request.prompt, list):
@@ -153,7 +163,7 @@ async def _documents(request: PerplexityRequest, core: Core) -> list[TextDocumen
     ]
 
 
-async def _truncate(documents: list[TextDocument], request: PerplexityRequest, max_tokens: int, core: Core) -> None:
+async def _truncate(documents: list[TextDocument], request: PerplexityRequest, max_tokens: int, core: TextCore) -> None:
     """Keep the first `max_tokens` tokens of all documents together, and cut each document's text to match."""
     for document in documents:
         token_ids = document.token_ids[:max_tokens]

@@ -338,6 +338,8 @@ class FakeServer:
     """Windows that it records per request, and scores or compares in all, before it drops the connection."""
     info: dict = field(default_factory=dict)
     """INFO; changes to it where the server is made."""
+    served_layers: dict = field(default_factory=dict)
+    """Changes to LAYERS for those of the served model."""
     refused: Collection[str] = ()
     """Texts that it does not score."""
     requests: list[tuple[str, str, dict]] = field(default_factory=list)
@@ -374,7 +376,7 @@ class FakeServer:
             case "POST", "/v1/references":
                 return self.record(body)
             case "GET", "/v1/layers":
-                return ok({"object": "layers", **LAYERS, "free_bytes": 10**9})
+                return ok({"object": "layers", **LAYERS, **self.served_layers, "free_bytes": 10**9})
             case "POST", "/v1/kld":
                 return self.compare(body)
             case "GET", "/v1/references":

@@ -10,6 +10,7 @@ import yaml
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from fake_server import (
     FLOOR,
+    LAYERS,
     MODULES,
     NOISE,
     REST_OF_NOISE,
@@ -25,6 +26,7 @@ from safetensors.numpy import save_file
 from scoremode.cli.main import main
 from scoremode.errors import RunError, ServersDifferError
 from scoremode.runs import Cost, make_recipe, measure_layers, shares
+from scoremode.wire.references import ReferenceLayers
 
 NUM_PLACES = len(REST_OF_NOISE)
 
@@ -73,6 +75,19 @@ async def test_errors_are_paired_and_clustered_by_windows(server):
     assert found.blocks[1].stderr == pytest.approx(expected, rel=1e-9)
     kept = found.without(found.blocks[1:2])
     assert kept.cost == pytest.approx(found.whole.cost - found.blocks[1].cost, rel=1e-9)
+
+
+async def test_only_boundaries_that_the_served_model_has_too_are_measured(server):
+    sums = sums_of(server)[:, [0, 1, 3, 5]]
+    layers = ReferenceLayers.model_validate(LAYERS)
+    server.served_layers = {"blocks": layers.merged([0, 2, 4]).model_dump()["blocks"]}
+    found = await measure(server)
+    assert np.allclose(found.kld_sums, sums, rtol=1e-12)
+    assert [part.name for part in found.blocks] == [" + ".join(MODULES[:2]), " + ".join(MODULES[2:])]
+    assert [(part.kind, part.floor) for part in found.blocks] == [("layer", 0), ("layer", FLOOR[4])]
+    server.served_layers["hidden_size"] = 16
+    with pytest.raises(RunError, match="is of 4 blocks with a hidden size of 8, and the served model of 2 blocks with"):
+        await measure(server)
 
 
 async def test_what_cannot_be_measured_is_refused(server):

@@ -34,8 +34,8 @@ import numpy as np
 import torch
 
 from scoremode.windows import Window
-from scoremode.wire.references import REFERENCE_NAME, Answer
-from scoremode_server.references.files.manifest import Manifest
+from scoremode.wire.references import REFERENCE_NAME, Answer, KeptWithReference, Reference
+from scoremode_server.references.files.manifest import Manifest, Result
 from scoremode_server.references.files.tensors import BrokenFileError, moving_into_place, read_tensors, write_tensors
 
 _MANIFEST = "manifest.json"
@@ -139,6 +139,21 @@ class StoredReference:
                 with suppress(FileNotFoundError):
                     num_bytes += 0 if name.startswith(".") else os.path.getsize(os.path.join(folder, name))
         return num_bytes
+
+    def described(self) -> Reference:
+        manifest, text, result = self.manifest, self.manifest.text, self.manifest.result
+        return Reference(
+            name=self.name,
+            complete=result is not None,
+            vocab_size=manifest.head.vocab_size,
+            text_fingerprint=text.fingerprint,
+            num_recorded=len(self.recorded_windows()),
+            disk_bytes=self.disk_bytes(),
+            **manifest.model.model_dump(exclude={"tokenizer_fingerprint"}),
+            **text.model_dump(exclude={"fingerprint"}),
+            **(dict(result) if result else dict.fromkeys(Result.model_fields)),
+            **{name: getattr(manifest, name) for name in KeptWithReference.model_fields},
+        )
 
     def about(self, part: str) -> dict[str, str]:
         """The description written into a file of tensors, so that the file is not taken for another one, or for another

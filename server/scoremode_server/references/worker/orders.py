@@ -44,6 +44,8 @@ class WindowMark:
     boundary, and replaces the stream there with the reference's."""
     statistics: tuple[str, ...] = ()
     """Names of `Statistics` that comparing adds for the reference."""
+    recorded: tuple[int, ...] = ()
+    """The reference's own numbers of `boundaries`; empty if they are the same."""
 
 
 def compared_columns(num_top: int, statistics: Iterable[str] = ()) -> Columns:

@@ -20,9 +20,10 @@ from scoremode_server.kernels.reduced_rows import JoinedRows
 from scoremode_server.references.files.directory import ReferenceDirectory
 from scoremode_server.references.files.manifest import HeadFormat
 from scoremode_server.references.files.tensors import BrokenFileError
+from scoremode_server.references.streams import Stream
 from scoremode_server.references.worker import kl_divergence, llama_cpp
 from scoremode_server.references.worker.heads import HeadLayer, LeasedHead, ReferenceHead, copy_through_pinned
-from scoremode_server.references.worker.layers import DecoderLayers, Stream
+from scoremode_server.references.worker.layers import DecoderLayers
 from scoremode_server.references.worker.lease import Lease
 from scoremode_server.references.worker.orders import (
     MAX_UNWRITTEN_BYTES,
@@ -312,10 +313,11 @@ class WorkerWindows(SinkMaker):
         hidden_states, _ = reference.read_shard(mark.index)
         if hidden_states.shape != (mark.num_scored, reference.manifest.head.hidden_size):
             raise BrokenFileError(f"{reference.shard(mark.index)} has hidden states {tuple(hidden_states.shape)}")
-        streams = {boundary: _readable(reference.read_stream(mark.index, boundary)) for boundary in mark.boundaries}
-        for boundary, stream in streams.items():
+        streams = {}
+        for boundary, recorded in zip(mark.boundaries, mark.recorded or mark.boundaries, strict=True):
+            stream = streams[boundary] = _readable(reference.read_stream(mark.index, recorded))
             if len(stream) != mark.num_fed:
-                raise BrokenFileError(f"{reference.stream(mark.index, boundary)} has {len(stream)} tokens")
+                raise BrokenFileError(f"{reference.stream(mark.index, recorded)} has {len(stream)} tokens")
         return _readable(hidden_states), streams
 
     def write_head_later(self, name: str, identity: str, ticket: str, weights: list[torch.Tensor]) -> None:

@@ -12,8 +12,8 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from scoremode.wire.references import LayerBlock, ReferenceLayers
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.files.manifest import HeadFormat
+from scoremode_server.references.streams import Stream
 from scoremode_server.references.worker.heads import LeasedHead, ReferenceHead
-from scoremode_server.references.worker.layers import Stream
 from scoremode_server.references.worker.orders import SINK
 from scoremode_server.references.worker.sinks import WorkerWindows
 from scoremode_server.rows import PromptLogprobs

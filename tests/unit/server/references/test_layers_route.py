@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from scoremode.wire.references import LayerBlock
 from scoremode_server.references import service
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.light_app import check_error, client_of, error_of, events, light_app
@@ -13,11 +14,12 @@ from tests.unit.server.references.reference_engine import (
     ReferenceEngine,
     record,
 )
-from tests.unit.server.references.reference_setup import HIDDEN, files
+from tests.unit.server.references.reference_setup import HIDDEN, MODEL, files
 
 BASE = f"{REFERENCES}/base"
 LAYERED = {**BODY, "layers": True}
 NUM_BOUNDARIES = 3
+THIRD = [LayerBlock(modules=["model.layers.1.mlp"], kind="mlp")]
 WINDOW_TOKENS = 15
 """The number of tokens of each window that are fed."""
 
@@ -61,7 +63,7 @@ async def test_damaged_streams_are_recorded_again(engine, client):
 @pytest.mark.parametrize(
     ("fault", "status", "param", "message"),
     [
-        ("leak", 400, "layers", "layers: LinearLayer cannot be measured: resumed from its own boundary"),
+        ("leak", 400, "layers", "layers: LinearLayer cannot be measured: resumed from boundary"),
         ("calls_no_hooks", 507, "name", "0 of 15 tokens passed boundary 0"),
     ],
 )
@@ -103,9 +105,9 @@ async def test_a_reference_without_layers_is_not_resumed_from(client):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"blocks": LAYERS.blocks[:1]}, "has 3 boundaries, and the served model 2"),
-        ({"hidden_size": 2 * HIDDEN}, f"has a hidden size of {HIDDEN}, and the served model one of {2 * HIDDEN}"),
-        ({"blocks": LAYERS.blocks[::-1]}, "has mamba as block 0, and the served model mlp"),
+        ({"blocks": [*LAYERS.blocks, *THIRD]}, f"the served model is of 3 blocks with a hidden size of {HIDDEN}"),
+        ({"hidden_size": 2 * HIDDEN}, f"the served model is of 2 blocks with a hidden size of {2 * HIDDEN}"),
+        ({"blocks": LAYERS.blocks[::-1]}, "the served model is cut at boundaries [0, 2] of it alone"),
     ],
 )
 async def test_another_models_layers_are_refused(tmp_path, client, changes, message):
@@ -113,8 +115,41 @@ async def test_another_models_layers_are_refused(tmp_path, client, changes, mess
     other = ReferenceEngine(tmp_path, fingerprint="of another")
     other.layers = LAYERS.model_copy(update=changes).model_dump()
     async with client_of(light_app(other)) as of_other:
-        refused = error_of(await of_other.post(KLD, json={"reference": "base", "from_boundary": 0}))
-    assert refused == (400, "from_boundary", f"from_boundary: reference 'base' {message}")
+        refused = error_of(await of_other.post(KLD, json={"reference": "base", "from_boundary": 1}))
+    start = f"from_boundary: reference 'base' is of 2 blocks with a hidden size of {HIDDEN}, and "
+    assert refused == (400, "from_boundary", f"{start}{message}")
+
+
+async def test_models_cut_at_other_places_are_resumed_at_those_that_both_have(tmp_path, client):
+    await record(client, layers=True)
+    whole = ReferenceEngine(tmp_path, fingerprint="of another")
+    whole.layers = LAYERS.merged([0, 2]).model_dump()
+    crossed = []
+    whole.model.through_layers = lambda stream, sink: crossed.append((sink.mark.boundaries, [*sink.streams])) or stream
+    async with client_of(light_app(whole)) as of_whole:
+        for boundary in (0, 2):
+            await of_whole.post(KLD, json={"reference": "base", "windows": [0, 1], "from_boundary": boundary})
+    assert crossed == [((0,), [0]), ((1,), [1])]
+
+
+@pytest.mark.parametrize(("leak", "share"), [(0.0, 1.0), (0.5, 1.0), (0.0, 0.0)])
+async def test_cuts_of_a_model_that_did_not_record_are_checked(tmp_path, engine, leak, share):
+    """A reference without vLLM does not show whether the layers of vLLM's class follow from their stream, and from all
+    of it."""
+    engine.identity = MODEL.model_copy(update={"vllm_version": ""})
+    async with client_of(light_app(engine)) as of_transformers:
+        await record(of_transformers, layers=True)
+    other = ReferenceEngine(tmp_path, 0.1, fingerprint="of another")
+    other.model.leak, through_layers = leak, other.model.through_layers
+    other.model.through_layers = lambda stream, sink: share * through_layers(stream, sink)
+    async with client_of(light_app(other)) as of_other:
+        answers = [await of_other.post(KLD, json={"reference": "base", "from_boundary": 1}) for _ in range(2)]
+    if leak or not share:
+        for answer in answers:
+            check_error(answer, 400, "from_boundary", "from_boundary: LinearLayer cannot be measured: resumed from")
+    else:
+        # Once: the first window twice without a stream and from each boundary.
+        assert len(other.computed) == 2 * NUM_WINDOWS + 2 * (1 + NUM_BOUNDARIES)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ async def test_listing_reads_few_references_at_once(engine, client, monkeypatch)
     """Each has a thread of its own, so that one that does not answer holds up no other."""
     for index in range(3 * service.LISTED_AT_ONCE):
         create(engine.directory.root, f"base{index}")
-    let_go, reading, most, describe = threading.Event(), set[int](), list[int](), service._describe
+    let_go, reading, most, describe = threading.Event(), set[int](), list[int](), StoredReference.described
 
     def described(reference: StoredReference) -> Any:
         reading.add(threading.get_ident())
@@ -151,7 +151,7 @@ async def test_listing_reads_few_references_at_once(engine, client, monkeypatch)
         reading.discard(threading.get_ident())
         return describe(reference)
 
-    monkeypatch.setattr(service, "_describe", described)
+    monkeypatch.setattr(StoredReference, "described", described)
     listings = [asyncio.create_task(client.get(REFERENCES)) for _ in range(2)]
     await until(lambda: len(reading) == service.LISTED_AT_ONCE)
     let_go.set()

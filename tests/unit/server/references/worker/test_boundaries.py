@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from scoremode_server.references.worker.layers import DecoderLayers, Stream
+from scoremode_server.references.streams import Stream
+from scoremode_server.references.worker.layers import DecoderLayers
 from scoremode_server.worker.request_rows import StepPart
 
 HIDDEN = 4
