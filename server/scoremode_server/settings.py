@@ -28,6 +28,7 @@ EXPORTED_BYTES = 2 * BYTES_AHEAD
 alone."""
 
 REFERENCE_VARIABLE = "SCOREMODE_REFERENCE_DIR"
+HEAD_VARIABLE = "SCOREMODE_REFERENCE_HEAD_BYTES"
 WORKER_EXTENSION = "scoremode_server.references.worker.extension.ReferenceWorker"
 
 PLUGIN = "scoremode"
@@ -83,6 +84,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         f"Default: the environment's {REFERENCE_VARIABLE}, else none.",
     )
     group.add_argument(
+        "--reference-head-bytes",
+        type=number_of_bytes,
+        metavar="BYTES",
+        help="Memory on each GPU for a reference's LM head, such as 2G, if it is larger than the served model's: a "
+        "float32 head on a server in 16 bits is twice as large. Default: the environment's "
+        f"{HEAD_VARIABLE}, else the size of the served model's head.",
+    )
+    group.add_argument(
         "--max-request-bytes",
         type=number_of_bytes,
         default=MAX_REQUEST_BYTES,
@@ -129,6 +138,8 @@ def configure_references(arguments: Namespace) -> None:
     except OSError as error:
         raise SystemExit(f"scoremode: --reference-dir: {error}") from None
     arguments.worker_extension_cls = WORKER_EXTENSION
+    if arguments.reference_head_bytes is not None:
+        os.environ[HEAD_VARIABLE] = str(arguments.reference_head_bytes)
     os.environ[REFERENCE_VARIABLE] = str(directory.resolve())
 
 
@@ -136,6 +147,12 @@ def reference_directory() -> Path | None:
     """The folder for references, from the environment; None if it names none."""
     path = os.environ.get(REFERENCE_VARIABLE)
     return Path(path) if path else None
+
+
+def reference_head_bytes() -> int:
+    """Bytes that every engine worker reserves at least for a reference's LM head, from the environment. ValueError if
+    the number is not valid."""
+    return _from_environment(HEAD_VARIABLE, 0)
 
 
 def _from_environment(variable: str, default: int) -> int:

@@ -156,7 +156,8 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 class LeasedHead:
     """The LM head of the reference with the engine's lease, on the device. `num_bytes` and `PADDING_BYTES` are
-    allocated at the start for this rank's part of a head, and more memory when a larger head needs it."""
+    allocated at the start for this rank's part of a head. On a CPU a larger head gets more memory. On a GPU it is
+    refused, because that memory could be missing in a step."""
 
     def __init__(self, num_bytes: int, device: torch.device, make_layer: Callable[[HeadFormat], HeadLayer]) -> None:
         self.make_layer = make_layer
@@ -182,6 +183,11 @@ class LeasedHead:
         return self._layer.ready(local=local)
 
     def _place(self, layer: HeadLayer, weights: list[torch.Tensor]) -> None:
-        if layer.num_bytes > len(self._memory):
+        if layer.num_bytes > (reserved := len(self._memory)):
+            if self._memory.device.type != "cpu":
+                raise ValueError(
+                    f"its LM head takes {layer.num_bytes} bytes, more than the {reserved} that this server reserves: "
+                    f"start it with --reference-head-bytes {layer.num_bytes}"
+                )
             self._memory = torch.empty(layer.num_bytes, dtype=torch.uint8, device=self._memory.device)
         layer.place(weights, self._memory[: layer.num_bytes])

@@ -37,7 +37,7 @@ from scoremode_server.references.worker.orders import (
     WindowMark,
 )
 from scoremode_server.references.worker.reads import FileReads, outcome_of
-from scoremode_server.settings import reference_directory
+from scoremode_server.settings import reference_directory, reference_head_bytes
 from scoremode_server.threads import CallThreads
 from scoremode_server.worker.lm_head import LMHead
 from scoremode_server.worker.request_rows import RowPiece, StepPart
@@ -262,7 +262,7 @@ class WorkerWindows(SinkMaker):
             model = config.model_config
             num_ranks = config.parallel_config.tensor_parallel_size
             num_bytes = model.get_vocab_size() * (model.get_hidden_size() + 1) * model.dtype.itemsize // num_ranks
-            self.leased = LeasedHead(num_bytes, device, partial(HeadLayer, config=config))
+            self.leased = LeasedHead(max(num_bytes, reference_head_bytes()), device, partial(HeadLayer, config=config))
 
     def exchange(
         self, orders: list[dict[str, Any]], tickets: list[str], lease_call: dict[str, Any] | None = None
