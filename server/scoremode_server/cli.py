@@ -174,6 +174,10 @@ def main() -> None:
             serve([first, *others])
         case ["paths", first, *others]:
             paths([first, *others])
+        case ["record-transformers", *others]:
+            from scoremode_server.record_transformers import main as record
+
+            raise SystemExit(record(others))
         case ["memory"]:
             print(json.dumps(device_memory()))
         case ["--version" | "-V"]:
@@ -182,6 +186,7 @@ def main() -> None:
             print(
                 f"usage: {USAGE}\n       scoremode serve --help=Scoremode\n"
                 "       scoremode paths MODEL [any option of vllm serve]\n       scoremode memory\n"
+                "       scoremode record-transformers MODEL --reference-dir DIR --reference NAME [options]\n"
                 "       scoremode --version"
             )
         case _:

@@ -53,21 +53,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     130 on Ctrl-C. Wrong usage ends the process with status 2."""
     if "_ARGCOMPLETE" in os.environ:
         complete()
-    command, options = parse(sys.argv[1:] if arguments is None else arguments)
+    return run(*parse(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(command: Command, options: argparse.Namespace, prog: str = "ppl-client") -> int:
+    """Run a command, and return its exit status. Errors are printed in one line."""
     try:
         with lines_on_stderr():
             return command.run(options) or 0
     except (KeyboardInterrupt, asyncio.CancelledError) as error:  # In a sweep, SIGTERM raises CancelledError.
-        print(f"ppl-client: interrupted{command.if_interrupted}{_how_to_resume(error)}", file=sys.stderr)
+        print(f"{prog}: interrupted{command.if_interrupted}{_how_to_resume(error)}", file=sys.stderr)
         return 130
     except UnicodeEncodeError as error:
         # Show only the character: the text around it may be a key.
         character = printable(error.object[error.start : error.end])
-        print(f"ppl-client: error: a text, name or path has {character}, not valid Unicode", file=sys.stderr)
+        print(f"{prog}: error: a text, name or path has {character}, not valid Unicode", file=sys.stderr)
         return 1
     except (ScoremodeError, WindowError, OSError) as error:
         message = " ".join(str(error).split())
-        print(f"ppl-client: error: {printable(message)}{_how_to_resume(error)}", file=sys.stderr)
+        print(f"{prog}: error: {printable(message)}{_how_to_resume(error)}", file=sys.stderr)
         return 1
 
 

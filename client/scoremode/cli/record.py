@@ -45,16 +45,21 @@ LAYERS_TOKENS = 4 * LAYERS_CONTEXT + 1
 only if a token follows it."""
 
 
-def check(options: argparse.Namespace) -> None:
-    check_one_server(options, "record", "has all windows")
+def check_windows(options: argparse.Namespace) -> None:
+    """Check the options for text and windows, and fill in their defaults, which `--layers` changes."""
     refuse(options, ("preset", "method", "stride", "messages"), "layers", ": its windows are disjoint")
     if options.layers:
         options.method = "disjoint"
         options.context_length = options.context_length or LAYERS_CONTEXT
         options.max_tokens = options.max_tokens or LAYERS_TOKENS
+    check_text(options)
+
+
+def check(options: argparse.Namespace) -> None:
+    check_one_server(options, "record", "has all windows")
     require(options, ("max_new_tokens", "temperature", "seed", "decode_batch"), "prompts")
     if options.prompts is None:
-        check_text(options)
+        check_windows(options)
         return
     names = "text_column dataset_config layers preset method context_length stride max_tokens max_windows"
     options.text_column = None if options.text_column == DEFAULT_COLUMN else options.text_column
@@ -108,7 +113,7 @@ def as_text(recording: Recording) -> str:
             ("reference", reference.name),
             ("model", reference.model),
             ("weights", reference_in_words(reference)),
-            ("server", f"scoremode {reference.scoremode_version}, vLLM {reference.vllm_version}"),
+            ("recorded by", f"scoremode {reference.scoremode_version}, {reference.engine}"),
             ("date", f"{datetime.fromtimestamp(reference.created, UTC):%Y-%m-%d %H:%M} UTC"),
             *window_rows(reference, reference.corpus, reference.num_scored, reference.num_tokens),
             *answers,
