@@ -1,5 +1,6 @@
 """Paths of one model over processes that stand in for servers: which are measured, and what is known of each."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 from fake_server import ALLOWED, BOS, DECODE_NOISE, OWN_NOISE, TEXT, compare
 
+from scoremode.cli.main import main
 from scoremode.comparison.paths import PathRow, load_paths
 from scoremode.errors import RunError
 from scoremode.sweep import PlanError, checked_plan
-from scoremode.sweep.paths import _changes, measure_paths
-from scoremode.sweep.plan import VaryOptions
+from scoremode.sweep.paths import _paths, measure_paths
+from scoremode.sweep.plan import ModelEntry, VaryOptions
 
 STAND_IN = [sys.executable, fake_server.__file__]
 PLAN = {
@@ -45,14 +47,15 @@ def test_values_are_measured_alone_and_with_product_in_combinations():
         "env": {"X": ["1"]},
         "command": [["c", "serve"]],
     }
-    alone = [change.name for change in _changes(VaryOptions.model_validate(vary))]
-    assert alone == ["attention-backend=A", "attention-backend=B/1", "eager", "X=1", "command=1"]
-    *_, last = combined = [*_changes(VaryOptions.model_validate({**vary, "product": True}))]
+    model = ModelEntry(name="a", model="b", serve=["--own"], env={"X": "0", "Y": "2"})
+    alone = [path.name for path in _paths(VaryOptions.model_validate(vary), model)]
+    assert alone == ["attention-backend=A", "attention-backend=B_1", "eager", "X=1", "command=1"]
+    *_, last = combined = _paths(VaryOptions.model_validate({**vary, "product": True}), model)
     assert len(combined) == 3 * 2 * 2 * 2 - 1, "all but the default path"
-    assert (last.name, last.flags, last.env, last.command) == (
-        "attention-backend=B/1, eager, X=1, command=1",
-        ["--attention-backend", "B/1", "--eager"],
-        {"X": "1"},
+    assert (last.name, last.serve, last.env, last.command) == (
+        "attention-backend=B_1, eager, X=1, command=1",
+        ["--own", "--attention-backend", "B/1", "--eager"],
+        {"X": "1", "Y": "2"},
         ["c", "serve"],
     )
 
@@ -104,11 +107,25 @@ async def test_no_path_is_served_if_the_default_path_fails(tmp_path: Path):
 
 
 @pytest.mark.processes
-async def test_a_fault_of_the_decode_lane_has_no_blocks(tmp_path: Path):
-    rows, _ = await measured(tmp_path, {"env": {DECODE_NOISE: ["0.2"]}}, lane="both")
-    row = rows[f"{DECODE_NOISE}=0.2"]
-    assert {lane.lane: lane.differs for lane in row.lanes} == {"prefill": False, "decode": True}
+def test_a_fault_of_the_decode_lane_has_no_blocks(tmp_path: Path):
+    """The command also writes the report of runs that are all of this lane."""
+    plan = PLAN | {"command": STAND_IN, "lane": "decode", "vary": {"env": {DECODE_NOISE: ["0.2"]}}}
+    (tmp_path / "plan.yaml").write_text(json.dumps(plan))
+    assert main(["sweep", str(tmp_path / "plan.yaml"), "--quiet"]) == 0
+    row = load_paths(tmp_path / "runs" / "paths.json").rows[1]
+    assert {lane.lane: lane.differs for lane in row.lanes} == {"decode": True}
     assert (row.verdict, row.eager, row.blocks) == ("differs", None, [])
+    assert row.name in (tmp_path / "runs" / "report.html").read_text()
+
+
+@pytest.mark.processes
+async def test_the_table_is_kept_if_the_default_path_fails_when_it_is_eager(tmp_path: Path):
+    not_eager = 'case "$*" in *--enforce-eager*) echo MemoryError: all; exit 3;; esac; exec "$@"'
+    command = ["sh", "-c", not_eager, "sh", *STAND_IN]
+    rows, _ = await measured(tmp_path, {"env": {OWN_NOISE: ["0.2"]}}, command=command)
+    row = rows[f"{OWN_NOISE}=0.2"]
+    assert (row.verdict, row.eager) == ("differs", None)
+    assert row.reason.startswith("with both paths eager, the default path fails: the server ended with status 3")
 
 
 @pytest.mark.processes
@@ -134,6 +151,14 @@ async def test_the_path_that_is_nearer_to_the_original_is_told(tmp_path: Path):
     assert np.isclose(original.mean / original.floor, (0.1 / 0.3) ** 2, rtol=0.1)
 
 
-def test_vary_needs_one_model_that_the_sweep_serves():
-    with pytest.raises(PlanError, match="vary needs exactly one model"):
-        checked_plan({**PLAN, "vary": {}, "models": [{"name": "a", "url": "http://localhost:1"}]}, "a plan")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vary": {}, "models": [{"name": "a", "url": "http://localhost:1"}]}, "vary needs exactly one model"),
+        ({"vary": {"original": {"name": "a", "url": "http://localhost:1"}}}, "vary needs exactly one model"),
+        ({"vary": {"flags": {"port": ["1"]}}}, "--port is set by the sweep"),
+    ],
+)
+def test_vary_needs_one_model_that_the_sweep_serves(changes, message):
+    with pytest.raises(PlanError, match=message):
+        checked_plan({**PLAN, **changes}, "a plan")
