@@ -263,9 +263,7 @@ class SweepPlan(_Part):
             raise ValueError("gguf needs windows.preset: llama.cpp")
         served = [*self.models, *([self.vary.original] if self.vary and self.vary.original else [])]
         if self.vary is not None and (len(names) > 1 or self.prompts or any(entry.url for entry in served)):
-            raise ValueError(
-                "vary needs exactly one model, which the sweep serves, as the original: no url, gguf, prompts"
-            )
+            raise ValueError("vary needs exactly one model, and takes no url, gguf or prompts")
         return self
 
     @property

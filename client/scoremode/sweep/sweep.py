@@ -214,7 +214,7 @@ class _Sweep:
     measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a model is measured, so that no other takes part of the GPU."""
     loaded: dict[str, asyncio.Event] = field(default_factory=dict)
-    """By model of a group of servers: set once its server is up, has failed, or is not needed."""
+    """An event per model in a group of servers: set once its server is up, has failed, or is not needed."""
     is_at_once: bool = False
     """Whether servers start at once. A line in the log says which, and how long all may take."""
 
