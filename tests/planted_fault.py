@@ -24,8 +24,8 @@ FEW_ROWS = 16
 
 def install(folder: Path) -> Path:
     """Write this module and the metadata of a package into a folder for PYTHONPATH."""
-    (folder / "planted_fault.py").write_text(Path(__file__).read_text())
     (metadata := folder / "planted_fault-1.dist-info").mkdir(parents=True)
+    (folder / "planted_fault.py").write_text(Path(__file__).read_text())
     (metadata / "METADATA").write_text("Metadata-Version: 2.4\nName: planted-fault\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nplanted_fault = planted_fault:plugin\n")
     return folder

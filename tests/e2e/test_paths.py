@@ -29,7 +29,6 @@ class Paths:
     """The command, interrupted once the default path was measured, and then repeated."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        folder.joinpath("site").mkdir()
         packages = planted_fault.install(folder / "site"), os.environ.get("PYTHONPATH")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, packages)))}
         self.output = folder / "runs"

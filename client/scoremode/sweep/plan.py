@@ -261,8 +261,11 @@ class SweepPlan(_Part):
             raise ValueError(f"windows of {context} tokens do not fit in --max-model-len {min(limits):.0f}")
         if self.gguf is not None and preset != "llama.cpp" and self.windows.method != "llama.cpp":
             raise ValueError("gguf needs windows.preset: llama.cpp")
-        served = [*self.models, *([self.vary.original] if self.vary and self.vary.original else [])]
-        if self.vary is not None and (len(names) > 1 or self.prompts or any(entry.url for entry in served)):
+        if self.vary is not None and (
+            len(names) > 1
+            or self.prompts
+            or any(entry.url for entry in (self.models[0], self.vary.original) if entry is not None)
+        ):
             raise ValueError("vary needs exactly one model, and takes no url, gguf or prompts")
         return self
 

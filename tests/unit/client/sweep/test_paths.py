@@ -2,6 +2,7 @@
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from fake_server import ALLOWED, BOS, DECODE_NOISE, OWN_NOISE, TEXT, compare
 
 from scoremode.cli.main import main
+from scoremode.cli.paths import measure
 from scoremode.comparison.paths import PathRow, load_paths
 from scoremode.errors import RunError
 from scoremode.sweep import PlanError, checked_plan
@@ -92,18 +94,17 @@ async def test_a_path_that_differs_is_named_with_its_blocks_and_an_equal_one_agr
 
 
 @pytest.mark.processes
-async def test_eager_servers_are_measured_with_their_layers_at_once(tmp_path: Path):
-    eager = {"serve": ["--enforce-eager"], "text": {**PLAN["text"], "max_tokens": 8192}}
-    rows, _ = await measured(tmp_path, {"env": {OWN_NOISE: ["0.2"]}}, **eager)
-    assert len(rows[f"{OWN_NOISE}=0.2"].blocks) == 5
-    assert not (tmp_path / "runs" / "eager").exists()
-
-
-@pytest.mark.processes
 async def test_no_path_is_served_if_the_default_path_fails(tmp_path: Path):
     with pytest.raises(RunError, match=r"the default path fails: the server ended with status 1 .*out of memory"):
         await measured(tmp_path, {"env": {"OTHER": ["1"]}}, models=[{"name": "bytes", "model": "broken"}])
     assert [log.stem for log in (tmp_path / "runs" / "logs").iterdir()] == ["default"]
+
+
+@pytest.mark.processes
+def test_with_fail_if_a_refused_path_makes_the_command_fail(tmp_path: Path):
+    plan = checked_plan({**PLAN, "vary": {"repeats": 2, "command": [["no-such-program"]]}}, "a plan")
+    options = Namespace(quiet=True, api_key=None, at_once=None)
+    assert [measure(plan, tmp_path, options, fail_if_differs=fail) for fail in (False, True)] == [0, 1]
 
 
 @pytest.mark.processes
@@ -137,13 +138,16 @@ async def test_a_path_whose_server_dies_half_way_has_failed(tmp_path: Path):
 
 
 @pytest.mark.processes
-async def test_the_path_that_is_nearer_to_the_original_is_told(tmp_path: Path):
-    """The original has no noise, the default path 0.3, and one path less."""
-    vary = {"env": {OWN_NOISE: ["0.1"]}, "original": {"name": "original", "model": "noise=0"}}
-    rows, _ = await measured(tmp_path, vary, models=[{"name": "bytes", "model": "noise=0.3"}])
+async def test_eager_servers_have_blocks_at_once_and_a_path_may_be_nearer_to_the_original(tmp_path: Path):
+    """The original has no noise, the default path 0.3, one path less, and one more."""
+    vary = {"env": {OWN_NOISE: ["0.1", "0.6"]}, "original": {"name": "original", "model": "noise=0"}}
+    models = [{"name": "bytes", "model": "noise=0.3", "serve": ["--enforce-eager"]}]
+    rows, _ = await measured(tmp_path, vary, models=models, text={**PLAN["text"], "max_tokens": 8192})
     original = rows[f"{OWN_NOISE}=0.1"].original
     assert original.high < 0
     assert np.isclose(original.mean / original.floor, (0.1 / 0.3) ** 2, rtol=0.1)
+    assert rows[f"{OWN_NOISE}=0.6"].blocks
+    assert not (tmp_path / "runs" / "eager").exists()
 
 
 @pytest.mark.parametrize(
