@@ -24,8 +24,8 @@ FEW_ROWS = 16
 
 def install(folder: Path) -> Path:
     """Write this module and the metadata of a package into a folder for PYTHONPATH."""
-    (folder / "planted_fault.py").write_text(Path(__file__).read_text())
     (metadata := folder / "planted_fault-1.dist-info").mkdir(parents=True)
+    (folder / "planted_fault.py").write_text(Path(__file__).read_text())
     (metadata / "METADATA").write_text("Metadata-Version: 2.4\nName: planted-fault\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nplanted_fault = planted_fault:plugin\n")
     return folder
@@ -54,10 +54,9 @@ def plant(model: torch.nn.Module, fault: str, moe_backend: str) -> None:
     kind, layer, *values, last = fault.split(":")
     modules = {name.partition(f"layers.{layer}.")[2]: module for name, module in model.named_modules()}
     match kind, values:
-        case "attention", []:
-            _scale_output(modules["self_attn.attn"], float(last), sys.maxsize)
-        case "single-rows", []:
-            _scale_output(modules["mlp"], float(last), FEW_ROWS)
+        case "attention" | "single-rows", []:
+            name, most_rows = ("mlp", FEW_ROWS) if kind == "single-rows" else ("self_attn.attn", sys.maxsize)
+            modules[name].register_forward_hook(lambda _, __, output: _scaled(output, float(last), most_rows))
         case "k-scale", []:
             attention: Any = modules["self_attn.attn"]
             attention._k_scale.mul_(float(last))
@@ -72,10 +71,6 @@ def plant(model: torch.nn.Module, fault: str, moe_backend: str) -> None:
             weight.data[int(expert)] *= float(factor) if last == moe_backend else 1.0
         case _:
             raise ValueError(f"{VARIABLE}: unknown fault {fault!r}")
-
-
-def _scale_output(module: torch.nn.Module, factor: float, most_rows: int) -> None:
-    module.register_forward_hook(lambda _, __, output: _scaled(output, factor, most_rows))
 
 
 @torch.library.custom_op("planted_fault::scaled", mutates_args=())

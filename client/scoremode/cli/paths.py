@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,70 +13,61 @@ from scoremode.cli.compare import LIMIT_EXCEEDED
 from scoremode.cli.options import COUNT, FILE, QUIET, Command, Group, Option, UsageError, at_least, refuse
 from scoremode.cli.progress import progress_bar
 from scoremode.errors import extra
+from scoremode.runs import LEAST_WINDOWS
 from scoremode.wire import LANES
 
 if TYPE_CHECKING:
-    from scoremode.comparison.paths import PathsRun
     from scoremode.sweep import SweepPlan
 
 _DATASET = "wikitext"
-_CONTEXT = 1024
 _TOKENS = 40_960
 """Tokens of the text by default: enough to see a difference of a third of bfloat16's noise."""
-_LEAST_WINDOWS = 4
 
 
 def check(options: argparse.Namespace) -> None:
     refuse(options, ("dataset",), "text_file", ", which is the whole text")
-    for words in options.tries:
-        name, is_set, values = words.partition("=")
-        if not name.lstrip("-") or (is_set and not values):
-            raise UsageError(f"--try {words}: give FLAG, FLAG=A,B, VARIABLE=A,B or command='...'")
+    _tries(options.tries)
 
 
 @extra("report")
 def run(options: argparse.Namespace) -> int:
-    """Measure the paths and print the table. Returns 3 if a path differs and `--fail-if` is given, and 1 if a path's
-    server ended while it was measured."""
+    """Measure the paths and print the table; returns the exit status."""
     from scoremode.sweep import checked_plan
 
     fields = plan(options)
     sweep.require_extras_for(fields["text"]["dataset"])
-    measured = measure(checked_plan(fields, "paths"), Path(), options)
-    if measured.differing and options.fail_if:
-        return LIMIT_EXCEEDED
-    return int(any(row.verdict == "failed" for row in measured.rows))
+    return measure(checked_plan(fields, "paths"), Path(), options, fail_if_differs=options.fail_if is not None)
 
 
-def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace) -> "PathsRun":
-    """Measure the paths of a plan with `vary`, write its report, and print the table."""
+def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, *, fail_if_differs: bool = False) -> int:
+    """Measure the paths of a plan with `vary`, write its report, and print the table. Returns 1 if a path's server
+    ended while it was measured. With `fail_if_differs`, returns 3 if a path differs, else 1 if one has no verdict."""
     from scoremode.comparison.path_tables import paths_as_text
     from scoremode.sweep.paths import measure_paths, write_paths_report
 
     open_bar = partial(progress_bar, quiet=options.quiet)
     measuring = measure_paths(plan, folder, api_key=options.api_key, open_bar=open_bar, at_once=options.at_once)
     run, result = asyncio.run(sweep.stopped_by_sigterm(measuring))
-    write_paths_report(plan, folder, run, result)
     sys.stdout.write(paths_as_text(run))
-    return run
+    write_paths_report(plan, folder, run, result)
+    if fail_if_differs and run.differing:
+        return LIMIT_EXCEEDED
+    failures = ("failed", "refused", "no verdict") if fail_if_differs else ("failed",)
+    return int(any(row.verdict in failures for row in run.rows))
 
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:
     """Make the fields of the plan that these options describe."""
-    context = options.context_length or _CONTEXT
-    num_windows = options.max_windows or max(_LEAST_WINDOWS, _TOKENS // context)
-    dataset = options.dataset or (None if options.text_file else _DATASET)
-    original = options.reference and {"name": model_name(options.reference), "model": options.reference}
-    report = options.output / "report.html" if options.html is None else options.html
+    num_windows = options.max_windows or max(LEAST_WINDOWS, _TOKENS // options.context_length)
     return {
         "output": str(options.output),
         "text": {
-            "dataset": dataset,
+            "dataset": options.dataset or (None if options.text_file else _DATASET),
             "text_file": options.text_file and str(options.text_file),
             # A window begins only where a token follows it.
-            "max_tokens": num_windows * context + 1,
+            "max_tokens": num_windows * options.context_length + 1,
         },
-        "windows": {"method": "disjoint", "context_length": context},
+        "windows": {"method": "disjoint", "context_length": options.context_length},
         "models": [{"name": model_name(options.model), "model": options.model}],
         "serve": options.serve,
         "lane": options.lane,
@@ -86,25 +76,26 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
             "product": options.product,
             "repeats": options.repeats,
             "blocks": options.blocks,
-            "original": original,
+            "original": options.reference and {"name": "original", "model": options.reference},
         },
-        "compare": {"html": str(report.absolute()), "plots": None},
     }
 
 
 def _tries(words: list[str]) -> dict[str, Any]:
-    """The values of `--try` as the fields of a plan's `vary`. Names in capitals are environment variables."""
+    """The values of `--try` as the fields of a plan's `vary`. Names in capitals are environment variables. UsageError
+    for a name without a value that needs one."""
     vary: dict[str, Any] = {"flags": {}, "env": {}, "command": []}
     for text in words:
         name, is_set, values = text.lstrip("-").partition("=")
+        is_flag = name != "command" and not name.isupper()
+        if not name or not (values or (is_flag and not is_set)):
+            raise UsageError(f"--try {text}: give FLAG, FLAG=A,B, VARIABLE=A,B or command='...'")
+        # A value in JSON, such as that of --compilation-config, has commas of its own.
+        listed = [values] if values.startswith(("{", "[")) else values.split(",")
         if name == "command":
-            vary["command"].append(shlex.split(values))
-        elif name.isupper():
-            vary["env"].setdefault(name, []).extend(values.split(","))
+            vary["command"].append(values)
         else:
-            # A value in JSON, such as that of --compilation-config, has commas of its own.
-            listed = [values] if values.startswith(("{", "[")) else values.split(",")
-            vary["flags"].setdefault(name, []).extend(listed if is_set else [True])
+            vary["flags" if is_flag else "env"].setdefault(name, []).extend(listed if is_set else [True])
     return vary
 
 
@@ -150,7 +141,7 @@ COMMAND = Command(
             [
                 Option("--dataset NAME|PATH", f"as for ppl-client; default: {_DATASET}"),
                 Option("--text-file FILE", "a file that holds the text, UTF-8, in place of a dataset", type=FILE),
-                Option("--context-length N", f"tokens of a window; default: {_CONTEXT}", type=COUNT),
+                Option("--context-length N", "tokens of a window; default: %(default)s", type=COUNT, default=1024),
                 Option("--max-windows N", f"default: {_TOKENS:,} tokens in all, at least 4 windows", type=COUNT),
                 Option("--lane LANE", "default: %(default)s", choices=(*LANES, "both"), default="both"),
             ],
@@ -164,8 +155,11 @@ COMMAND = Command(
                     type=Path,
                     default=Path("scoremode-paths"),
                 ),
-                Option("--html FILE", "the report; default: report.html in the folder", type=Path),
-                Option("--fail-if differs", "exit with status 3 if a path differs", choices=["differs"]),
+                Option(
+                    "--fail-if differs",
+                    "exit with status 3 if a path differs, and with 1 if a path is refused or has no verdict",
+                    choices=["differs"],
+                ),
                 Option("--api-key KEY", "API key of all servers", default=None),
                 QUIET,
             ],

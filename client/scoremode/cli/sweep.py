@@ -8,8 +8,9 @@ import sys
 from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from scoremode._tasks import Result
 from scoremode._texts import printable
 from scoremode.cli.options import API_KEY_HELP, COUNT, QUIET, Command, Group, Option
 from scoremode.cli.progress import progress_bar
@@ -19,8 +20,6 @@ from scoremode.runs import corpora, local_path
 if TYPE_CHECKING:
     from scoremode.accuracy.compare_tasks import TaskComparison
     from scoremode.sweep import SweepPlan
-
-Measured = TypeVar("Measured")
 
 
 @extra("report")
@@ -33,8 +32,7 @@ def run(options: argparse.Namespace) -> int:
         return measure(plan, folder, options)
     from scoremode.cli import paths
 
-    paths.measure(plan, folder, options)
-    return 0
+    return paths.measure(plan, folder, options)
 
 
 def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, tasks: "TaskComparison | None" = None) -> int:
@@ -70,7 +68,7 @@ def require_extras_for(dataset: str | None) -> None:
     require_extras(*needed)
 
 
-async def stopped_by_sigterm(measuring: Coroutine[Any, Any, Measured]) -> Measured:
+async def stopped_by_sigterm(measuring: Coroutine[Any, Any, Result]) -> Result:
     """Let SIGTERM stop `measuring` and its servers, as Ctrl-C does: background commands of a shell ignore Ctrl-C."""
     task = asyncio.current_task()
     assert task is not None

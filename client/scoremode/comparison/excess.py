@@ -38,7 +38,7 @@ class Excess:
     """`low` and `high` are the 95 % interval of `mean - floor`; None if the text has too few units."""
     high: float | None
     p: float | None
-    """None if the text has too few units; 0 for an infinite divergence."""
+    """None if the text has too few units, or the floor is infinite; 0 if only the path's divergence is infinite."""
 
     @property
     def value(self) -> float:
@@ -53,15 +53,14 @@ def excess(
     least_units: int = MIN_UNITS,
     least: float = NEGLIGIBLE_KLD,
 ) -> Excess:
-    """Compare sums of divergences [units] with those of the repeats [repeats, units]; `sizes` [units] in tokens. With
-    one repeat the comparison is paired, and the variance is that of the units."""
+    """Compare sums of divergences [units] with those of the repeats [repeats, units]; `sizes` [units] in tokens.
+    The variance is that of the units alone if there is one repeat."""
     num_tokens, num_units, num_repeats = sizes.sum(), len(sizes), len(floors)
-    differences = sums - floors.mean(axis=0)
     mean, floor = float(sums.sum() / num_tokens), float(floors.sum() / num_repeats / num_tokens)
-    value = differences.sum() / num_tokens
+    value = mean - floor
     if num_units < least_units or not math.isfinite(value):
-        return Excess(mean, floor, None, None, 0.0 if math.isinf(mean) else None)
-    off = differences - value * sizes
+        return Excess(mean, floor, None, None, 0.0 if value == math.inf else None)
+    off = sums - floors.mean(axis=0) - value * sizes
     by_unit = num_units / (num_units - 1) * (off**2).sum() / num_tokens**2
     repeat_means = floors.sum(axis=1) / num_tokens
     by_repeat = repeat_means.var(ddof=1) * (1 + 1 / num_repeats) if num_repeats > 1 else 0.0
@@ -80,7 +79,4 @@ def significant(tests: Sequence[Excess]) -> list[bool]:
     from statsmodels.stats.multitest import multipletests
 
     p_values = [1.0 if test.p is None else test.p for test in tests]
-    if not p_values:
-        return []
-    rejected: list[bool] = multipletests(p_values, alpha=SIGNIFICANCE, method="holm")[0].tolist()
-    return rejected
+    return [*map(bool, multipletests(p_values, SIGNIFICANCE, "holm")[0])] if p_values else []

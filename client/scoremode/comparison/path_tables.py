@@ -98,9 +98,7 @@ def _line(row: PathRow, lane: LaneFigures | None, labels: Mapping[str, str]) -> 
         return [labels[row.name], *[NOT_KNOWN] * (len(_HEADERS) - 2), row.verdict]
     test, speed = lane.excess, lane.tokens_per_second
     interval = with_interval(Figure(test.value, None, test.low, test.high)).errors
-    verdict = DEFAULT if row.name == DEFAULT else "no verdict" if test.p is None else "agrees"
-    if lane.differs:
-        verdict = "differs"
+    verdict = "differs" if lane.differs else "no verdict" if test.p is None else "agrees"
     return [
         labels[row.name],
         lane.lane,
@@ -110,16 +108,16 @@ def _line(row: PathRow, lane: LaneFigures | None, labels: Mapping[str, str]) -> 
         interval[-1] if interval else NOT_KNOWN,
         NOT_KNOWN if lane.differs_from is None else f"{lane.differs_from:,}",
         NOT_KNOWN if speed is None else f"{speed:,.0f}",
-        verdict,
+        DEFAULT if row.name == DEFAULT else verdict,
     ]
 
 
 def _details(run: PathsRun, row: PathRow) -> Details:
     lanes = [lane for lane in row.lanes if lane.differs]
     sentences = [sentence for lane in lanes for sentence in _how_much(row.name, lane)]
-    if (test := row.original) is not None:
+    if (test := row.original) is not None and test.p is not None:
         order = "nearer to" if test.value < 0 else "farther from"
-        if test.low is None or test.high is None or test.low <= 0 <= test.high:
+        if test.low is not None and test.high is not None and test.low <= 0 <= test.high:
             order = "about as near to"
         nats = f"{plain(test.floor).in_text} nats on the default path, {_more(test)} here"
         sentences.append(f"It is {order} the original: {nats}.")
@@ -130,7 +128,7 @@ def _details(run: PathsRun, row: PathRow) -> Details:
         Column("kind", [block.kind for block in blocks], right=False),
         Column("excess", [_more(block.excess) for block in blocks]),
     ]
-    sentences.append(_where(row, [lane.lane for lane in lanes]))
+    sentences.append(_where(row, lanes[0].lane))
     return [*map(_shown, sentences)], [*([columns] if blocks else []), *map(_trace, traced)]
 
 
@@ -152,31 +150,29 @@ def _more(test: Excess) -> str:
     return with_interval(Figure(test.value, None, test.low, test.high), sign="+").in_text
 
 
-def _where(row: PathRow, lanes: Sequence[str]) -> str:
-    """Say in how many blocks a path differs, or why none is named; `lanes` are those in which it differs."""
-    eager, num_shown = row.eager, min(len(row.blocks), _MOST_BLOCKS)
-    if "prefill" not in lanes:
-        alone = " alone" if len(row.lanes) > 1 else ""
-        return f"The difference is in the {lanes[0]} lane{alone}: blocks are not measured there."
+def _where(row: PathRow, lane: str) -> str:
+    """Say in how many blocks a path differs, or why none is named; `lane` is the first in which it differs."""
+    eager, blocks = row.eager, "No single block stands out."
+    if lane != "prefill":
+        return f"The difference is in the {lane} lane: blocks are not measured there."
     if eager is None:
         return "Its blocks were not measured."
     if eager.excess.p is None:
         return "With both paths eager, the text is too short for a verdict."
     if row.blocks:
-        blocks = f"Blocks that cost more than on the default path ({num_shown} of {len(row.blocks)}):"
-        return f"With both paths eager: {_size(eager.excess)}. {blocks}"
-    if eager.differs:
-        return f"With both paths eager: {_size(eager.excess)}. No single block stands out."
-    return "It agrees when both are eager: compilation or CUDA graphs make the difference."
+        num_shown = f"{min(len(row.blocks), _MOST_BLOCKS)} of {len(row.blocks)}"
+        blocks = f"Blocks that cost more than on the default path ({num_shown}):"
+    elif not eager.differs:
+        return "It agrees when both are eager: compilation or CUDA graphs make the difference."
+    return f"With both paths eager: {_size(eager.excess)}. {blocks}"
 
 
 def _trace(lane: LaneFigures) -> list[Column]:
-    ranges = lane.by_position
     return [
-        Column(f"positions, {lane.lane}", [part.name for part in ranges], right=False),
-        Column("tokens", [f"{part.num_tokens:,}" for part in ranges]),
-        Column("KLD", [plain(part.kld).in_text for part in ranges]),
-        Column("floor", [plain(part.floor).in_text for part in ranges]),
+        Column(f"positions, {lane.lane}", [part.name for part in lane.by_position], right=False),
+        Column("tokens", [f"{part.num_tokens:,}" for part in lane.by_position]),
+        Column("KLD", [plain(part.kld).in_text for part in lane.by_position]),
+        Column("floor", [plain(part.floor).in_text for part in lane.by_position]),
     ]
 
 
@@ -184,16 +180,20 @@ def _plot(run: PathsRun, labels: Mapping[str, str]) -> Plot | None:
     """Plot divergence against speed, for the paths and lanes that have both."""
     names = {name: label.removeprefix("attention-backend=") for name, label in labels.items()}
     drawn = [
-        (Point(index, names[row.name], lane.tokens_per_second, mean, mean, mean), lane)
+        (Point(index, names[row.name], lane.tokens_per_second, *[lane.excess.mean] * 3), lane)
         for index, row in enumerate(run.rows)
         for lane in row.lanes
-        if lane.tokens_per_second and math.isfinite(mean := lane.excess.mean) and (lane.differs or not row.same_as)
+        if lane.tokens_per_second and math.isfinite(lane.excess.value) and (lane.differs or not row.same_as)
     ]
     if not drawn:
         return None
-    caption = "Mean KL divergence from the default path against compared tokens per second."
-    draw = partial(_draw, drawn)
-    return Plot("paths-by-speed", "Divergence and speed of each path", caption, draw, range(len(labels)))
+    return Plot(
+        "paths-by-speed",
+        "Divergence and speed of each path",
+        "Mean KL divergence from the default path against compared tokens per second.",
+        partial(_draw, drawn),
+        range(len(labels)),
+    )
 
 
 def _draw(drawn: Sequence[tuple[Point, LaneFigures]], drawing: Drawing, axes: Axes, theme: Theme) -> None:
@@ -212,8 +212,8 @@ def _draw(drawn: Sequence[tuple[Point, LaneFigures]], drawing: Drawing, axes: Ax
             dots = axes.plot(point.size, max(point.value, lowest), marker(place), color=theme.run(point.index))
             add_tip(dots, f"{point.label}, {name}: {_size(test)}; {point.size:,.0f} tokens/s")
         axes.plot([], [], marker(place), color=theme.quiet, label=name)
-        floor, speeds = own[0][1].floor, [point.size for point, _ in own]
-        label = f"floor, {name}: {plain(floor).text}"
-        axes.hlines(max(floor, lowest), min(speeds) / 1.1, max(speeds) * 1.1, theme.quiet, ":", label=label)
+        floor, speeds = own[0][1].floor, sorted(point.size for point, _ in own)
+        ends, label = (speeds[0] / 1.1, speeds[-1] * 1.1), f"floor, {name}: {plain(floor).text}"
+        axes.hlines(max(floor, lowest), *ends, theme.quiet, ":", label=label)
     legend(drawing, axes, theme)
     label_points(drawing, axes, [point for point, _ in drawn], theme)

@@ -1,6 +1,8 @@
 """Compares the kernel paths of one checkpoint: which of them differ from the default path, by how much, and where."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +25,7 @@ PathVerdict = Literal["default", "agrees", "differs", "refused", "failed", "no v
 text."""
 DEFAULT = "default"
 """Name of the default path."""
-_CONFIDENCE = {1: "p < 0.5", 2: "0.5 ≤ p < 0.9", 3: "p ≥ 0.9"}
+_CONFIDENCE = ("p < 0.5", "0.5 ≤ p < 0.9", "p ≥ 0.9")
 """Groups of targets by the default path's probability of its top token."""
 
 
@@ -65,8 +67,7 @@ class BlockFigures(_Part):
     name: str
     kind: PartKind
     excess: Excess
-    differs: bool
-    """Whether the excess is more than chance, over all parts of the model."""
+    """An excess that is more than chance, over all parts of the model."""
 
 
 class PathRow(_Part):
@@ -123,21 +124,17 @@ def load_paths(path: Path) -> PathsRun:
 
 def lane_figures(runs: Sequence[RunFile], repeats: Mapping[Lane, Sequence[RunFile]]) -> list[LaneFigures]:
     """Compare runs of all paths and lanes with the default path's repeats in the same lane."""
-    tests = []
-    for run in runs:
-        units = cut_units(run.window_sizes, run.window_documents)
-        floors = np.array([units.sums(_kld(repeat)) for repeat in repeats[run.lane]])
-        tests.append(excess(units.sums(_kld(run)), floors, units.sizes))
+    tests = [kld_test(run, repeats[run.lane]) for run in runs]
     return [
         _lane_figures(run, repeats[run.lane], test, differs)
         for run, test, differs in zip(runs, tests, significant(tests), strict=True)
     ]
 
 
-def nearer_to_original(run: RunFile, default: RunFile) -> Excess:
-    """Compare the divergences of a path and of the default path from the original."""
+def kld_test(run: RunFile, others: Sequence[RunFile]) -> Excess:
+    """Compare a run's divergences with those of one other run, or of repeats."""
     units = cut_units(run.window_sizes, run.window_documents)
-    return excess(units.sums(_kld(run)), units.sums(_kld(default))[None], units.sizes)
+    return excess(units.sums(_kld(run)), np.array([units.sums(_kld(other)) for other in others]), units.sizes)
 
 
 def _lane_figures(run: RunFile, repeats: Sequence[RunFile], test: Excess, differs: bool) -> LaneFigures:
@@ -151,21 +148,18 @@ def _lane_figures(run: RunFile, repeats: Sequence[RunFile], test: Excess, differ
         for octave in np.unique(octaves).tolist()
     ]
     groups = [group for group in groups_of([run]) if group.by != "tokens before"]
+    if run.reference_confidence is not None:
+        indices = np.digitize(run.reference_confidence, [0.5, 0.9])
+        groups += [TokenGroup("confidence", name, indices == index) for index, name in enumerate(_CONFIDENCE)]
     return LaneFigures(
         lane=run.lane,
         excess=test,
         differs=differs,
         differs_from=lane_difference(floor, _kld(run), positions, least).differs_from if differs else None,
         by_position=_ranges(by_position, run, floor),
-        groups=_ranges([*groups, *_by_confidence(run)], run, floor),
+        groups=_ranges(groups, run, floor),
         tokens_per_second=run.positions_per_second,
     )
-
-
-def _by_confidence(run: RunFile) -> Iterator[TokenGroup]:
-    if run.reference_confidence is not None:
-        indices = np.digitize(run.reference_confidence, [0.0, 0.5, 0.9])
-        yield from (TokenGroup("confidence", name, indices == index) for index, name in _CONFIDENCE.items())
 
 
 def _ranges(groups: Sequence[TokenGroup], run: RunFile, floor: Floats) -> list[Range]:
@@ -194,10 +188,11 @@ def block_figures(path: Path, repeats: Sequence[Path]) -> list[BlockFigures]:
     own, *others = (load_file(file.with_suffix(ARRAYS_SUFFIX)) for file in (path, *repeats))
     tests = part_tests(own["kld_sums"], np.array([other["kld_sums"] for other in others]), own["window_sizes"])
     blocks = [
-        BlockFigures(name=part.name, kind=part.kind, excess=test, differs=differs)
+        BlockFigures(name=part.name, kind=part.kind, excess=test)
         for part, test, differs in zip(parts, tests, significant(tests), strict=True)
+        if differs
     ]
-    return sorted((block for block in blocks if block.differs), key=lambda block: -block.excess.value)
+    return sorted(blocks, key=lambda block: -block.excess.value)
 
 
 def part_tests(sums: Floats, repeats: Floats, sizes: NDArray[np.integer]) -> list[Excess]:
@@ -217,8 +212,10 @@ def part_tests(sums: Floats, repeats: Floats, sizes: NDArray[np.integer]) -> lis
     ]
 
 
-def same_path(server: ServerInfo, earlier: Mapping[str, ServerInfo]) -> str | None:
-    """The name of the first of `earlier` servers that computes as `server` does, as both report; None without one."""
-    own = (server.vllm_version, server.dtype, server.computed_by)
-    same = (name for name, other in earlier.items() if own == (other.vllm_version, other.dtype, other.computed_by))
-    return None if server.computed_by is None else next(same, None)
+def same_path(name: str, servers: Mapping[str, ServerInfo]) -> str | None:
+    """The first path before `name` whose server reports that it computes with the same kernels, if any."""
+    own, earlier = servers.get(name), takewhile(lambda item: item[0] != name, servers.items())
+    if own is None or own.computed_by is None:
+        return None
+    kernels = attrgetter("vllm_version", "dtype", "computed_by")
+    return next((other for other, server in earlier if kernels(server) == kernels(own)), None)

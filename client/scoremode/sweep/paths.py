@@ -8,28 +8,26 @@ block's boundary.
 
 import json
 import logging
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain, combinations, product
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from scoremode.comparison import compare, load_run
 from scoremode.comparison.paths import (
     DEFAULT,
-    BlockFigures,
     PathRow,
     PathsRun,
     block_figures,
+    kld_test,
     lane_figures,
-    nearer_to_original,
     same_path,
 )
 from scoremode.comparison.report import write_report
-from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
 from scoremode.runs import LEAST_WINDOWS, in_lane, write_whole
 from scoremode.sweep import reuse
@@ -41,33 +39,16 @@ from scoremode.wire import Lane
 
 _log = logging.getLogger(__name__)
 
+_Change = dict[str, Any]
+"""One value that differs from the default path: a name, and fields of a model's entry."""
+
 AGAIN, ORIGINAL = "default-again", "original"
 """Names of the second server of the default path, and of the original's."""
 EAGER = "--enforce-eager"
 FILE = "paths.json"
-_LONGEST_NAME = 80
+_LONGEST_NAME = 160
 _EAGER_TOKENS = 8192
 """Limit on the text of the eager servers, whose reference has the residual stream at every boundary."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """One value that differs from the default path."""
-
-    name: str
-    flags: list[str] = field(default_factory=list)
-    env: dict[str, str] = field(default_factory=dict)
-    command: list[str] | None = None
-
-    def applied_to(self, model: ModelEntry) -> ModelEntry:
-        """The model on this path. The name is also that of files."""
-        changed = {
-            "name": self.name.replace("/", "_")[:_LONGEST_NAME],
-            "serve": [*model.serve, *self.flags],
-            "env": model.env | self.env,
-            "command": self.command or model.command,
-        }
-        return model.model_copy(update=changed)
 
 
 async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple[PathsRun, SweepResult]:
@@ -87,8 +68,7 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
         ScoremodeError: as for `run_sweep`; or no path is given, and `scoremode paths` cannot tell any.
     """
     vary, [model] = plan.vary or VaryOptions(), plan.models
-    changes = [*_changes(vary)] or await _candidates(plan, model, folder)
-    paths = [change.applied_to(model) for change in changes]
+    paths = _paths(vary, model) or await _candidates(plan, model, folder)
     if repeated := [name for name, count in Counter(path.name.casefold() for path in paths).items() if count > 1]:
         raise PlanError(f"vary: two paths are called {repeated[0]!r}")
     # Eager servers are also measured with their layers, unless the text is too long.
@@ -96,79 +76,93 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
     plan = plan.model_copy(update={"vary": None, "speeds": True, "layers": has_layers})
     _say_space(plan, model, folder)
     original = None if vary.original is None else await _record(plan, vary.original, folder, settings)
-    measured = await _measure(plan, paths, vary.repeats, folder, {**settings, "second_reference": original})
-    rows = measured.rows([path.name for path in paths], plan.lanes)
-    differing = {row.name: row for row in rows if any(lane.differs and lane.lane == "prefill" for lane in row.lanes)}
-    run, path = measured.table(rows, plan.lanes), (folder / plan.output / FILE).resolve()
+    result = await _measure(plan, paths, vary.repeats, folder, {**settings, "second_reference": original})
+    run, file = _table(result, [path.name for path in paths], plan.lanes), (folder / plan.output / FILE).resolve()
+    # The table is kept if looking for blocks is interrupted.
+    write_whole(file, run.model_dump_json(indent=1).encode())
+    differing = [row for row in run.differing if any(lane.differs and lane.lane == "prefill" for lane in row.lanes)]
     if differing and vary.blocks:
-        # The table is kept if looking for blocks is interrupted.
-        write_whole(path, run.model_dump_json(indent=1).encode())
-        eager = measured
-        if not plan.layers:
-            again = [path for path in paths if path.name in differing]
-            eager = await _measure(_eager_plan(plan), again, vary.repeats, folder, settings)
-        for row in eager.rows([*differing], ["prefill"]):
-            differing[row.name].eager = next(iter(row.lanes), None)
-            differing[row.name].reason = differing[row.name].reason or row.reason
-            differing[row.name].blocks = eager.blocks(row.name)
-    write_whole(path, run.model_dump_json(indent=1).encode())
-    return run, measured.result
+        names = [row.name for row in differing]
+        try:
+            eager = result
+            if not plan.layers:
+                again = [path for path in paths if path.name in names]
+                eager = await _measure(_eager_plan(plan), again, vary.repeats, folder, settings)
+            for row, other in zip(differing, _table(eager, names, ["prefill"]).rows[1:], strict=True):
+                row.eager, row.reason = next(iter(other.lanes), None), row.reason or other.reason
+                if (layers := eager.layers.get(f"{row.name} (layers)")) is not None:
+                    row.blocks = block_figures(layers, _repeats(eager.layers, f"{AGAIN} (layers)"))
+        except RunError as error:
+            for row in differing:
+                row.reason = row.reason or f"with both paths eager, {error}"
+        write_whole(file, run.model_dump_json(indent=1).encode())
+    return run, result
 
 
 def _say_space(plan: SweepPlan, model: ModelEntry, folder: Path) -> None:
     """Log how much disk space the hidden states take, if the model's config and the text's length are known."""
     with suppress(OSError, ValueError, KeyError):
         config = json.loads((model_folder(str(model.model), folder) / "config.json").read_text())
-        hidden_size = (config | config.get("text_config", {}))["hidden_size"]
         if plan.text.max_tokens is not None:
             # 16 bits per value; float32 takes twice as much.
-            gib = plan.text.max_tokens * hidden_size * 2 / 2**30
-            _log.info("the reference of %s tokens takes some %.2f GiB", f"{plan.text.max_tokens:,}", gib)
+            num_bytes = plan.text.max_tokens * (config | config.get("text_config", {}))["hidden_size"] * 2
+            _log.info("the reference of %s tokens takes some %.2f GiB", f"{plan.text.max_tokens:,}", num_bytes / 2**30)
 
 
 def write_paths_report(plan: SweepPlan, folder: Path, run: PathsRun, result: SweepResult) -> None:
-    """Write the report that the plan asks for, with the paths and with the runs in prefill. OSError or OutputError if
-    the file cannot be written."""
+    """Write the report that the plan asks for, with the paths and with the runs in the first lane. OSError or
+    OutputError if the file cannot be written."""
     if plan.compare.html is not None:
-        labels = {AGAIN: DEFAULT, **{row.name: row.name for row in run.rows}}
-        runs = [load_run(result.runs[own], label) for own, label in labels.items() if own in result.runs]
+        labels = {row.name: in_lane(AGAIN if row.name == DEFAULT else row.name, plan.lanes[0]) for row in run.rows}
+        runs = [load_run(result.runs[label], name) for name, label in labels.items() if label in result.runs]
         path = folder / plan.output / plan.compare.html
         write_report(compare(runs), path, paths=run)
         _log.info("the report is %s", path)
 
 
-def _changes(vary: VaryOptions) -> Iterator[_Change]:
-    """The values of a plan, each alone, and with `product` in all combinations too."""
-    knobs = [
-        *([_flag(name, value) for value in values] for name, values in vary.flags.items()),
-        *([_Change(f"{name}={value}", env={name: value}) for value in values] for name, values in vary.env.items()),
-        [_Change(f"command={number}", command=words) for number, words in enumerate(vary.command, 1)],
+def _paths(vary: VaryOptions, model: ModelEntry) -> list[ModelEntry]:
+    """The model with each value of a plan alone, and with `product` in all combinations too."""
+    knobs: list[list[_Change]] = [
+        *(
+            [_change([f"--{name}"] if value is True else [f"--{name}", str(value)]) for value in values]
+            for name, values in vary.flags.items()
+        ),
+        *([_change(env={name: value}) for value in values] for name, values in vary.env.items()),
+        [{"name": f"command={number}", "command": words} for number, words in enumerate(vary.command, 1)],
     ]
-    yield from chain(*knobs)
-    if vary.product:
-        for chosen in product(*([_Change(""), *knob] for knob in knobs)):
-            if len(parts := [change for change in chosen if change.name]) > 1:
-                name, flags = ", ".join(part.name for part in parts), [*chain(*(part.flags for part in parts))]
-                env = {name: value for part in parts for name, value in part.env.items()}
-                yield _Change(name, flags, env, next((part.command for part in parts if part.command), None))
-
-
-def _flag(name: str, value: str | bool) -> _Change:
-    return _Change(name, [f"--{name}"]) if value is True else _Change(f"{name}={value}", [f"--{name}", str(value)])
-
-
-async def _candidates(plan: SweepPlan, model: ModelEntry, folder: Path) -> list[_Change]:
-    """The paths that the installed vLLM has for the model."""
-    arguments, command = [str(model.model), *plan.flags(model)], model.command or plan.command
     return [
-        _Change("=".join([*flags, *chain(*env.items())]).removeprefix("--"), flags, env)
-        for flags, env in await candidate_paths(command, arguments, plan.env | model.env, folder)
+        _on_path(model, changes)
+        for num_changes in range(1, len(knobs) + 1 if vary.product else 2)
+        for varied in combinations(knobs, num_changes)
+        for changes in product(*varied)
     ]
+
+
+def _change(flags: Sequence[str] = (), env: Mapping[str, str] = MappingProxyType({})) -> _Change:
+    return {"name": "=".join([*flags, *chain(*env.items())]).removeprefix("--"), "serve": flags, "env": env}
+
+
+def _on_path(model: ModelEntry, changes: Sequence[_Change]) -> ModelEntry:
+    """The model on the path with these changes. Its name is also that of files."""
+    changed: dict[str, Any] = {
+        "name": ", ".join(change["name"] for change in changes).replace("/", "_")[:_LONGEST_NAME],
+        "serve": [*model.serve, *chain(*(change.get("serve", ()) for change in changes))],
+        "env": {**model.env, **ChainMap(*(change.get("env", {}) for change in changes))},
+        "command": next((change["command"] for change in changes if "command" in change), model.command),
+    }
+    return model.model_copy(update=changed)
+
+
+async def _candidates(plan: SweepPlan, model: ModelEntry, folder: Path) -> list[ModelEntry]:
+    """The model on each path that the installed vLLM has for it."""
+    arguments, command = [str(model.model), *plan.flags(model)], model.command or plan.command
+    candidates = await candidate_paths(command, arguments, plan.env | model.env, folder)
+    return [_on_path(model, [_change(flags, env)]) for flags, env in candidates]
 
 
 async def _measure(
     plan: SweepPlan, paths: Sequence[ModelEntry], num_repeats: int, folder: Path, settings: Mapping[str, Any]
-) -> "_Measured":
+) -> SweepResult:
     """Measure the default path, its repeats, and other paths. RunError if one of the first two fails."""
     default = plan.models[0].model_copy(update={"name": DEFAULT, "repeats": 0})
     again = plan.models[0].model_copy(update={"name": AGAIN, "repeats": num_repeats})
@@ -176,7 +170,7 @@ async def _measure(
     for name in (DEFAULT, AGAIN):
         if name in result.failures:
             raise RunError(f"the default path fails: {result.failures[name]}")
-    return _Measured(result, num_repeats)
+    return result
 
 
 async def _record(plan: SweepPlan, original: ModelEntry, folder: Path, settings: Mapping[str, Any]) -> str:
@@ -203,56 +197,36 @@ def _eager_plan(plan: SweepPlan) -> SweepPlan:
     return plan.model_copy(update={**eager, "lane": "prefill", "layers": True})
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """The runs of a sweep over the default path, its repeats, and other paths."""
+def _repeats(files: Mapping[str, Path], label: str) -> list[Path]:
+    """The files of a run and of its repeats, which have numbers."""
+    return [path for other, path in files.items() if other == label or other.startswith(f"{label}-")]
 
-    result: SweepResult
-    num_repeats: int
 
-    def repeats(self, lane: Lane) -> list[RunFile]:
-        return [load_run(self.result.runs[label]) for label in self._numbered(in_lane(AGAIN, lane))]
-
-    def _numbered(self, label: str) -> list[str]:
-        return [label, *(f"{label}-{number}" for number in range(2, self.num_repeats + 1))]
-
-    def rows(self, names: Sequence[str], lanes: Sequence[Lane]) -> list[PathRow]:
-        """One row per path, without the blocks."""
-        repeats, paths = {lane: self.repeats(lane) for lane in lanes}, self.result.runs
-        labels = [(name, in_lane(name, lane)) for name in names for lane in lanes]
-        runs = [load_run(paths[label], name) for name, label in labels if label in paths]
-        figures, servers = lane_figures(runs, repeats), {DEFAULT: repeats[lanes[0]][0].server}
-        rows = []
-        for name in names:
-            own = [(run.server, lane) for run, lane in zip(runs, figures, strict=True) if run.label == name]
-            row = PathRow(name=name, reason=self.result.failures.get(name), lanes=[lane for _, lane in own])
-            for server, _ in own[:1]:
-                row.same_as = same_path(server, servers)
-                servers[name] = server
-            if (original := paths.get(f"{name} (original)")) is not None:
-                row.original = nearer_to_original(load_run(original), load_run(paths[f"{DEFAULT} (original)"]))
-            rows.append(row)
-        return rows
-
-    def blocks(self, name: str) -> list[BlockFigures]:
-        """The parts of the model that differ on a path; empty if its layers were not measured."""
-        layers = self.result.layers
-        if (path := layers.get(f"{name} (layers)")) is None:
-            return []
-        return block_figures(path, [layers[label] for label in self._numbered(f"{AGAIN} (layers)")])
-
-    def table(self, rows: Sequence[PathRow], lanes: Sequence[Lane]) -> PathsRun:
-        """All rows, after that of the default path: its first repeat next to all of them."""
-        repeats = {lane: self.repeats(lane) for lane in lanes}
-        default = repeats[lanes[0]][0]
-        figures = lane_figures([runs[0] for runs in repeats.values()], repeats)
-        return PathsRun(
-            model=default.model,
-            server=default.server,
-            text=default.text_identity,
-            num_tokens=default.num_scored,
-            num_windows=len(default.window_sizes),
-            context_length=default.context_length,
-            num_repeats=self.num_repeats,
-            rows=[PathRow(name=DEFAULT, lanes=figures), *rows],
+def _table(result: SweepResult, names: Sequence[str], lanes: Sequence[Lane]) -> PathsRun:
+    """Compare the runs of a sweep. The default path's row has its first repeat; the other rows have no blocks yet."""
+    repeats = {lane: [load_run(path) for path in _repeats(result.runs, in_lane(AGAIN, lane))] for lane in lanes}
+    labels = [(name, in_lane(name, lane)) for name in names for lane in lanes]
+    runs = [load_run(result.runs[label], name) for name, label in labels if label in result.runs]
+    figures, default = lane_figures(runs, repeats), repeats[lanes[0]][0]
+    servers = {DEFAULT: default.server, **{run.label: run.server for run in runs}}
+    files = {name: path for name in (DEFAULT, *names) if (path := result.runs.get(f"{name} (original)"))}
+    rows = [
+        PathRow(
+            name=name,
+            reason=result.failures.get(name),
+            same_as=same_path(name, servers),
+            lanes=[lane for run, lane in zip(runs, figures, strict=True) if run.label == name],
+            original=kld_test(load_run(files[name]), [load_run(files[DEFAULT])]) if name in files else None,
         )
+        for name in names
+    ]
+    return PathsRun(
+        model=default.model,
+        server=default.server,
+        text=default.text_identity,
+        num_tokens=default.num_scored,
+        num_windows=len(default.window_sizes),
+        context_length=default.context_length,
+        num_repeats=len(repeats[lanes[0]]),
+        rows=[PathRow(name=DEFAULT, lanes=lane_figures([own[0] for own in repeats.values()], repeats)), *rows],
+    )

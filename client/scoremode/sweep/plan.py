@@ -60,6 +60,7 @@ Word = Annotated[str, Field(strict=False, coerce_numbers_to_str=True)]
 Words = Annotated[list[Word], BeforeValidator(lambda value: shlex.split(value) if isinstance(value, str) else value)]
 """The words of a command line. In YAML: a list, or one string, which is split as a shell splits it."""
 Flags = Annotated[Words, AfterValidator(_flags)]
+FlagName = Annotated[str, AfterValidator(lambda name: _flags([f"--{name}"])[0].removeprefix("--"))]
 LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path, or a name such as a model's on the hub; a leading `~` becomes the home folder."""
 Column = Annotated[str, Field(min_length=1)]
@@ -165,7 +166,7 @@ class VaryOptions(_Part):
     """The paths on which `ppl-client paths` measures the plan's one model: each value alone, next to the default path.
     Without any value, `scoremode paths` says what the installed vLLM has for the model."""
 
-    flags: dict[Word, Annotated[list[Word | Literal[True]], Field(min_length=1)]] = {}
+    flags: dict[FlagName, Annotated[list[Word | Literal[True]], Field(min_length=1)]] = {}
     """Values of flags of the server, such as `attention-backend`; True for a flag without a value."""
     env: dict[Word, Annotated[list[Word], Field(min_length=1)]] = {}
     """Values of environment variables."""
@@ -260,8 +261,12 @@ class SweepPlan(_Part):
             raise ValueError(f"windows of {context} tokens do not fit in --max-model-len {min(limits):.0f}")
         if self.gguf is not None and preset != "llama.cpp" and self.windows.method != "llama.cpp":
             raise ValueError("gguf needs windows.preset: llama.cpp")
-        if self.vary is not None and (len(names) > 1 or self.models[0].url is not None or self.prompts):
-            raise ValueError("vary needs exactly one model, which the sweep serves, and no gguf or prompts")
+        if self.vary is not None and (
+            len(names) > 1
+            or self.prompts
+            or any(entry.url for entry in (self.models[0], self.vary.original) if entry is not None)
+        ):
+            raise ValueError("vary needs exactly one model, and takes no url, gguf or prompts")
         return self
 
     @property

@@ -157,7 +157,7 @@ async def candidate_paths(
     words = [*_resolved(command[:-1], folder), "paths", *arguments]
     status, printed, errors = await _printed(words, environment, folder)
     if status:
-        raise ProcessError(f"`{' '.join(words)}` ended with status {status}: {errors.strip().splitlines()[-1:]}")
+        raise ProcessError(f"`{' '.join(words)}` ended with status {status}: {errors.strip().rpartition(chr(10))[2]}")
     return [(path["flags"], path["env"]) for path in json.loads(printed)]
 
 

@@ -142,8 +142,7 @@ async def _run(sweep: "_Sweep", at_once: int | None) -> SweepResult:
     plan, result = sweep.plan, sweep.result
     for group in await sweep.groups(at_once):
         started = time.monotonic()
-        sweep.loading = {entry.name for entry, _ in group}
-        sweep.all_up.clear()
+        sweep.loaded = {entry.name: asyncio.Event() for entry, _ in group}
         await results_of(sweep.measure(entry, flags) for entry, flags in group)
         if len(group) == 1 and group[0][0].name in result.measured:
             sweep.seconds.append(time.monotonic() - started)
@@ -214,10 +213,8 @@ class _Sweep:
     """Set once the first model is measured, or has failed."""
     measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a model is measured, so that no other takes part of the GPU."""
-    loading: set[str] = field(default_factory=set)
-    """Names of the models of a group whose servers are neither up nor have failed."""
-    all_up: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while no server of the group is loading."""
+    loaded: dict[str, asyncio.Event] = field(default_factory=dict)
+    """An event per model in a group of servers: set once its server is up, has failed, or is not needed."""
     is_at_once: bool = False
     """Whether servers start at once. A line in the log says which, and how long all may take."""
 
@@ -268,7 +265,7 @@ class _Sweep:
         finally:
             if self._is_first(entry):
                 self.first_is_done.set()
-            self._loaded(entry)
+            self.loaded[entry.name].set()
 
     async def measure_served(self, entry: ModelEntry, more_flags: Sequence[str]) -> None:
         marks = self._marks(entry, reuse.served_marks(self.plan, entry, self.folder))
@@ -296,9 +293,9 @@ class _Sweep:
 
     async def _measure_in_turn(self, entry: ModelEntry, client: AsyncScoreClient, marks: reuse.Marks) -> None:
         """Measure a model once the first one is done, and no other is being measured."""
-        self._loaded(entry)
-        if self.plan.speeds:
-            await self.all_up.wait()
+        self.loaded[entry.name].set()
+        for loaded in self.loaded.values() if self.plan.speeds else ():
+            await loaded.wait()
         if not self._is_first(entry):
             await self.first_is_done.wait()
         self._require_recorded()
@@ -312,11 +309,6 @@ class _Sweep:
         first = self.plan.models[0]
         if not first.repeats and first.name in self.result.failures:
             raise RunError(f"{first.name} failed, with which it would be compared")
-
-    def _loaded(self, entry: ModelEntry) -> None:
-        self.loading.discard(entry.name)
-        if not self.loading:
-            self.all_up.set()
 
     async def measure_running(self, entry: ModelEntry, url: str) -> None:
         async with patient_client(url, model=entry.model, api_key=self.api_key) as client:
@@ -436,18 +428,15 @@ class _Sweep:
         elif self._is_first(entry):
             await self._record(client, entry, reference)
         for run in self.runs(entry, marks, reference):
-            has_reference = run.wanted["reference"] is not None
-            if run.label not in self.result.runs and (has_reference or self._measures_alone(run)):
+            # Only perplexity in prefill needs no reference.
+            is_alone = run.lane == "prefill" and run.kind != "layers"
+            if run.label not in self.result.runs and (is_alone or run.wanted["reference"] is not None):
                 await self._measure_run(entry, client, run)
         self.result.measured.append(entry.name)
         if reference is not None and self._is_first(entry) and self.plan.gguf is not None:
             await self._export(client, reference)
         if self._is_first(entry):
             self.first_is_done.set()
-
-    def _measures_alone(self, run: PlannedRun) -> bool:
-        """Whether a run has a figure without a reference: perplexity, in prefill."""
-        return run.lane == "prefill" and run.kind != "layers"
 
     async def _measure_run(self, entry: ModelEntry, client: AsyncScoreClient, run: PlannedRun) -> None:
         output = Output(run.path, resume=reuse.prepare_resume(run.path, run.wanted), force=True)

@@ -11,7 +11,7 @@ from scipy import stats
 
 from scoremode import ServerInfo
 from scoremode.comparison.excess import Excess, excess, significant
-from scoremode.comparison.paths import lane_figures, nearer_to_original, part_tests, same_path
+from scoremode.comparison.paths import kld_test, lane_figures, part_tests, same_path
 
 NUM_PATHS, NUM_UNITS, NUM_REPEATS = 20, 40, 4
 
@@ -34,13 +34,14 @@ def test_repeats_add_their_variance_as_a_second_sample_of_welchs_test():
         ([1.0] * 20, [1.0] * 20, (0, 0, 0, 1)),
         ([1.2] * 20, [1.0] * 20, (0.1, 0.1, 0.1, 0)),
         ([np.inf] * 20, [1.0] * 20, (np.inf, None, None, 0)),
+        ([np.inf] * 20, [np.inf] * 20, (np.nan, None, None, None)),
         ([1.2] * 19, [1.0] * 19, (0.1, None, None, None)),
     ],
-    ids=["equal", "without noise", "infinite", "too few units"],
+    ids=["equal", "without noise", "infinite", "infinite, as the floor", "too few units"],
 )
 def test_units_of_two_tokens_without_noise(sums, floors, expected):
     found = excess(np.array(sums), np.array([floors] * 2), np.full(len(sums), 2))
-    assert (found.value, found.low, found.high, found.p) == pytest.approx(expected, abs=1e-12)
+    assert (found.value, found.low, found.high, found.p) == pytest.approx(expected, abs=1e-12, nan_ok=True)
 
 
 def test_holms_method_rejects_more_than_bonferronis():
@@ -79,7 +80,7 @@ def test_a_path_differs_from_a_position_on(tmp_path):
     assert (last.name, last.num_tokens) == ("64 to 127", 37 * 30)
     assert [differing.excess.mean, differing.excess.floor, last.kld] == pytest.approx([0.002 + 0.037, 0.002, 0.102])
     assert [(group.by, group.name) for group in differing.groups] == [("confidence", "0.5 ≤ p < 0.9")]
-    assert nearer_to_original(equal, other).high < 0 < nearer_to_original(other, equal).low
+    assert kld_test(equal, [other]).high < 0 < kld_test(other, [equal]).low
 
 
 def test_a_block_is_named_if_its_cost_exceeds_what_resuming_costs_the_default_path():
@@ -100,6 +101,6 @@ def test_paths_are_the_same_if_servers_report_the_same_kernels():
     marlin, machete, unknown = (
         ServerInfo(**{**INFO, "computed_by": kernels and {"kernels": [kernels]}}) for kernels in ("M", "N", None)
     )
-    servers = {"marlin": marlin, "machete": machete, "unknown": unknown}
-    assert [same_path(server.model_copy(), servers) for server in servers.values()] == ["marlin", "machete", None]
-    assert same_path(machete.model_copy(update={"dtype": "float16"}), servers) is None
+    half = machete.model_copy(update={"dtype": "float16"})
+    servers = dict(enumerate([marlin, machete, unknown, half, marlin, unknown]))
+    assert [same_path(name, servers) for name in servers] == [None, None, None, None, 0, None]

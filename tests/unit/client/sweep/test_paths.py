@@ -1,6 +1,8 @@
 """Paths of one model over processes that stand in for servers: which are measured, and what is known of each."""
 
+import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ import numpy as np
 import pytest
 from fake_server import ALLOWED, BOS, DECODE_NOISE, OWN_NOISE, TEXT, compare
 
+from scoremode.cli.main import main
+from scoremode.cli.paths import measure
 from scoremode.comparison.paths import PathRow, load_paths
 from scoremode.errors import RunError
 from scoremode.sweep import PlanError, checked_plan
-from scoremode.sweep.paths import _changes, measure_paths
-from scoremode.sweep.plan import VaryOptions
+from scoremode.sweep.paths import _paths, measure_paths
+from scoremode.sweep.plan import ModelEntry, VaryOptions
 
 STAND_IN = [sys.executable, fake_server.__file__]
 PLAN = {
@@ -45,14 +49,15 @@ def test_values_are_measured_alone_and_with_product_in_combinations():
         "env": {"X": ["1"]},
         "command": [["c", "serve"]],
     }
-    alone = [change.name for change in _changes(VaryOptions.model_validate(vary))]
-    assert alone == ["attention-backend=A", "attention-backend=B/1", "eager", "X=1", "command=1"]
-    *_, last = combined = [*_changes(VaryOptions.model_validate({**vary, "product": True}))]
+    model = ModelEntry(name="a", model="b", serve=["--own"], env={"X": "0", "Y": "2"})
+    alone = [path.name for path in _paths(VaryOptions.model_validate(vary), model)]
+    assert alone == ["attention-backend=A", "attention-backend=B_1", "eager", "X=1", "command=1"]
+    *_, last = combined = _paths(VaryOptions.model_validate({**vary, "product": True}), model)
     assert len(combined) == 3 * 2 * 2 * 2 - 1, "all but the default path"
-    assert (last.name, last.flags, last.env, last.command) == (
-        "attention-backend=B/1, eager, X=1, command=1",
-        ["--attention-backend", "B/1", "--eager"],
-        {"X": "1"},
+    assert (last.name, last.serve, last.env, last.command) == (
+        "attention-backend=B_1, eager, X=1, command=1",
+        ["--own", "--attention-backend", "B/1", "--eager"],
+        {"X": "1", "Y": "2"},
         ["c", "serve"],
     )
 
@@ -89,14 +94,6 @@ async def test_a_path_that_differs_is_named_with_its_blocks_and_an_equal_one_agr
 
 
 @pytest.mark.processes
-async def test_eager_servers_are_measured_with_their_layers_at_once(tmp_path: Path):
-    text = {**PLAN["text"], "max_tokens": 8192}
-    rows, _ = await measured(tmp_path, {"env": {OWN_NOISE: ["0.2"]}}, serve=["--enforce-eager"], text=text)
-    assert len(rows[f"{OWN_NOISE}=0.2"].blocks) == 5
-    assert not (tmp_path / "runs" / "eager").exists()
-
-
-@pytest.mark.processes
 async def test_no_path_is_served_if_the_default_path_fails(tmp_path: Path):
     with pytest.raises(RunError, match=r"the default path fails: the server ended with status 1 .*out of memory"):
         await measured(tmp_path, {"env": {"OTHER": ["1"]}}, models=[{"name": "bytes", "model": "broken"}])
@@ -104,11 +101,29 @@ async def test_no_path_is_served_if_the_default_path_fails(tmp_path: Path):
 
 
 @pytest.mark.processes
-async def test_a_fault_of_the_decode_lane_has_no_blocks(tmp_path: Path):
-    rows, _ = await measured(tmp_path, {"env": {DECODE_NOISE: ["0.2"]}}, lane="both")
-    row = rows[f"{DECODE_NOISE}=0.2"]
-    assert {lane.lane: lane.differs for lane in row.lanes} == {"prefill": False, "decode": True}
-    assert (row.verdict, row.eager, row.blocks) == ("differs", None, [])
+def test_with_fail_if_a_refused_path_makes_the_command_fail(tmp_path: Path):
+    plan = checked_plan({**PLAN, "vary": {"repeats": 2, "command": [["no-such-program"]]}}, "a plan")
+    options = Namespace(quiet=True, api_key=None, at_once=None)
+    assert [measure(plan, tmp_path, options, fail_if_differs=fail) for fail in (False, True)] == [0, 1]
+
+
+@pytest.mark.processes
+def test_a_fault_of_the_decode_lane_has_no_blocks(tmp_path: Path):
+    """The command also writes the report of runs that are all of this lane."""
+    plan = PLAN | {"lane": "decode", "vary": {"env": {DECODE_NOISE: ["0.2"]}}}
+    (tmp_path / "plan.yaml").write_text(json.dumps(plan))
+    assert main(["sweep", str(tmp_path / "plan.yaml"), "--quiet"]) == 0
+    row = load_paths(tmp_path / "runs" / "paths.json").rows[1]
+    assert ([lane.lane for lane in row.lanes], row.verdict, row.eager) == (["decode"], "differs", None)
+    assert row.name in (tmp_path / "runs" / "report.html").read_text()
+
+
+@pytest.mark.processes
+async def test_the_table_is_kept_if_the_default_path_fails_when_it_is_eager(tmp_path: Path):
+    not_eager = 'case "$*" in *--enforce-eager*) echo MemoryError: all; exit 3;; esac; exec "$@"'
+    rows, _ = await measured(tmp_path, {"env": {OWN_NOISE: ["0.2"]}}, command=["sh", "-c", not_eager, "sh", *STAND_IN])
+    assert rows[f"{OWN_NOISE}=0.2"].verdict == "differs"
+    assert "with both paths eager, the default path fails: the server" in rows[f"{OWN_NOISE}=0.2"].reason
 
 
 @pytest.mark.processes
@@ -123,17 +138,26 @@ async def test_a_path_whose_server_dies_half_way_has_failed(tmp_path: Path):
 
 
 @pytest.mark.processes
-async def test_the_path_that_is_nearer_to_the_original_is_told(tmp_path: Path):
-    """The original has no noise, the default path 0.3, and one path less."""
-    vary = {"env": {OWN_NOISE: ["0.1"]}, "original": {"name": "original", "model": "noise=0"}}
-    rows, _ = await measured(tmp_path, vary, models=[{"name": "bytes", "model": "noise=0.3"}])
+async def test_eager_servers_have_blocks_at_once_and_a_path_may_be_nearer_to_the_original(tmp_path: Path):
+    """The original has no noise, the default path 0.3, one path less, and one more."""
+    vary = {"env": {OWN_NOISE: ["0.1", "0.6"]}, "original": {"name": "original", "model": "noise=0"}}
+    models = [{"name": "bytes", "model": "noise=0.3", "serve": ["--enforce-eager"]}]
+    rows, _ = await measured(tmp_path, vary, models=models, text={**PLAN["text"], "max_tokens": 8192})
     original = rows[f"{OWN_NOISE}=0.1"].original
-    assert original is not None
-    assert original.high is not None
     assert original.high < 0
     assert np.isclose(original.mean / original.floor, (0.1 / 0.3) ** 2, rtol=0.1)
+    assert rows[f"{OWN_NOISE}=0.6"].blocks
+    assert not (tmp_path / "runs" / "eager").exists()
 
 
-def test_vary_needs_one_model_that_the_sweep_serves():
-    with pytest.raises(PlanError, match="vary needs exactly one model"):
-        checked_plan({**PLAN, "vary": {}, "models": [{"name": "a", "url": "http://localhost:1"}]}, "a plan")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vary": {}, "models": [{"name": "a", "url": "http://localhost:1"}]}, "vary needs exactly one model"),
+        ({"vary": {"original": {"name": "a", "url": "http://localhost:1"}}}, "vary needs exactly one model"),
+        ({"vary": {"flags": {"port": ["1"]}}}, "--port is set by the sweep"),
+    ],
+)
+def test_vary_needs_one_model_that_the_sweep_serves(changes, message):
+    with pytest.raises(PlanError, match=message):
+        checked_plan({**PLAN, **changes}, "a plan")
