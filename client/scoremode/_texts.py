@@ -2,7 +2,8 @@
 
 import codecs
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,27 @@ def two_columns(rows: Sequence[tuple[str, str]]) -> str:
     """Format names and values in two columns, one line per pair."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {printable(value)}" for name, value in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table, in text, in Markdown or in the report."""
+
+    header: str
+    cells: Sequence[str]
+    right: bool = True
+    """Whether cells are aligned to the right."""
+
+
+def aligned(columns: Iterable[Column]) -> list[str]:
+    """Format a table for a terminal, one line per row."""
+    padded = []
+    for column in columns:
+        cells = [column.header, *map(one_line, column.cells)]
+        width = max(map(len, cells))
+        padded.append([cell.rjust(width) if column.right else cell.ljust(width) for cell in cells])
+    return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -249,28 +249,18 @@ class GeneratedAnswer(JournalLine):
         return len(self.token_ids)
 
 
-def _float64(values: Any) -> NDArray[np.float64]:
-    return values if isinstance(values, np.ndarray) else decode_array("arrays", values, "<f8")
-
-
-_Float64 = Annotated[
-    NDArray[np.float64], PlainValidator(_float64), PlainSerializer(lambda array: encode_array(array, "<f8"))
-]
-"""An array that a journal has in base64, without its shape."""
-
-
 class ScoredRollout(JournalLine):
-    """A training job's sequence, scored in one lane. The package `runs` has the order of columns and sums."""
+    """The logprobs of a training job's sequence in one lane, which journals store in base64."""
 
-    num_scored: int
-    sums: _Float64
-    """Sums over the differences of each column from the lane; in prefill also of the trainer from the sampler. Empty in
-    the second run."""
-    values: _Float64
-    """The lane's logprobs if the row is in the sample. In prefill, positions, classes and columns come before them."""
-    far: _Float64
-    """[tokens, 4], the farthest tokens of each column: the column's index, the position, and both logprobs. Empty in
-    the second run."""
+    logprobs: Annotated[
+        NDArray[np.float32],
+        PlainValidator(lambda sent: sent if isinstance(sent, np.ndarray) else _logprobs(sent)),
+        PlainSerializer(lambda logprobs: encode_array(logprobs, "<f4")),
+    ]
+
+    @property
+    def num_scored(self) -> int:
+        return len(self.logprobs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,11 +31,12 @@ from scoremode.runs import (
     ParityRun,
     RolloutColumns,
     measure_parity,
+    pair_of,
     parity_as_text,
 )
 
-_NAMED = ("token_ids", "prompt_length", "mask", "padding", "sampler", "trainer", "temperature")
-"""The options that are fields of `RolloutColumns`."""
+_NAMED = ("prompt_length", "mask", "sampler", "trainer")
+"""Options that name a column, which must then exist."""
 
 
 def check(options: argparse.Namespace) -> None:
@@ -69,9 +70,9 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Parity
 
 
 def _columns(options: argparse.Namespace) -> RolloutColumns:
-    named = {name: given for name in _NAMED if (given := getattr(options, name)) is not None}
-    parts = [part for given in named.values() for part in (given if isinstance(given, tuple) else (given,))]
-    required = tuple(part for part in parts if isinstance(part, str))
+    settings = {name: getattr(options, name) for name in (*_NAMED, "token_ids", "temperature")}
+    named = {name: setting for name, setting in settings.items() if setting is not None}
+    required = tuple(named[name] for name in _NAMED if name in named)
     return replace(COLUMNS.get(options.columns, RolloutColumns()), **named, required=required)
 
 
@@ -79,27 +80,16 @@ def _exceeded(run: ParityRun, options: argparse.Namespace) -> Iterator[str]:
     """Lines on limits that a column exceeds, against its nearer lane, or the trainer against the sampler."""
     if options.fail_if:
         yield from (f"--fail-if differs: {finding.sentence}" for finding in run.findings if not finding.is_within)
-    pairs = {"trainer / sampler", *(f"{finding.source} / {finding.lane}" for finding in run.findings)}
-    for item in (item for item in run.differences if item.pair in pairs):
+    nearer = {" / ".join(pair_of(finding.source, finding.lane)) for finding in run.findings}
+    for pair in (pair for pair in run.figures if pair in nearer | {"trainer / sampler"}):
         for option, name, limit in (
             ("--max-mean-kl", "k3", options.max_mean_kl),
             ("--max-ratio-share", "ratio_share", options.max_ratio_share),
         ):
+            figure = run.figures[pair][name]
             # An infinite figure is None.
-            figure = math.inf if item.figures[name] is None else item.figures[name]
-            if limit is not None and figure > limit:
-                yield f"{option}: {figure:.4g} of {item.pair} exceeds {limit:g}"
-
-
-def _column_or_number(text: str) -> str | float:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _is_allowed(temperature: str | float) -> bool:
-    return isinstance(temperature, str) or TEMPERATURES[0] <= temperature <= TEMPERATURES[1]
+            if limit is not None and (figure is None or figure > limit):
+                yield f"{option}: {math.inf if figure is None else figure:.4g} of {pair} exceeds {limit:g}"
 
 
 _SEVERAL = value(lambda text: tuple(text.split(",")), all, "names of columns")
@@ -123,13 +113,14 @@ COMMAND = Command(
                 ),
                 Option("--prompt-length COLUMN", "where the completion begins", type=NAME),
                 Option("--mask COLUMN", "1 for each token to compare", type=NAME),
-                Option("--padding COLUMN", "0 for padding, a column per column of tokens", type=_SEVERAL, is_rare=True),
                 Option("--sampler COLUMN", "the sampler's logprobs", type=NAME),
                 Option("--trainer COLUMN", "the trainer's logprobs", type=NAME),
                 Option(
-                    "--temperature COLUMN|T",
-                    "the temperature of the logprobs; default: the column temperature, else 1",
-                    type=value(_column_or_number, _is_allowed, "a column, or a number from 0.01 to 1000"),
+                    "--temperature T",
+                    "the logprobs' temperature in rows without one in a column temperature; default: 1",
+                    type=value(
+                        float, lambda given: TEMPERATURES[0] <= given <= TEMPERATURES[1], "a number from 0.01 to 1000"
+                    ),
                 ),
                 Option("--num-samples N", "the first N rows only", type=COUNT),
             ],
@@ -149,7 +140,7 @@ COMMAND = Command(
         SEVERAL_SERVERS,
         Group(
             "output",
-            output_options("write the figures as JSON, and the logprobs of the sample next to it as safetensors"),
+            output_options("write the figures as JSON, and all logprobs next to it as safetensors"),
         ),
         Group(
             "limits",

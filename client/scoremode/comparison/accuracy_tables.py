@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
+from scoremode._texts import Column, aligned
 from scoremode.accuracy.compare_tasks import FlippedAnswer, ModelTasks, TaskComparison
 from scoremode.accuracy.flips import TaskFigures
 from scoremode.accuracy.samples import Sample
-from scoremode.comparison.tables import Column, CsvRow, aligned, escaped, markdown_rows, paragraphs
+from scoremode.comparison.tables import CsvRow, escaped, markdown_rows, paragraphs
 
 _MAX_FLIPPED = 200
 """Limit on the flipped questions that a report shows per model."""

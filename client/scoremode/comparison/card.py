@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from scoremode._texts import printable
+from scoremode._texts import Column, printable
 from scoremode.comparison.figures import (
     METRICS,
     NOT_KNOWN,
@@ -24,7 +24,7 @@ from scoremode.comparison.figures import (
 from scoremode.comparison.model_index import LANE, with_model_index
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import computed_differently
-from scoremode.comparison.tables import Column, escaped, markdown_rows, measured_by, short_labels
+from scoremode.comparison.tables import escaped, markdown_rows, measured_by, short_labels
 from scoremode.runs import HUB_ALIASES, comparable_with, front_matter, newline_of, read_card, with_block, write_whole
 from scoremode.windows import STRIDED_METHODS
 

@@ -10,11 +10,11 @@ from typing import Any, Literal
 from matplotlib.figure import Figure
 from pydantic import BaseModel
 
-from scoremode._texts import model_name, printable
+from scoremode._texts import Column, aligned, model_name, printable
 from scoremode.comparison.compare import check_labels
 from scoremode.comparison.plot_style import LIGHT, add_tip, as_element, new_axes
 from scoremode.comparison.run_file import labels_of
-from scoremode.comparison.tables import Column, aligned, paragraphs
+from scoremode.comparison.tables import paragraphs
 from scoremode.errors import RunError
 from scoremode.runs import Cost, PartCost, PartKind, few_windows, read_run, reference_in_words, weights_in_words
 from scoremode.wire import Reference, ServerInfo

@@ -9,7 +9,7 @@ from functools import partial
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
-from scoremode._texts import printable
+from scoremode._texts import Column, aligned, printable
 from scoremode.comparison.excess import Excess
 from scoremode.comparison.figures import NOT_KNOWN, Figure, plain, with_interval
 from scoremode.comparison.paths import DEFAULT, LaneFigures, PathRow, PathsRun
@@ -17,7 +17,7 @@ from scoremode.comparison.plot_style import Theme, add_tip, legend, marker, plai
 from scoremode.comparison.plots import Plot
 from scoremode.comparison.size_plots import label_points, set_size_scale
 from scoremode.comparison.sizes import Point
-from scoremode.comparison.tables import Column, aligned, paragraphs, short_labels
+from scoremode.comparison.tables import paragraphs, short_labels
 from scoremode.kld import NEGLIGIBLE_KLD, over_noise_floor, times_the_floor
 from scoremode.runs import weights_in_words
 

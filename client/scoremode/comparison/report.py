@@ -17,7 +17,7 @@ from scoremode.comparison.agreement import has_answers
 from scoremode.comparison.card import card
 from scoremode.comparison.figures import RunComparison
 from scoremode.comparison.layers import LayersRun, layers_section
-from scoremode.comparison.parity import parity_columns, parity_plots
+from scoremode.comparison.parity import parity_plots
 from scoremode.comparison.path_tables import paths_view
 from scoremode.comparison.paths import PathsRun
 from scoremode.comparison.plot_style import LIGHT, as_element
@@ -26,7 +26,7 @@ from scoremode.comparison.report_data import script_json, text_data
 from scoremode.comparison.report_tables import pair_matrices, parted_answers, run_table
 from scoremode.comparison.summary import computed_differently, in_words, summary, verdict_line
 from scoremode.comparison.tables import best_at_each_size, group_notes, group_tables
-from scoremode.runs import ParityRun, reference_in_words, write_whole
+from scoremode.runs import ParityRun, parity_tables, reference_in_words, write_whole
 
 TEMPLATES = Path(__file__).with_name("templates")
 MAX_BYTES = 30_000_000
@@ -67,7 +67,7 @@ def write_report(
         "paths_svg": None if view is None or view.plot is None else _svg(view.plot),
         "parity": parity,
         "parity_plots": [] if parity is None else [(plot, _svg(plot)) for plot in parity_plots(parity)],
-        "parity_tables": [] if parity is None else parity_columns(parity),
+        "parity_tables": [] if parity is None else [*parity_tables(parity)],
         "title": ", ".join(part.title for part in (section, view, parity) if part is not None),
         "style": Markup(style),
         "style_hash": _policy_hash(style),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scoremode._texts import printable
+from scoremode._texts import Column, printable
 from scoremode.comparison.agreement import agreement_of, has_stopped
 from scoremode.comparison.figures import (
     METRICS,
@@ -24,7 +24,6 @@ from scoremode.comparison.figures import (
     with_errors,
 )
 from scoremode.comparison.run_file import RunFile
-from scoremode.comparison.tables import Column
 from scoremode.wire import TokenTexts
 
 NUM_PARTED = 10

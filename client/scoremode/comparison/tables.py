@@ -4,10 +4,10 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 
-from scoremode._texts import printable
+from scoremode._texts import Column, aligned, one_line, printable
 from scoremode.comparison.bootstrap import MIN_UNITS
 from scoremode.comparison.figures import METRICS, EngineLog, Figure, RunComparison, RunFigures, cell_of
 from scoremode.comparison.run_file import RunFile
@@ -61,16 +61,6 @@ _GROUP_SECTIONS = (
 )
 """Metrics in the tables of groups."""
 Rows = Sequence[RunFigures[RunFile | EngineLog]]
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table, in text, in Markdown or in the report."""
-
-    header: str
-    cells: Sequence[str]
-    right: bool = True
-    """Whether cells are aligned to the right."""
 
 
 def as_text(comparison: RunComparison) -> str:
@@ -279,27 +269,13 @@ def short_labels(labels: Sequence[str], length: int) -> list[str]:
     ]
 
 
-def aligned(columns: Iterable[Column]) -> list[str]:
-    """Format a table for a terminal, one line per row."""
-    padded = []
-    for column in columns:
-        cells = [column.header, *map(_one_line, column.cells)]
-        width = max(map(len, cells))
-        padded.append([cell.rjust(width) if column.right else cell.ljust(width) for cell in cells])
-    return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
-
-
 def markdown_rows(columns: Iterable[Column]) -> list[str]:
     """Format a table in Markdown, one line per row."""
     all_cells = []
     for column in columns:
-        cells = [escaped(_one_line(cell)) for cell in column.cells]
+        cells = [escaped(one_line(cell)) for cell in column.cells]
         all_cells.append([escaped(column.header), "---:" if column.right else "---", *cells])
     return [f"| {' | '.join(row)} |" for row in zip(*all_cells, strict=True)]
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def escaped(text: str) -> str:

@@ -42,7 +42,7 @@ from scoremode.runs.output import (
     write_together,
     write_whole,
 )
-from scoremode.runs.parity import HISTOGRAM_EDGES, Difference, ParityRun, measure_parity
+from scoremode.runs.parity import HISTOGRAM_EDGES, ParityRun, measure_parity, pair_of
 from scoremode.runs.parity_tables import parity_as_text, parity_tables
 from scoremode.runs.plan import Plan, WindowNlls, identity, server_header, tokenize_texts
 from scoremode.runs.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY, Job, Pool, patient_client
@@ -78,7 +78,6 @@ __all__ = [
     "ComparedModel",
     "Corpus",
     "Cost",
-    "Difference",
     "DivergentToken",
     "Evaluation",
     "FinishedRun",
@@ -124,6 +123,7 @@ __all__ = [
     "measure_parity",
     "newline_of",
     "open_locked",
+    "pair_of",
     "parity_as_text",
     "parity_tables",
     "patient_client",

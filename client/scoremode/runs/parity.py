@@ -1,42 +1,31 @@
 """Compares the logprobs of rollouts with those that servers compute for the same tokens, for `ppl-client parity` and
 for Python.
 
-Every row is scored in prefill, then every row in the decode lane. Then evenly spaced rows, the sample, are scored again
-in both, with fewer in flight: the floor. Of other rows only sums are held, so a file may be of any size.
+Every row is scored in the decode lane, then in prefill, then again in both, with fewer in flight: the floor.
 """
 
 import hashlib
 import logging
 from asyncio import Semaphore
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from scoremode._texts import model_name
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import ScoremodeError
+from scoremode.errors import ResponseError, ScoremodeError
 from scoremode.kld import Floats
 from scoremode.metrics import finite_or_none
 from scoremode.results import ScoredRollout
 from scoremode.runs.plan import server_header
 from scoremode.runs.pool import Pool
-from scoremode.runs.ratios import (
-    AGAIN,
-    SUMS,
-    Finding,
-    Sample,
-    figures,
-    judge,
-    range_in_words,
-    range_of,
-    shifted,
-    sums_of,
-)
+from scoremode.runs.ratios import AGAIN, Finding, Targets, figures, judge, range_in_words, range_of, shifted
 from scoremode.runs.report import Arrays, record_beginning
 from scoremode.runs.rollouts import Rollout, RolloutColumns, Source, read_rollouts
 from scoremode.runs.run import OnProgress, StartJournal, measure
@@ -44,127 +33,74 @@ from scoremode.wire import Lane, ServerInfo
 
 _log = logging.getLogger(__name__)
 
-_LANES: tuple[Lane, ...] = ("prefill", "decode")
-_Units = Mapping[Lane, Sequence[ScoredRollout]]
-"""The first run of each row in each lane."""
-_SAMPLE_TOKENS = 2_000_000
-"""Limit on the targets of the sample."""
-_HYPOTHESIS_TOKENS = 100_000
-"""Limit on the tokens with which each hypothesis is tested; a single row may have more."""
-_FAR_PER_ROW, _NUM_FAR, _NUM_BEFORE = 3, 20, 24
-_CLASSES = ("others", "first of a completion", "EOS")
+_LANES: tuple[Lane, ...] = ("decode", "prefill")
+"""Decode comes first, so that a server that does not have the lane refuses it at once."""
+_RUNS = (*_LANES, *(lane + AGAIN for lane in _LANES))
+_HYPOTHESIS_ROWS = 32
+"""Limit on the rows with which hypotheses are tested."""
+_NUM_FAR, _NUM_BEFORE = 20, 24
+_CLASSES = {0: "others", 1: "first of a completion", 2: "EOS"}
 _LOGPROB_EDGES = (-10.0, -3.0, -1.0, -0.1, -0.01)
 HISTOGRAM_EDGES = np.geomspace(1e-7, 10, 33)
 """Edges of the bins for absolute differences, in nats; smaller and larger ones count in the first and the last."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class ParityPlan:
-    """The rows to score, as the `Measurement` of their journal. Its windows are the rows in prefill, then in decode,
-    and the sample in both."""
+    """The rows to score, as the `Measurement` of their journal. Its windows are all rows in the first of `_RUNS`, then
+    in the next."""
 
-    path: Path
-    columns: RolloutColumns
-    num_samples: int | None
+    rollouts: list[Rollout]
     server: ServerInfo
     model: str
-    concurrency: int
-    sizes: list[int] = field(default_factory=list)
-    """The number of targets in each row."""
-
-    def __post_init__(self) -> None:
-        """Read and check all rows. CorpusError names the first one that is at fault."""
-        digest = hashlib.sha256()
-        for rollout in self.rollouts():
-            self.sizes.append(len(rollout.targets))
-            self.sources = [*rollout.logprobs]
-            for part in (rollout.token_ids, rollout.targets, *rollout.logprobs.values(), rollout.temperature):
-                digest.update(np.asarray(part, np.float64).tobytes())
-        self.sha256 = digest.hexdigest()
-        self.sample = range(0, len(self.sizes), -(-sum(self.sizes) // _SAMPLE_TOKENS))
-        self._units = enumerate(self._each_unit())
-        self._in_flight: dict[int, tuple[int, Lane, bool, Rollout]] = {}
-        self._fewer = Semaphore(max(1, min(self.concurrency, len(self.sample)) // 2))
-
-    def rollouts(self) -> Iterator[Rollout]:
-        return read_rollouts(self.path, self.columns, self.server, self.num_samples)
-
-    def _each_unit(self) -> Iterator[tuple[int, Lane, bool, Rollout]]:
-        for is_repeat in (False, True):
-            for lane in _LANES:
-                for row, rollout in enumerate(self.rollouts()):
-                    if row in self.sample or not is_repeat:
-                        yield row, lane, is_repeat, rollout
+    fewer: Semaphore
+    """Limit on requests in flight in the second run of a lane."""
 
     @property
     def num_windows(self) -> int:
-        return len(_LANES) * (len(self.sizes) + len(self.sample))
+        return len(_RUNS) * len(self.rollouts)
 
     async def measure(self, client: AsyncScoreClient, index: int) -> ScoredRollout:
-        # Windows are first requested in ascending order, so the file is read once from start to end in each lane.
-        if index not in self._in_flight:
-            self._in_flight[index] = next(unit for number, unit in self._units if number == index)
-        row, lane, is_repeat, rollout = self._in_flight[index]
-        async with self._fewer if is_repeat else nullcontext():
-            served = await _served(client, lane, rollout)
-        del self._in_flight[index]
-        columns, sums, values, far = rollout.logprobs, [np.empty(0)], [served], [np.empty(0)]
-        if not is_repeat:
-            off = [column - served for column in columns.values()]
-            sums = [*map(sums_of, off)]
-            far = [
-                np.array([at, rollout.targets[token], column[token], served[token]])
-                for at, column in enumerate(columns.values())
-                for token in np.argsort(-np.abs(off[at]), kind="stable")[:_FAR_PER_ROW].tolist()
-            ]
-            if lane == "prefill":
-                sums += [sums_of(columns["trainer"] - columns["sampler"])] if len(columns) > 1 else []
-                values = [rollout.targets.astype(float), self._classes(rollout), *columns.values(), served]
-        return ScoredRollout(
-            index=index,
-            num_scored=len(served),
-            sums=np.concatenate(sums),
-            values=np.concatenate(values) if row in self.sample else np.empty(0),
-            far=np.concatenate(far),
-        )
-
-    def _classes(self, rollout: Rollout) -> Floats:
-        """The index of each target's class in `_CLASSES`."""
-        ends = (*(self.server.stop_token_ids or ()), self.server.eos_token_id)
-        stops = [token for token in ends if token is not None]
-        is_stop = np.isin(np.array(rollout.token_ids)[rollout.targets], stops)
-        # A target without a target directly before it is the first of a completion, or of a turn.
-        return np.where(is_stop, 2.0, np.diff(rollout.targets, prepend=-1) > 1)
+        run, row = divmod(index, len(self.rollouts))
+        async with self.fewer if AGAIN in _RUNS[run] else nullcontext():
+            logprobs = await _served(client, _LANES[run % len(_LANES)], self.rollouts[row])
+        return ScoredRollout(index=index, logprobs=logprobs)
 
     def nats(self, window: ScoredRollout) -> float:
-        return float(window.sums[SUMS.index("k3")]) if len(window.sums) else 0.0
+        column = next(iter(self._rollout(window).logprobs.values()))
+        return float(np.square(column - window.logprobs).sum()) / 2
 
     def header(self) -> dict[str, object]:
-        return {"kind": "parity", "sha256": self.sha256, "model": self.model, **server_header(self.server)}
+        digest = hashlib.sha256()
+        for rollout in self.rollouts:
+            for part in (rollout.token_ids, rollout.targets, *rollout.logprobs.values(), rollout.temperature):
+                digest.update(np.asarray(part, np.float64).tobytes())
+        return {"kind": "parity", "sha256": digest.hexdigest(), "model": self.model, **server_header(self.server)}
 
     def from_line(self, line: dict[str, object]) -> ScoredRollout:
-        return ScoredRollout.model_validate(line)
+        window = ScoredRollout.model_validate(line)
+        if window.num_scored != len(self._rollout(window).targets):
+            raise ResponseError(f"{window.num_scored} logprobs do not fit row {window.index}")
+        return window
 
+    def _rollout(self, window: ScoredRollout) -> Rollout:
+        return self.rollouts[window.index % len(self.rollouts)]
 
-class Difference(BaseModel):
-    """How the logprobs of tokens differ by two computations: a column, a lane, or a lane again."""
-
-    pair: str
-    """Names q, then p: `trainer / prefill`."""
-    figures: dict[str, float | None]
-    """As `ratios.figures` computes them. None is an infinite figure."""
-    histogram: list[int]
-    """How many targets of the sample have an absolute difference between two of `HISTOGRAM_EDGES`."""
-
-
-class Part(BaseModel):
-    """Some targets of the sample."""
-
-    by: str
-    name: str
-    num_tokens: int
-    mean_absolute: dict[str, float]
-    """The mean absolute difference of each pair, in nats."""
+    def targets(self, scored: Sequence[ScoredRollout]) -> Targets:
+        number, columns = len(self.rollouts), self.rollouts[0].logprobs
+        served = {run: scored[at * number : (at + 1) * number] for at, run in enumerate(_RUNS)}
+        return Targets(
+            np.repeat(np.arange(number), [len(rollout.targets) for rollout in self.rollouts]),
+            np.concatenate([rollout.targets for rollout in self.rollouts]),
+            np.concatenate([rollout.token_ids[rollout.targets] for rollout in self.rollouts]),
+            {
+                **{name: np.concatenate([rollout.logprobs[name] for rollout in self.rollouts]) for name in columns},
+                **{
+                    run: np.concatenate([window.logprobs for window in windows], dtype=np.float64)
+                    for run, windows in served.items()
+                },
+            },
+        )
 
 
 class FarToken(BaseModel):
@@ -184,7 +120,8 @@ class FarToken(BaseModel):
 
 
 class ParityRun(BaseModel):
-    """The content of the file that `ppl-client parity` writes."""
+    """The content of the file that `ppl-client parity` writes. A pair has the names of two computations: a column, a
+    lane, or a lane again. The tokens of `p` in `q / p` are the sampler's if one of both is."""
 
     kind: Literal["parity"] = "parity"
     model: str
@@ -192,11 +129,14 @@ class ParityRun(BaseModel):
     rollouts: str
     """The file's name."""
     num_rows: int
-    num_sample_rows: int
     mask_threshold: float
     findings: list[Finding]
-    differences: list[Difference]
-    parts: list[Part]
+    figures: dict[str, dict[str, float | None]]
+    """Figures of each pair, as `ratios.figures` computes them. None is an infinite figure."""
+    histograms: dict[str, list[int]]
+    """How many tokens have an absolute difference between two of `HISTOGRAM_EDGES`, for each pair."""
+    parts: dict[str, dict[str, dict[str, float]]]
+    """Mean absolute differences of each pair, and `num_tokens`, of some tokens: by position, logprob or class."""
     far: list[FarToken]
     seconds: float
     values: dict[str, Any] = Field({}, exclude=True)
@@ -211,6 +151,11 @@ class ParityRun(BaseModel):
 
     def arrays(self) -> Arrays:
         return self.values
+
+
+def pair_of(source: Source, lane: Lane) -> tuple[str, str]:
+    """The names of q and p for a column and a lane. The sampler is p, because it drew the tokens."""
+    return (lane, source) if source == "sampler" else (source, lane)
 
 
 async def measure_parity(
@@ -241,97 +186,78 @@ async def measure_parity(
     """
     pool = await Pool.connect(clients, concurrency)
     client = pool.clients[0]
-    plan = ParityPlan(path, columns, num_samples, pool.info, client.model or pool.info.model, pool.concurrency)
+    rollouts = [*read_rollouts(path, columns, pool.info, num_samples)]
+    fewer = Semaphore(max(1, min(pool.concurrency, len(rollouts)) // 2))
+    plan = ParityPlan(rollouts, pool.info, client.model or pool.info.model, fewer)
     run = await measure(plan, pool, start_journal, on_progress)
-    scored, sources, num_rows = run.in_order(), plan.sources, len(plan.sizes)
-    units = {lane: scored[at * num_rows : (at + 1) * num_rows] for at, lane in enumerate(_LANES)}
-    sums = {lane: np.stack([unit.sums.reshape(-1, len(SUMS)) for unit in units[lane]]) for lane in _LANES}
-    sample = _sample(plan, units, scored[len(_LANES) * num_rows :])
-    by_source = {source: {lane: sums[lane][:, at] for lane in _LANES} for at, source in enumerate(sources)}
-    findings = [judge(source, by_source[source], sample, {}) for source in sources]
+    targets, sources = plan.targets(run.in_order()), [*rollouts[0].logprobs]
+    findings = [judge(source, targets, {}) for source in sources]
     if not all(finding.is_within for finding in findings):
-        hypotheses = await _hypotheses(plan, pool, sample)
-        findings = [judge(source, by_source[source], sample, hypotheses[source]) for source in sources]
-    rows = {f"{source} / {lane}": by_source[source][lane] for source in sources for lane in _LANES}
-    if len(sources) > 1:
-        rows["trainer / sampler"] = sums["prefill"][:, -1]
-    # The server's own differences are those of the sample.
-    ends = np.flatnonzero(np.diff(sample.rows)) + 1
-    for pair in ("decode / prefill", *(f"{lane}{AGAIN} / {lane}" for lane in _LANES)):
-        rows[pair] = np.array([sums_of(part) for part in np.split(sample.log_ratios(pair), ends)])
-    off = {pair: np.abs(sample.log_ratios(pair)) for pair in rows}
-    differences = [
-        Difference(
-            pair=pair,
-            figures=finite_or_none(figures(pair_rows, off[pair], mask_threshold)),
-            histogram=np.histogram(np.clip(off[pair], *HISTOGRAM_EDGES[[0, -1]]), HISTOGRAM_EDGES)[0].tolist(),
-        )
-        for pair, pair_rows in rows.items()
+        hypotheses = await _hypotheses(plan, pool, targets)
+        findings = [judge(source, targets, hypotheses[source]) for source in sources]
+    pairs = [
+        *(pair_of(source, lane) for source in sources for lane in _LANES),
+        *([("trainer", "sampler")] if len(sources) > 1 else []),
+        _LANES,
+        *((lane + AGAIN, lane) for lane in _LANES),
     ]
+    log_ratios = {f"{q} / {p}": targets.log_ratios(q, p) for q, p in pairs}
+    off = {pair: np.abs(values) for pair, values in log_ratios.items()}
     return ParityRun(
         model=model_name(plan.model),
         server=plan.server,
         rollouts=path.name,
-        num_rows=num_rows,
-        num_sample_rows=len(plan.sample),
+        num_rows=len(rollouts),
         mask_threshold=mask_threshold,
         findings=findings,
-        differences=differences,
-        parts=[*_parts(sample, off)],
-        far=await _far_tokens(plan, client, units, findings),
+        figures=finite_or_none(
+            {pair: figures(values, targets.rows, mask_threshold) for pair, values in log_ratios.items()}
+        ),
+        histograms={
+            pair: np.histogram(np.clip(values, *HISTOGRAM_EDGES[[0, -1]]), HISTOGRAM_EDGES)[0].tolist()
+            for pair, values in off.items()
+        },
+        parts=_parts(targets, plan.server, off),
+        far=await _far_tokens(plan, client, targets, findings),
         seconds=run.seconds(),
         values={
-            **{f"{lane}_sums": lane_sums for lane, lane_sums in sums.items()},
-            **{name: getattr(sample, name) for name in ("rows", "positions", "classes")},
-            **{name.replace(" ", "_"): values for name, values in sample.logprobs.items()},
+            **{name: getattr(targets, name) for name in ("rows", "positions", "token_ids")},
+            **{name.replace(" ", "_"): values for name, values in targets.logprobs.items()},
         },
     )
 
 
-async def _served(client: AsyncScoreClient, lane: Lane, rollout: Rollout) -> Floats:
+async def _served(client: AsyncScoreClient, lane: Lane, rollout: Rollout) -> NDArray[np.float32]:
     """The logprobs that a server computes for a rollout's targets."""
     first = int(rollout.targets[0])
     # A stored logprob would be of another batch, and its repeat the same.
     [score] = await client.score(
-        [rollout.token_ids], temperature=rollout.temperature, logprobs_from=first, lane=lane, use_cache=False
+        [rollout.token_ids.tolist()], temperature=rollout.temperature, logprobs_from=first, lane=lane, use_cache=False
     )
-    return score.logprob_array[rollout.targets - first].astype(np.float64)
+    return score.logprob_array[rollout.targets - first]
 
 
-def _sample(plan: ParityPlan, units: _Units, repeats: Sequence[ScoredRollout]) -> Sample:
-    number = len(plan.sample)
-    runs = [*([units[lane][row] for row in plan.sample] for lane in _LANES), repeats[:number], repeats[number:]]
-    parts = [
-        np.concatenate([unit.values.reshape(-1, unit.num_scored) for unit in row]) for row in zip(*runs, strict=True)
+async def _hypotheses(plan: ParityPlan, pool: Pool, targets: Targets) -> dict[Source, dict[str, Floats]]:
+    """For each column, absolute differences from what the server computes under other hypotheses. The first rows are
+    scored for them."""
+    jobs = [
+        (row, phrase, other)
+        for row, rollout in enumerate(plan.rollouts[:_HYPOTHESIS_ROWS])
+        for phrase, other in _others(rollout, plan.server)
     ]
-    positions, classes, *logprobs = np.concatenate(parts, axis=1)
-    names = [*plan.sources, *_LANES, *(lane + AGAIN for lane in _LANES)]
-    rows = np.repeat(np.array(plan.sample), [part.shape[1] for part in parts])
-    return Sample(rows, positions.astype(int), classes.astype(int), dict(zip(names, logprobs, strict=True)))
+    hypotheses = {source: shifted(targets, source) for source in plan.rollouts[0].logprobs}
 
-
-async def _hypotheses(plan: ParityPlan, pool: Pool, sample: Sample) -> dict[Source, dict[str, Floats]]:
-    """For each column, absolute differences from what the server computes under other hypotheses. The first rows of the
-    sample are scored for them."""
-    jobs, num_tokens = list[tuple[int, str, Rollout]](), 0
-    for row, rollout in enumerate(plan.rollouts()):
-        if row in plan.sample:
-            num_tokens += len(rollout.token_ids)
-            if jobs and num_tokens > _HYPOTHESIS_TOKENS:
-                break
-            jobs += [(row, phrase, other) for phrase, other in _others(rollout, plan.server)]
-    results: list[tuple[int, str, Floats]] = []
-
-    async def send(client: AsyncScoreClient, job: tuple[int, str, Rollout]) -> tuple[int, str, Floats]:
+    async def send(client: AsyncScoreClient, job: tuple[int, str, Rollout]) -> tuple[int, str, NDArray[np.float32]]:
         return *job[:2], await _served(client, "prefill", job[2])
 
-    await pool.score(jobs, send, results.append)
-    found = {source: shifted(sample, source) for source in plan.sources}
-    for row, phrase, logprobs in results:
-        for source, differences in found.items():
-            off = np.abs(sample.logprobs[source][sample.rows == row] - logprobs)
+    def store(result: tuple[int, str, NDArray[np.float32]]) -> None:
+        row, phrase, logprobs = result
+        for source, differences in hypotheses.items():
+            off = np.abs(plan.rollouts[row].logprobs[source] - logprobs)
             differences[phrase] = np.append(differences.get(phrase, []), off)
-    return found
+
+    await pool.score(jobs, send, store)
+    return hypotheses
 
 
 def _others(rollout: Rollout, server: ServerInfo) -> Iterator[tuple[str, Rollout]]:
@@ -340,45 +266,59 @@ def _others(rollout: Rollout, server: ServerInfo) -> Iterator[tuple[str, Rollout
     if rollout.temperature != 1:
         yield "at temperature 1: its own was not applied", replace(rollout, temperature=1.0)
     if prefix is not None and len(tokens) < server.max_model_len:
-        more = replace(rollout, token_ids=[prefix, *tokens], targets=targets + 1)
+        more = replace(rollout, token_ids=np.append(np.int32(prefix), tokens), targets=targets + 1)
         yield "with a BOS before the tokens: its input has one too many", more
     if targets[0] > 1:
         yield "without the first token: its input lacks it", replace(rollout, token_ids=tokens[1:], targets=targets - 1)
 
 
-def _parts(sample: Sample, off: Mapping[str, Floats]) -> Iterator[Part]:
-    ranges, steps = range_of(sample.positions), np.digitize(sample.logprobs["decode"], _LOGPROB_EDGES)
-    divisions = {
-        "position": (ranges, {number: range_in_words(number) for number in range(ranges.max() + 1)}),
-        "logprob": (steps, dict(enumerate([*(f"below {edge:g}" for edge in _LOGPROB_EDGES), "above"]))),
-        "class": (sample.classes, dict(enumerate(_CLASSES))),
+def _parts(targets: Targets, server: ServerInfo, off: dict[str, Floats]) -> dict[str, dict[str, dict[str, float]]]:
+    ranges = range_of(targets.positions)
+    stops = [token for token in (*(server.stop_token_ids or ()), server.eos_token_id) if token is not None]
+    names = [*(f"below {edge:g}" for edge in _LOGPROB_EDGES), "above"]
+    divisions: dict[str, tuple[NDArray[Any], dict[int, str]]] = {
+        "position": (ranges, {number: range_in_words(number) for number in np.unique(ranges).tolist()}),
+        "logprob": (np.digitize(targets.logprobs["decode"], _LOGPROB_EDGES), dict(enumerate(names))),
+        "class": (np.where(np.isin(targets.token_ids, stops), 2, ~targets.follows), _CLASSES),
     }
-    for by, (indices, names) in divisions.items():
-        for index, name in names.items():
-            if (members := indices == index).any():
-                means = {pair: float(values[members].mean()) for pair, values in off.items()}
-                yield Part(by=by, name=name, num_tokens=int(members.sum()), mean_absolute=means)
+    return {
+        by: {
+            name: {
+                "num_tokens": int(members.sum()),
+                **{pair: float(values[members].mean()) for pair, values in off.items()},
+            }
+            for index, name in names.items()
+            if (members := indices == index).any()
+        }
+        for by, (indices, names) in divisions.items()
+    }
 
 
 async def _far_tokens(
-    plan: ParityPlan, client: AsyncScoreClient, units: _Units, findings: Sequence[Finding]
+    plan: ParityPlan, client: AsyncScoreClient, targets: Targets, findings: Sequence[Finding]
 ) -> list[FarToken]:
     """The tokens that are farthest from the lane that their column is nearer to, beyond the floor."""
-    far = [
-        FarToken(source=finding.source, row=row + 1, position=int(position), logprob=logprob, served=served)
-        for at, finding in enumerate(findings)
-        for row, unit in enumerate(units[finding.lane])
-        for place, position, logprob, served in unit.far.reshape(-1, 4).tolist()
-        if place == at and abs(logprob - served) > finding.floor
-    ]
+    far = []
+    for finding in findings:
+        column, served = targets.logprobs[finding.source], targets.logprobs[finding.lane]
+        off = np.abs(column - served)
+        far += [
+            FarToken(
+                source=finding.source,
+                row=int(targets.rows[at]) + 1,
+                position=int(targets.positions[at]),
+                logprob=column[at],
+                served=served[at],
+            )
+            for at in np.argsort(-off, kind="stable")[:_NUM_FAR].tolist()
+            if off[at] > targets.floor(finding.lane)
+        ]
     far = sorted(far, key=lambda token: -abs(token.logprob - token.served))[:_NUM_FAR]
-    numbers = {token.row for token in far}
-    ids = {row: rollout.token_ids for row, rollout in enumerate(plan.rollouts(), 1) if row in numbers}
-    shown = [ids[token.row][max(0, token.position - _NUM_BEFORE) : token.position + 1] for token in far]
     try:
-        texts = await client.token_texts({tokens[-1] for tokens in shown})
-        for token, tokens in zip(far, shown, strict=True):
-            token.before, token.token = await client.detokenize(tokens[:-1]), texts[tokens[-1]]
+        for token in far:
+            *before, last = plan.rollouts[token.row - 1].token_ids[: token.position + 1].tolist()
+            token.before = await client.detokenize(before[-_NUM_BEFORE:])
+            token.token = (await client.token_texts({last}))[last]
     except ScoremodeError as error:
         _log.warning("the farthest tokens are shown without their text: %s", error)
     return far

@@ -1,5 +1,6 @@
 """Reads rollouts of a training job: each sequence's tokens, and the logprobs that its sampler and its trainer wrote."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,12 +15,16 @@ from scoremode.kld import Floats
 from scoremode.runs.corpora import read_file
 from scoremode.wire import ROUNDING, ServerInfo
 
+_log = logging.getLogger(__name__)
+
 Source = Literal["sampler", "trainer"]
 SOURCES: tuple[Source, ...] = ("sampler", "trainer")
 _NEUTRAL = {"top_k": (-1, 0), "top_p": (1,), "min_p": (0,)}
 """Sampling parameters, and the values with which they change no distribution."""
 TEMPERATURES = (0.01, 1000)
 """The lowest and the highest temperature at which a server scores."""
+MAX_TOKENS = 20_000_000
+"""Limit on the tokens of all rows that are read, because all of their values are held in memory: some 3 GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +40,10 @@ class RolloutColumns:
     """Columns that have 0 for padding, one per column of `token_ids`."""
     sampler: str = "sampler_logprobs"
     trainer: str = "trainer_logprobs"
-    temperature: str | float = "temperature"
-    """The column with the temperature of each row, or the temperature of all rows."""
+    temperature: float = 1.0
+    """The temperature of rows without one in a column `temperature`."""
     required: tuple[str, ...] = ()
-    """Columns that the file must have, besides those of `token_ids`."""
+    """Columns that the file must have, in addition to those of `token_ids`."""
 
 
 COLUMNS = {
@@ -64,8 +69,8 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    token_ids: list[int]
-    """Tokens up to the last target, without padding."""
+    token_ids: NDArray[np.int32]
+    """[tokens], up to the last target, without padding."""
     targets: NDArray[np.intp]
     """[n], places of the compared tokens in `token_ids`, ascending."""
     logprobs: dict[Source, Floats]
@@ -76,22 +81,29 @@ class Rollout:
 def read_rollouts(
     path: Path, columns: RolloutColumns, server: ServerInfo, num_rows: int | None = None
 ) -> Iterator[Rollout]:
-    """Yield the first `num_rows` rows of a jsonl or parquet file.
+    """Yield the first `num_rows` rows of a jsonl or parquet file, as far as they have `MAX_TOKENS` tokens.
 
     Raises:
         CorpusError: the file cannot be read, or has no row; or a row is not a rollout of the server's model. The
             message names file, row and column.
     """
-    temperatures = [columns.temperature] if isinstance(columns.temperature, str) else []
-    logprobs = [getattr(columns, source) for source in SOURCES]
-    optional = [columns.prompt_length, columns.mask, *columns.padding, *logprobs, *temperatures, *_NEUTRAL]
+    logprobs = [columns.sampler, columns.trainer]
+    optional = [columns.prompt_length, columns.mask, *columns.padding, *logprobs, "temperature", *_NEUTRAL]
     sources: list[Source] = []
+    num_tokens = 0
     for where, row in islice(read_file(path, [*columns.token_ids, *columns.required], optional), num_rows):
         # All rows must have the columns of the first one.
         sources = sources or [source for source in SOURCES if row.get(getattr(columns, source)) is not None]
         if not sources:
             raise CorpusError(f"{where} has no logprobs: neither column {logprobs[0]!r} nor {logprobs[1]!r} has any")
-        yield _rollout(where, row, columns, sources, server)
+        rollout = _rollout(where, row, columns, sources, server)
+        num_tokens += len(rollout.token_ids)
+        if num_tokens > MAX_TOKENS:
+            _log.warning(
+                "%s and the rows after it are left out: the rows have over %s tokens", where, f"{MAX_TOKENS:,}"
+            )
+            return
+        yield rollout
     if not sources:
         raise CorpusError(f"{path} has no rows")
 
@@ -103,45 +115,41 @@ def _rollout(
         problem = (
             f"is {row.get(name)}, and logprobs over a part of the vocabulary cannot be compared: sample without it"
         )
-        _check(row.get(name, neutral[0]) in (None, *neutral), where, name, problem)
+        _check(row.get(name) in (None, *neutral), where, name, problem)
     parts = [_numbers(where, row, name) for name in columns.token_ids]
     ids = np.concatenate(parts)
-    mask = None if row.get(columns.mask) is None else _numbers(where, row, columns.mask)
-    start = len(ids) - len(parts[-1])
+    num_ids = len(ids)
+    mask = np.ones(num_ids) if row.get(columns.mask) is None else _numbers(where, row, columns.mask)
+    # A mask that is shorter than the sequence ends with it.
+    start = num_ids - len(parts[-1]) if len(parts) > 1 else max(0, num_ids - len(mask))
     if row.get(columns.prompt_length) is not None:
-        start = int(_number(where, row, columns.prompt_length, 0, len(ids)))
-    elif len(parts) == 1:
-        _check(mask is not None, where, columns.mask, f"is missing, and so is {columns.prompt_length!r}: one is needed")
-        start = max(0, len(ids) - len(ids if mask is None else mask))
-    is_target, is_kept = np.ones((2, len(ids)), bool)
-    is_target[:start] = False
-    if mask is not None:
-        _check_length(where, columns.mask, mask, [len(ids) - start, len(ids)])
-        # A mask that is shorter than the sequence ends with it.
-        is_target[len(ids) - len(mask) :] &= mask != 0
-    if columns.padding and all(row.get(name) is not None for name in columns.padding):
-        padding = np.concatenate([_numbers(where, row, name) for name in columns.padding])
-        _check_length(where, columns.padding[0], padding, [len(ids)])
-        is_kept = padding != 0
-    targets = np.flatnonzero(is_target & is_kept)
-    _check(len(targets), where, columns.token_ids[-1] if mask is None else columns.mask, "has an empty completion")
-    start = start or int(targets[0])
-    values = {source: _logprobs(where, row, getattr(columns, source), targets, start, len(ids)) for source in sources}
-    end = targets[-1] + 1
-    ids, targets = ids[:end][is_kept[:end]], np.cumsum(is_kept)[targets] - 1
+        start = int(_number(where, row, columns.prompt_length, 0, num_ids))
+    _check_length(where, columns.mask, mask, [num_ids - start, num_ids])
+    padding = [_numbers(where, row, name) for name in columns.padding if row.get(name) is not None]
+    is_kept = np.concatenate(padding or [np.ones(num_ids)]) != 0
+    _check_length(where, " and ".join(columns.padding), is_kept, [num_ids])
+    is_target = is_kept & (np.arange(num_ids) >= start)
+    is_target[num_ids - len(mask) :] &= mask != 0
+    targets = np.flatnonzero(is_target)
     name = columns.token_ids[0]
-    _check(targets[0], where, name, "has an empty prompt, so that the first token has no logprob")
-    limit = f"has {len(ids):,} tokens, and the server takes {server.max_model_len:,}"
-    _check(len(ids) <= server.max_model_len, where, name, limit)
+    problem = "has an empty completion, or its mask has no 1"
+    _check(len(targets), where, columns.token_ids[-1], problem)
+    problem = f"begins with a token to compare: give a prompt, and {columns.prompt_length!r} or {columns.mask!r}"
+    _check(is_kept[: targets[0]].any(), where, name, problem)
+    start = start or int(targets[0])
+    values = {source: _logprobs(where, row, getattr(columns, source), targets, start, num_ids) for source in sources}
+    ids, targets = ids[is_kept], np.cumsum(is_kept)[targets] - 1
+    ids = ids[: targets[-1] + 1]
+    problem = f"has {len(ids):,} tokens, and the server takes {server.max_model_len:,}"
+    _check(len(ids) <= server.max_model_len, where, name, problem)
     is_right = (ids >= 0) & (ids < server.vocab_size) & (ids % 1 == 0)
-    other = f"has {ids[is_right.argmin()]:g}, and the server's token ids end at {server.vocab_size - 1}"
-    _check(is_right.all(), where, name, f"{other}: the rows are of another tokenizer")
+    problem = f"has {ids[is_right.argmin()]:g}, and the server's token ids end at {server.vocab_size - 1}"
+    _check(is_right.all(), where, name, f"{problem}: the rows are of another tokenizer")
     temperature = columns.temperature
-    if isinstance(temperature, str):
+    if row.get("temperature") is not None:
         # As in vLLM, 0 chooses the top token, whose logprob is that at 1.
-        is_one = row.get(temperature) in (None, 0)
-        temperature = 1.0 if is_one else _number(where, row, temperature, *TEMPERATURES)
-    return Rollout(ids.astype(int).tolist(), targets, values, temperature)
+        temperature = 1.0 if row["temperature"] == 0 else _number(where, row, "temperature", *TEMPERATURES)
+    return Rollout(ids.astype(np.int32), targets, values, temperature)
 
 
 def _logprobs(
@@ -154,7 +162,7 @@ def _logprobs(
         values = values[targets - (num_ids - len(values))]
     is_right = (values <= ROUNDING) & np.isfinite(values)
     at = is_right.argmin()
-    problem = f"has {values[at]:g} at token {at + 1} of the completion, and a logprob is finite and at most 0"
+    problem = f"has {values[at]:g} for compared token {at + 1}, and a logprob is finite and at most 0"
     _check(is_right.all(), where, name, problem)
     return values
 
@@ -175,15 +183,15 @@ def _numbers(where: str, row: Mapping[str, Any], name: str) -> Floats:
 
 def _number(where: str, row: Mapping[str, Any], name: str, least: float, largest: float) -> float:
     """The only number in a cell."""
-    [number] = _check_length(where, name, _numbers(where, row, name), [1])
-    _check(least <= number <= largest, where, name, f"is {number:g}, not from {least:g} to {largest:g}")
-    return float(number)
+    numbers = _numbers(where, row, name)
+    _check_length(where, name, numbers, [1])
+    _check(least <= numbers[0] <= largest, where, name, f"is {numbers[0]:g}, not from {least:g} to {largest:g}")
+    return float(numbers[0])
 
 
-def _check_length(where: str, name: str, values: Floats, allowed: Sequence[int]) -> Floats:
+def _check_length(where: str, name: str, values: NDArray[Any], allowed: Sequence[int]) -> None:
     lengths = " or ".join(f"{length:,}" for length in dict.fromkeys(allowed))
     _check(len(values) in allowed, where, name, f"has {len(values):,} entries instead of {lengths}")
-    return values
 
 
 def _check(is_right: object, where: str, name: str, problem: str) -> None:

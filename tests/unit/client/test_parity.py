@@ -18,6 +18,7 @@ from fake_server import (
     FakeServer,
     client_of,
     encoded,
+    error,
     log_probabilities,
     ok,
     score_response,
@@ -26,8 +27,8 @@ from fake_server import (
 
 from scoremode.cli.main import main
 from scoremode.errors import CorpusError
-from scoremode.runs import COLUMNS, ParityRun, RolloutColumns, measure_parity
-from scoremode.runs.ratios import figures, sums_of
+from scoremode.runs import COLUMNS, ParityRun, RolloutColumns, measure_parity, rollouts
+from scoremode.runs.ratios import figures
 from scoremode.runs.rollouts import read_rollouts
 from scoremode.wire import ServerInfo
 
@@ -108,63 +109,38 @@ async def measured(server: Engine, path: Path, rows: list[Row], **columns: Any) 
         return await measure_parity(client, write(path, rows), RolloutColumns(**columns))
 
 
-# A sequence of two tokens with p = 1/2, 1/4 and q = 1/4, 1/4, and one of a token with p = 1/4 and q = 1/2. Their ratios
-# are 1/2 and 1, and 2; the logarithms add up to 0.
+# A sequence of two tokens with p = 1/2, 1/4 and q = 1/4, 1/4, and one of a token with p = 1/8 and q = 1/2. Their ratios
+# are 1/2 and 1, and 4; the logarithms are -ln 2, 0 and 2 ln 2.
 LN_2 = np.log(2)
 BY_HAND = {
     "num_tokens": 3,
-    "mean": 0,
-    "mean_absolute": 2 * LN_2 / 3,
+    "mean": LN_2 / 3,
+    "mean_absolute": LN_2,
+    # Absolute differences in order: 0, ln 2, 2 ln 2. The quantiles are 1, 1.8, 1.98 and 1.998 steps from the first.
     "median": LN_2,
-    "p90": LN_2,
-    "largest": LN_2,
-    "k1": 0,
-    "k2": LN_2**2 / 3,
-    # (1/2 - 1 + ln 2 + 0 + 2 - 1 - ln 2) / 3
-    "k3": 1 / 6,
+    "p90": 1.8 * LN_2,
+    "p99": 1.98 * LN_2,
+    "p999": 1.998 * LN_2,
+    "largest": 2 * LN_2,
+    "k1": -LN_2 / 3,
+    # (1 + 0 + 4) ln 2 ln 2 / 2 / 3
+    "k2": 5 / 6 * LN_2**2,
+    # (1/2 - 1 + ln 2 + 0 + 4 - 1 - 2 ln 2) / 3
+    "k3": (2.5 - LN_2) / 3,
     "ratio_share": 2 / 3,
     # (1/2 + 1)^2 / (2 (1/4 + 1)) = 0.9, and 1 for a single token.
     "ess_tokens": 0.95,
-    # (1/2 + 2)^2 / (2 (1/4 + 4))
-    "ess_batch": 6.25 / 8.5,
-    # The geometric means are 0.707 and 2, and 1 / 1.5 is 0.667.
+    # (1/2 + 4)^2 / (2 (1/4 + 16))
+    "ess_batch": 20.25 / 32.5,
+    # The geometric means are 0.707 and 4, and 1 / 1.5 is 0.667.
     "masked_by_mean": 1 / 2,
     "masked_by_token": 1,
 }
 
 
 def test_figures_are_those_worked_out_by_hand():
-    sequences = [np.log([1 / 2, 1]), np.log([2.0])]
-    found = figures(np.array([*map(sums_of, sequences)]), np.abs(np.concatenate(sequences)), 1.5)
-    assert {name: found[name] for name in BY_HAND} == pytest.approx(BY_HAND, rel=1e-12, abs=1e-15)
-
-
-def test_figures_follow_their_definitions():
-    random = np.random.default_rng(2)
-    sequences = [random.normal(size=size) * 0.3 for size in (1, 40, 7, 300)]
-    off, ratios = np.concatenate(sequences), [np.exp(each) for each in sequences]
-    r = np.concatenate(ratios)
-    weights = np.array([each.prod() for each in ratios])
-    found = figures(np.array([*map(sums_of, sequences)]), np.abs(off), 1.1)
-    assert found == pytest.approx(
-        {
-            "num_tokens": 348,
-            "mean": np.log(r).mean(),
-            "mean_absolute": np.abs(np.log(r)).mean(),
-            **{name: np.quantile(np.abs(off), q) for name, q in (("median", 0.5), ("p90", 0.9), ("p99", 0.99))},
-            "p999": np.quantile(np.abs(off), 0.999),
-            "largest": np.abs(off).max(),
-            "k1": (-np.log(r)).mean(),
-            "k2": (np.log(r) ** 2 / 2).mean(),
-            "k3": (r - 1 - np.log(r)).mean(),
-            "ratio_share": ((r < 0.8) | (r > 1.2)).mean(),
-            "ess_tokens": np.mean([each.sum() ** 2 / (len(each) * (each**2).sum()) for each in ratios]),
-            "ess_batch": weights.sum() ** 2 / (4 * (weights**2).sum()),
-            "masked_by_mean": np.mean([not 1 / 1.1 < each.prod() ** (1 / len(each)) < 1.1 for each in ratios]),
-            "masked_by_token": np.mean([((each < 1 / 1.1) | (each > 1.1)).any() for each in ratios]),
-        },
-        rel=1e-9,
-    )
+    log_ratios = np.log([1 / 4, 1 / 4, 1 / 2]) - np.log([1 / 2, 1 / 4, 1 / 8])
+    assert figures(log_ratios, np.array([0, 0, 1]), 1.5) == pytest.approx(BY_HAND, rel=1e-12, abs=1e-15)
 
 
 # Each is the sequence 5, 6, 7, 8, 9 with its last three tokens as completion, and 8 from a tool, not to be compared.
@@ -210,7 +186,7 @@ def test_each_librarys_columns_are_read(library, is_parquet, path):
         path = path.with_suffix(".parquet")
         pq.write_table(pa.Table.from_pylist([LIBRARIES[library]] * 2), path)
     for rollout in read_rollouts(path, COLUMNS.get(library, RolloutColumns()), SERVER):
-        assert (rollout.token_ids, rollout.targets.tolist()) == ([5, 6, 7, 8, 9], [2, 4])
+        assert (rollout.token_ids.tolist(), rollout.targets.tolist()) == ([5, 6, 7, 8, 9], [2, 4])
         assert {name: values.tolist() for name, values in rollout.logprobs.items()} == {"sampler": [-1, -2]}
         assert rollout.temperature == 0.7
 
@@ -229,16 +205,20 @@ GOOD = {"token_ids": [5, 6, 7], "prompt_length": 1, SAMPLER: [-1.0, -2.0]}
         ({"token_ids": ["a", "b", "c"]}, "column 'token_ids' is not a list of numbers"),
         ({"token_ids": [5] * 65, SAMPLER: [-1] * 64}, "column 'token_ids' has 65 tokens, and the server takes 64"),
         ({SAMPLER: [-1.0]}, f"column '{SAMPLER}' has 1 entries instead of 2 or 3"),
-        ({SAMPLER: [-1.0, float("nan")]}, f"column '{SAMPLER}' has nan at token 2 of the completion, and a logprob is"),
-        ({SAMPLER: [0.5, -1.0]}, f"column '{SAMPLER}' has 0.5 at token 1 of the completion, and a logprob is finite"),
-        ({SAMPLER: [-1.0, -float("inf")]}, f"column '{SAMPLER}' has -inf at token 2"),
+        ({SAMPLER: [-1.0, float("nan")]}, f"column '{SAMPLER}' has nan for compared token 2, and a logprob is"),
+        ({SAMPLER: [0.5, -1.0]}, f"column '{SAMPLER}' has 0.5 for compared token 1, and a logprob is finite"),
+        ({SAMPLER: [-1.0, -float("inf")]}, f"column '{SAMPLER}' has -inf for compared token 2"),
         ({SAMPLER: None}, f"column '{SAMPLER}' is null or missing"),
         ({"prompt_length": 3, SAMPLER: []}, "column 'token_ids' has an empty completion"),
-        ({"mask": [0, 0, 0]}, "column 'mask' has an empty completion"),
+        ({"token_ids": [], "prompt_length": 0, SAMPLER: []}, "column 'token_ids' has an empty completion"),
+        ({"mask": [0, 0, 0]}, "column 'token_ids' has an empty completion, or its mask has no 1"),
         ({"mask": [0, 1, 1, 1]}, "column 'mask' has 4 entries instead of 2 or 3"),
-        ({"prompt_length": 0, SAMPLER: [-1.0] * 3}, "column 'token_ids' has an empty prompt"),
+        ({"prompt_length": 0}, "column 'token_ids' begins with a token to"),
         ({"prompt_length": 4}, "column 'prompt_length' is 4, not from 0 to 3"),
-        ({"prompt_length": None}, "column 'mask' is missing, and so is 'prompt_length': one is needed"),
+        (
+            {"prompt_length": None},
+            "column 'token_ids' begins with a token to compare: give a prompt, and 'prompt_length' or 'mask'",
+        ),
         ({"attention_mask": [1, 1]}, "column 'attention_mask' has 2 entries instead of 3"),
         ({"temperature": -1}, "column 'temperature' is -1, not from 0.01 to 1000"),
         ({"top_p": 0.9}, "column 'top_p' is 0.9, and logprobs over a part of the vocabulary cannot be compared"),
@@ -272,21 +252,42 @@ async def test_each_column_is_the_lane_that_computed_it(server, path, rows):
         "the sampler is the decode lane (within the floor)",
         "the trainer is the prefill lane (within the floor)",
     ]
-    off = {item.pair: item.figures["mean_absolute"] for item in run.differences}
+    off = {pair: item["mean_absolute"] for pair, item in run.figures.items()}
     # Two values with normal noise of 0.002 are 2 * 0.002 / sqrt(pi) apart in the mean; the lanes are 0.01 apart.
     apart = 2 * NOISE / np.sqrt(np.pi)
-    for near in ("sampler / decode", "trainer / prefill", "prefill again / prefill", "decode again / decode"):
+    for near in ("decode / sampler", "trainer / prefill", "prefill again / prefill", "decode again / decode"):
         assert off[near] == pytest.approx(apart, rel=0.1)
-    for far in ("sampler / prefill", "trainer / decode", "trainer / sampler", "decode / prefill"):
+    for far in ("prefill / sampler", "trainer / decode", "trainer / sampler", "decode / prefill"):
         assert off[far] == pytest.approx(DECODE_OFF, rel=0.1)
-    assert [part.name for part in run.parts if part.by == "position"] == [
-        "8 to 15",
-        "16 to 31",
-        "32 to 63",
-        "64 to 127",
-    ]
-    for by in ("position", "logprob", "class"):
-        assert sum(part.num_tokens for part in run.parts if part.by == by) == NUM_ROWS * COMPLETION
+    assert [*run.parts["position"]] == ["8 to 15", "16 to 31", "32 to 63", "64 to 127"]
+    assert run.parts["class"]["first of a completion"]["num_tokens"] == NUM_ROWS
+    for some in run.parts.values():
+        assert sum(part["num_tokens"] for part in some.values()) == NUM_ROWS * COMPLETION
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+async def test_a_shift_is_named_in_rows_of_several_turns(step, server, path, rows):
+    mask = (np.arange(COMPLETION) % 4 > 0).astype(int).tolist()
+    turns = [row | {"mask": mask, SAMPLER: None, TRAINER: np.roll(row[TRAINER], step).tolist()} for row in rows]
+    [finding] = (await measured(server, path, turns)).findings
+    assert finding.sentence.endswith("they are shifted by one")
+
+
+async def test_rows_beyond_the_limit_are_left_out(server, path, rows, monkeypatch, caplog):
+    monkeypatch.setattr(rollouts, "MAX_TOKENS", 3 * (PROMPT + COMPLETION))
+    assert (await measured(server, path, rows)).num_rows == 3
+    assert f"row 4 of {path} and the rows after it are left out" in caplog.text
+
+
+def test_a_server_without_the_decode_lane_refuses_before_a_row_is_scored(path, rows, capsys):
+    class NoLane(Engine):
+        def score(self, body):
+            return error(400, "no decode lane for this model") if body.get("lane") else super().score(body)
+
+    with serve(server := NoLane()) as url:
+        assert main(["parity", str(write(path, rows)), "--url", url, "--quiet"]) == 1
+    assert "no decode lane for this model" in capsys.readouterr().err
+    assert not server.num_scored
 
 
 Fault = Callable[[int, Row], np.ndarray]
@@ -342,11 +343,10 @@ def test_a_killed_run_is_resumed_and_compare_shows_it_again(path, rows, tmp_path
         server.allowed, server.score_requests = 10**9, []
         assert main([*command, "--url", url, "--resume"]) == 0
     shown = capsys.readouterr().out
-    # Every row was scored in prefill, and some in decode. No stored logprob is used.
+    # Every row was scored in decode before. No stored logprob is used.
     lanes = [body.get("lane") for body in server.score_requests]
-    num_decode = lanes.count("decode")
-    assert lanes[0] == "decode"
-    assert NUM_ROWS < num_decode <= 2 * NUM_ROWS
+    assert lanes[0] is None
+    assert lanes.count("decode") == NUM_ROWS
     assert {body["use_cache"] for body in server.score_requests} == {False}
     far = json.loads(output.read_text())["far"][0]
     text = "".join(chr(token) for token in rows[3]["token_ids"])
