@@ -7,7 +7,8 @@
 # PART is one command, which ends after LIMIT seconds, and resumes when it is called again:
 #
 #   bf16 w4a16 fp8   all paths that vLLM has for the model, in both lanes
-#   equal            W4A16 on 20 equal paths, and with a fault in a layer's attention, and in steps with few rows
+#   equal            W4A16 on 20 equal paths, in prefill
+#   faults           W4A16 with a fault in a layer's attention, and in steps with few rows, in both lanes
 #   scales           FP8 with scales of an FP8 KV cache; one is halved on a path
 #   mixtral          a random Mixtral under its MoE backends; an expert is wrong under `triton`
 #   cache            KV cache types of LONG (or MODEL) in windows of 32,768 tokens
@@ -15,7 +16,8 @@
 #                    RMSNorm takes other blocks in steps of fewer than 256 rows; then with batch invariance
 #
 # RESULTS/paths.txt gets each part's output with its seconds, and RESULTS/paths.tgz has all runs, tables and logs.
-# FLAGS are flags of all servers. With 16 sequences, decode steps have few rows.
+# FLAGS are flags of all servers. With 16 sequences, decode steps have few rows. SHORT has the options of most parts; for
+# bf16, w4a16 and fp8 add --try there, because vLLM has some fifteen paths. Eager servers decode ten times slower.
 set -uo pipefail
 here=$(dirname "$(realpath "$0")")
 model=$(realpath "$1") text=$(realpath "$2")
@@ -43,8 +45,10 @@ run() {
   case $part in
     bf16) measure "$model" $short ;;
     w4a16 | fp8) quantized "${part^^}" && measure "$copies/${part^^}" $short ;;
-    equal) quantized W4A16 && measure "$copies/W4A16" $short --try "SOME_VARIABLE=$(seq -s , "${EQUAL:-20}")" \
-      --try "PLANTED_FAULT=attention:$layer:1.02,single-rows:$layer:1.02" --at-once 12 ;;
+    equal) quantized W4A16 && measure "$copies/W4A16" $short --lane prefill --no-blocks \
+      --try "SOME_VARIABLE=$(seq -s , "${EQUAL:-20}")" ;;
+    faults) quantized W4A16 && measure "$copies/W4A16" $short \
+      --try "PLANTED_FAULT=attention:$layer:1.02,single-rows:$layer:1.02" ;;
     scales)
       quantized "${SCALED:=FP8}"
       [ -d "$copies/scales" ] || python "$here/paths.py" scales "$model" "$copies/$SCALED" "$text" "$copies/scales"
@@ -54,12 +58,13 @@ run() {
       PLANTED_FAULT=expert:1:2:1.05:triton measure "$copies/mixtral" $short \
         --try moe-backend=triton,batched_triton,flashinfer_cutlass,flashinfer_trtllm ;;
     cache) flags=${LONG_FLAGS:---gpu-memory-utilization 0.15 --kv-cache-memory-bytes 8G} measure "${LONG:-$model}" \
-      --lane prefill --context-length "${LONG_CONTEXT:-32768}" --max-windows 4 --try kv-cache-dtype=fp8,fp8_e5m2 ;;
+      --lane prefill --context-length "${LONG_CONTEXT:-32768}" --max-windows 4 --no-blocks \
+      --try kv-cache-dtype=fp8,fp8_e5m2 ;;
     norm) lengths ;;
     invariant) VLLM_BATCH_INVARIANT=1 lengths ;;
   esac
 }
-[ $# -gt 0 ] || set -- bf16 w4a16 fp8 equal scales mixtral cache norm invariant
+[ $# -gt 0 ] || set -- bf16 w4a16 fp8 equal faults scales mixtral cache norm invariant
 for part; do
   mkdir -p "$folder/$part"
   started=$(date +%s)
