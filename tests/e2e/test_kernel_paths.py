@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -26,28 +25,21 @@ pytestmark = pytest.mark.xdist_group("paths")
 
 
 class Paths:
-    """The command, interrupted once the default path was measured, and then repeated."""
+    """The command, and the rows of its table."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         packages = planted_fault.install(folder / "site"), os.environ.get("PYTHONPATH")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, packages)))}
-        self.output = folder / "runs"
         command = [
             *(sys.executable, "-m", "scoremode.cli", "paths", model, "--text-file", WIKITEXT, "--quiet"),
-            *("--context-length", str(CONTEXT), "--max-windows", str(NUM_WINDOWS), "--output", self.output),
-            *("--try", "no-such-flag", "--fail-if", "differs"),
+            *("--context-length", str(CONTEXT), "--max-windows", str(NUM_WINDOWS), "--output", folder / "runs"),
+            *("--try", "no-such-flag", "--fail-if", "differs", "--at-once", "2"),
             *(word for path in (ATTENTION, FEW_ROWS) for word in ("--try", path)),
             *("--", *TO_END.flags, *(() if has_gpu() else CPU_FLAGS)),
         ]
         settings = environment if has_gpu() else environment | CPU_ENVIRONMENT
-        first = subprocess.Popen(command, env=settings)
-        while not (self.output / "default-again-layers-4.json").exists():
-            assert first.poll() is None, "ended early"
-            time.sleep(0.1)
-        first.terminate()
-        self.first_status, self.interrupted_at = first.wait(), time.time()
-        self.second = subprocess.run(command, env=settings, capture_output=True, text=True)
-        self.rows = {row.name: row for row in load_paths(self.output / "paths.json").rows}
+        self.ended = subprocess.run(command, env=settings, stdout=subprocess.PIPE, text=True)
+        self.rows = {row.name: row for row in load_paths(folder / "runs" / "paths.json").rows}
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +64,8 @@ def test_a_layers_fault_is_named_and_nothing_else(paths, random_model):
     exact = divergence(random_model, "model.layers.0.self_attn.o_proj")
     means = [test.mean for test in (*(lane.excess for lane in row.lanes), row.blocks[0].excess)]
     assert means == pytest.approx([exact] * 3, rel=1e-3)
-    assert paths.second.returncode == LIMIT_EXCEEDED
-    assert f"{ATTENTION} reports the same kernels as default." in paths.second.stdout
+    assert paths.ended.returncode == LIMIT_EXCEEDED
+    assert f"{ATTENTION} reports the same kernels as default." in paths.ended.stdout
 
 
 def test_a_fault_of_steps_with_few_rows_is_found_in_decode_alone(paths, random_model):
@@ -86,10 +78,3 @@ def test_a_fault_of_steps_with_few_rows_is_found_in_decode_alone(paths, random_m
 def test_a_server_that_refuses_is_a_row(paths):
     assert paths.rows["no-such-flag"].verdict == "refused"
     assert "unrecognized arguments: --no-such-flag" in paths.rows["no-such-flag"].reason
-
-
-def test_the_command_resumes(paths):
-    assert paths.first_status == 130, "interrupted"
-    before = [path for path in paths.output.rglob("default*") if path.suffix in (".json", ".safetensors", ".log")]
-    assert len(before) == 2 + 4 * 3 * 2, "a log of each server, four repeats of three runs"
-    assert all(path.stat().st_mtime < paths.interrupted_at for path in before)
