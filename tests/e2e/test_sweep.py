@@ -42,9 +42,8 @@ def test_two_models_make_two_runs_and_a_report(server, disturbed_model, servers,
 
 
 def test_quick_measures_a_text_answers_and_tasks_in_one_run(
-    random_model, disturbed_model, tmp_path, monkeypatch, wikitext, capsys
+    random_model, disturbed_model, tmp_path, monkeypatch, wikitext
 ):
-    """Another run starts all servers at once, one of which fails."""
     monkeypatch.chdir(tmp_path)
     for name, value in () if has_gpu() else CPU_ENVIRONMENT.items():
         monkeypatch.setenv(name, str(value))
@@ -63,7 +62,7 @@ def test_quick_measures_a_text_answers_and_tasks_in_one_run(
     text = ["--text-file", str(WIKITEXT), "--context-length", "64", "--max-windows", "2", "--quiet"]
     answers = "--prompts prompts.jsonl --max-new-tokens 8 --tasks tasks --write-card card.md"
     flags = ["--", *TO_END.flags, *(() if has_gpu() else CPU_FLAGS)]
-    assert main([*quick, *text, *answers.split(), "--at-once", "1", *flags]) == 0
+    assert main([*quick, *text, *answers.split(), *flags]) == 0
     report, rows = (tmp_path / "scoremode-quick" / "report.html").read_text(), (tmp_path / "card.md").read_text()
     assert re.search(
         r"\| same top % \| same answer for \(tokens\) \|\n.*\n.*\n\| disturbed .*\| (\d+|to the end) \|\n", rows
@@ -72,15 +71,3 @@ def test_quick_measures_a_text_answers_and_tasks_in_one_run(
     assert ["same for, median" in report, "floor, to the end" in report, "Accuracies of disturbed" in report] == [
         True
     ] * 3
-
-    (tmp_path / "broken").mkdir()
-    capsys.readouterr()
-    assert main([*quick, "./broken", *text, "--output", "at-once", "--at-once", "3", *flags]) == 1
-    printed = capsys.readouterr().err
-    assert printed.index("model 3 of 3, broken: loading") < printed.index("random: recording the reference")
-    assert "broken failed: the server ended with status 1" in printed
-    for name in ("random", "disturbed"):
-        alone, joined = (tmp_path / folder / f"{name}.json" for folder in ("scoremode-quick", "at-once"))
-        assert json.loads(alone.read_text())["statistics"] == json.loads(joined.read_text())["statistics"]
-        arrays = [load_file(path.with_suffix(".safetensors")) for path in (alone, joined)]
-        assert all((values == arrays[1][column]).all() for column, values in arrays[0].items())
