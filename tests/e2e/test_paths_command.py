@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from local_server import CPU_ENVIRONMENT, CPU_FLAGS, has_gpu
 from scoremode.cli.compare import LIMIT_EXCEEDED
-from scoremode.comparison.paths import load_paths
+from scoremode.comparison.paths import PathsRun
+from scoremode.runs import read_run
 from tests import oracle, planted_fault
 from tests.shared_servers import TO_END
 from tests.texts import WIKITEXT
@@ -40,7 +41,7 @@ class Paths:
         ]
         settings = environment if has_gpu() else environment | CPU_ENVIRONMENT
         self.ended = subprocess.run(command, env=settings, stdout=subprocess.PIPE, text=True)
-        self.rows = {row.name: row for row in load_paths(folder / "runs" / "paths.json").rows}
+        self.rows = {row.name: row for row in read_run(folder / "runs" / "paths.json", PathsRun, "paths").rows}
 
 
 @pytest.fixture(scope="module")

@@ -93,10 +93,10 @@ def run(options: argparse.Namespace) -> int:
             _refuse_options(options, kind, is_alone=not paths)
     from scoremode.comparison.layers import layers_as_text, load_layers
     from scoremode.comparison.path_tables import paths_as_text
-    from scoremode.comparison.paths import load_paths
+    from scoremode.comparison.paths import PathsRun
 
     rollouts = read_run(options.runs[0], ParityRun, "parity") if "parity" in kinds.values() else None
-    kernel_paths = load_paths(options.runs[0]) if "paths" in kinds.values() else None
+    kernel_paths = read_run(options.runs[0], PathsRun, "paths") if "paths" in kinds.values() else None
     layers = load_layers(layers_paths, [labels[path] for path in layers_paths] if labels else None)
     from scoremode.accuracy import compare_tasks, load_tasks
     from scoremode.comparison import as_csv, as_text, card, compare, load_runs, with_logs

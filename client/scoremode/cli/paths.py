@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from scoremode._texts import model_name
 from scoremode.cli import sweep
 from scoremode.cli.compare import LIMIT_EXCEEDED
-from scoremode.cli.options import COUNT, FILE, QUIET, Command, Group, Option, UsageError, at_least, refuse
+from scoremode.cli.options import COUNT, QUIET, Command, Group, Option, UsageError, at_least, refuse
 from scoremode.cli.progress import progress_bar
 from scoremode.errors import extra
 from scoremode.runs import LEAST_WINDOWS
@@ -19,7 +19,6 @@ from scoremode.wire import LANES
 if TYPE_CHECKING:
     from scoremode.sweep import SweepPlan
 
-_DATASET = "wikitext"
 _TOKENS = 40_960
 """Tokens of the text by default: enough to see a difference of a third of bfloat16's noise."""
 
@@ -40,8 +39,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(plan: "SweepPlan", folder: Path, options: argparse.Namespace, *, fail_if_differs: bool = False) -> int:
-    """Measure the paths of a plan with `vary`, write its report, and print the table. Returns 1 if a path's server
-    ended while it was measured. With `fail_if_differs`, returns 3 if a path differs, else 1 if one has no verdict."""
+    """Measure the paths of a plan with `vary`, print the table, and write the report. Returns 3 if a path differs and
+    `fail_if_differs` is set. Returns 1 if a path's server ended while it was measured; with `fail_if_differs` also if a
+    path was refused or has no verdict."""
     from scoremode.comparison.path_tables import paths_as_text
     from scoremode.sweep.paths import measure_paths, write_paths_report
 
@@ -62,7 +62,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "output": str(options.output),
         "text": {
-            "dataset": options.dataset or (None if options.text_file else _DATASET),
+            "dataset": options.dataset or (None if options.text_file else sweep.DATASET),
             "text_file": options.text_file and str(options.text_file),
             # A window begins only where a token follows it.
             "max_tokens": num_windows * options.context_length + 1,
@@ -139,8 +139,7 @@ COMMAND = Command(
         Group(
             "text",
             [
-                Option("--dataset NAME|PATH", f"as for ppl-client; default: {_DATASET}"),
-                Option("--text-file FILE", "a file that holds the text, UTF-8, in place of a dataset", type=FILE),
+                *sweep.SOURCES,
                 Option("--context-length N", "tokens of a window; default: %(default)s", type=COUNT, default=1024),
                 Option("--max-windows N", f"default: {_TOKENS:,} tokens in all, at least 4 windows", type=COUNT),
                 Option("--lane LANE", "default: %(default)s", choices=(*LANES, "both"), default="both"),
@@ -160,7 +159,7 @@ COMMAND = Command(
                     "exit with status 3 if a path differs, and with 1 if a path is refused or has no verdict",
                     choices=["differs"],
                 ),
-                Option("--api-key KEY", "API key of all servers", default=None),
+                sweep.API_KEY,
                 QUIET,
             ],
         ),

@@ -27,7 +27,6 @@ from scoremode.runs import CATEGORIES, PRESETS, PROMPT_COLUMNS
 from scoremode.wire import LANES
 
 _PRESET = "llama.cpp"
-_DATASET = "wikitext"
 
 
 def check(options: argparse.Namespace) -> None:
@@ -78,7 +77,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     files = [model for model in options.models if model.endswith(".gguf")]
     models = [options.original, *(model for model in options.models if model not in files)]
     preset = options.preset or (None if options.messages else _PRESET)
-    dataset = options.dataset or (None if preset == CATEGORIES or options.text_file else _DATASET)
+    dataset = options.dataset or (None if preset == CATEGORIES or options.text_file else sweep.DATASET)
     text_file, prompts = (None if path is None else str(path) for path in (options.text_file, options.prompts))
     windows = {"preset": preset, "max_windows": options.max_windows, "context_length": options.context_length}
     report = options.output / "report.html" if options.html is None else options.html
@@ -139,8 +138,7 @@ COMMAND = Command(
         Group(
             "text",
             [
-                Option("--dataset NAME|PATH", f"as for ppl-client; default: {_DATASET}"),
-                Option("--text-file FILE", "a file that holds the text, UTF-8, in place of a dataset", type=FILE),
+                *sweep.SOURCES,
                 Option("--messages COLUMN", "column of the dataset with conversations", type=NAME),
                 Option("--by COLUMN", "column with a label for each row, with --messages", type=NAME),
                 Option(
@@ -198,7 +196,7 @@ COMMAND = Command(
                     "write the card too: between <!-- scoremode --> and <!-- /scoremode --> in the file, or at its end",
                     type=Path,
                 ),
-                Option("--api-key KEY", "API key of all servers", default=None),
+                sweep.API_KEY,
                 QUIET,
             ],
         ),

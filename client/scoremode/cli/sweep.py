@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from scoremode._tasks import Result
 from scoremode._texts import printable
-from scoremode.cli.options import API_KEY_HELP, COUNT, QUIET, Command, Group, Option
+from scoremode.cli.options import API_KEY_HELP, COUNT, FILE, QUIET, Command, Group, Option
 from scoremode.cli.progress import progress_bar
 from scoremode.errors import extra, require_extras
 from scoremode.runs import corpora, local_path
@@ -83,6 +83,14 @@ AT_ONCE = Option(
     type=COUNT,
 )
 
+API_KEY = Option("--api-key KEY", f"API key of all servers; {API_KEY_HELP}")
+DATASET = "wikitext"
+SOURCES = [
+    Option("--dataset NAME|PATH", f"as for ppl-client; default: {DATASET}"),
+    Option("--text-file FILE", "a file that holds the text, UTF-8, in place of a dataset", type=FILE),
+]
+"""The options for a text of commands that make a plan."""
+
 COMMAND = Command(
     "sweep",
     "Serve the models of a plan, measure each one's perplexity and its KL divergence from the first, and compare them. "
@@ -93,7 +101,7 @@ COMMAND = Command(
             [
                 Option("plan PLAN", "a YAML file; docs/ppl-client.md describes its fields", type=Path),
                 AT_ONCE,
-                Option("--api-key KEY", f"API key of all servers; {API_KEY_HELP}"),
+                API_KEY,
                 QUIET,
             ],
         )

@@ -9,7 +9,7 @@ from functools import partial
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
-from scoremode._texts import Column, aligned, printable
+from scoremode._texts import Column, aligned, one_line, printable
 from scoremode.comparison.excess import Excess
 from scoremode.comparison.figures import NOT_KNOWN, Figure, plain, with_interval
 from scoremode.comparison.paths import DEFAULT, LaneFigures, PathRow, PathsRun
@@ -75,7 +75,7 @@ def paths_view(run: PathsRun) -> PathsView:
 
 
 def _shown(text: str) -> str:
-    return printable(" ".join(text.split()))
+    return printable(one_line(text))
 
 
 def _heading(run: PathsRun) -> Iterator[str]:

@@ -17,7 +17,7 @@ from scoremode.comparison.groups import TokenGroup, groups_of, tokens_before
 from scoremode.comparison.layers import load_layers
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import NEGLIGIBLE_KLD, Floats
-from scoremode.runs import ARRAYS_SUFFIX, PartKind, lane_difference, read_run
+from scoremode.runs import ARRAYS_SUFFIX, PartKind, lane_difference, range_of
 from scoremode.wire import Lane, ServerInfo
 
 PathVerdict = Literal["default", "agrees", "differs", "refused", "failed", "no verdict"]
@@ -117,11 +117,6 @@ class PathsRun(_Part):
         return [row for row in self.rows if row.verdict == "differs"]
 
 
-def load_paths(path: Path) -> PathsRun:
-    """Load what `ppl-client paths` wrote. RunError if the file cannot be read."""
-    return read_run(path, PathsRun, "paths")
-
-
 def lane_figures(runs: Sequence[RunFile], repeats: Mapping[Lane, Sequence[RunFile]]) -> list[LaneFigures]:
     """Compare runs of all paths and lanes with the default path's repeats in the same lane."""
     tests = [kld_test(run, repeats[run.lane]) for run in runs]
@@ -142,7 +137,7 @@ def _lane_figures(run: RunFile, repeats: Sequence[RunFile], test: Excess, differ
     before = tokens_before([run])
     positions = np.ones(run.num_scored, np.int64) if before is None else np.maximum(before, 1)
     least = max(MARGIN * test.floor, NEGLIGIBLE_KLD)
-    octaves = np.log2(positions).astype(int)
+    octaves = range_of(positions)
     by_position = [
         TokenGroup("position", f"{2**octave} to {2 ** (octave + 1) - 1}", octaves == octave)
         for octave in np.unique(octaves).tolist()

@@ -20,7 +20,7 @@ from scoremode.runs.divergence import ComparedModel, DivergentToken, KldMeasurem
 from scoremode.runs.evaluate import Evaluation, evaluate
 from scoremode.runs.export import OnBytes, export_llama_cpp
 from scoremode.runs.journal import AppendedFile, Journal, Measurement, check_same_run, open_locked
-from scoremode.runs.lanes import in_lane, lane_difference
+from scoremode.runs.lanes import in_lane, lane_difference, range_of
 from scoremode.runs.layers import (
     LEAST_WINDOWS,
     Cost,
@@ -127,6 +127,7 @@ __all__ = [
     "parity_as_text",
     "parity_tables",
     "patient_client",
+    "range_of",
     "read_card",
     "read_file",
     "read_rows",

@@ -55,6 +55,12 @@ class LaneDifference:
         return f"{lane} differs from prefill: {self.mean:+.5f} nats in the mean, {where}"
 
 
+def range_of(positions: NDArray[np.integer]) -> NDArray[np.int64]:
+    """The number k of each position's range, [2^k, 2^(k+1)); positions are at least 1."""
+    octaves: NDArray[np.int64] = np.log2(positions).astype(int)
+    return octaves
+
+
 def lane_difference(
     prefill: NDArray[np.floating],
     decode: NDArray[np.floating],
@@ -68,7 +74,7 @@ def lane_difference(
     off, positions = np.asarray(decode, np.float64)[finite] - prefill[finite], positions[finite]
     if not finite.any():
         return LaneDifference(math.nan, math.nan, [], None)
-    octaves = np.log2(positions).astype(int)
+    octaves = range_of(positions)
     ranges, significant = [], []
     for octave in np.unique(octaves).tolist():
         part = off[octaves == octave]

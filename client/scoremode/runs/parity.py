@@ -23,9 +23,10 @@ from scoremode.errors import ResponseError, ScoremodeError
 from scoremode.kld import Floats
 from scoremode.metrics import finite_or_none
 from scoremode.results import ScoredRollout
+from scoremode.runs.lanes import range_of
 from scoremode.runs.plan import server_header
 from scoremode.runs.pool import Pool
-from scoremode.runs.ratios import AGAIN, Finding, Targets, figures, judge, range_in_words, range_of, shifted
+from scoremode.runs.ratios import AGAIN, Finding, Targets, figures, judge, range_in_words, shifted
 from scoremode.runs.report import Arrays, record_beginning
 from scoremode.runs.rollouts import Rollout, RolloutColumns, Source, read_rollouts
 from scoremode.runs.run import OnProgress, StartJournal, measure

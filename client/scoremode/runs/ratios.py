@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from scoremode.kld import Floats, quantile, standard_error, times_the_floor
+from scoremode.runs.lanes import range_of
 from scoremode.runs.rollouts import Source
 from scoremode.wire import Lane
 
@@ -61,12 +62,6 @@ def figures(log_ratios: Floats, rows: NDArray[np.integer], threshold: float) -> 
         "masked_by_mean": (np.abs(log_weights / counts) > math.log(threshold)).mean(),
         "masked_by_token": len(np.unique(rows[absolute > math.log(threshold)])) / len(counts),
     }
-
-
-def range_of(positions: NDArray[np.integer]) -> NDArray[np.int64]:
-    """The number k of each position's range, [2^k, 2^(k+1))."""
-    octaves: NDArray[np.int64] = np.log2(positions).astype(int)
-    return octaves
 
 
 def range_in_words(number: int) -> str:

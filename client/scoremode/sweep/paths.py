@@ -209,14 +209,14 @@ def _table(result: SweepResult, names: Sequence[str], lanes: Sequence[Lane]) -> 
     runs = [load_run(result.runs[label], name) for name, label in labels if label in result.runs]
     figures, default = lane_figures(runs, repeats), repeats[lanes[0]][0]
     servers = {DEFAULT: default.server, **{run.label: run.server for run in runs}}
-    files = {name: path for name in (DEFAULT, *names) if (path := result.runs.get(f"{name} (original)"))}
+    originals = {name: load_run(path) for name in (DEFAULT, *names) if (path := result.runs.get(f"{name} (original)"))}
     rows = [
         PathRow(
             name=name,
             reason=result.failures.get(name),
             same_as=same_path(name, servers),
             lanes=[lane for run, lane in zip(runs, figures, strict=True) if run.label == name],
-            original=kld_test(load_run(files[name]), [load_run(files[DEFAULT])]) if name in files else None,
+            original=kld_test(originals[name], [originals[DEFAULT]]) if name in originals else None,
         )
         for name in names
     ]

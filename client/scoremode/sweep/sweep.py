@@ -554,9 +554,9 @@ class _Sweep:
     async def _kld(self, client: AsyncScoreClient, output: Output, run: PlannedRun) -> tuple[KldMeasurement, str]:
         _log.info("%s: measuring KL divergence and perplexity", run.label)
         reference = str(run.wanted["reference"])
-        if self.plan.speeds:
-            # The first request loads the reference's LM head, which is not part of the speed.
-            await client.kld(reference, (0, 1), lane=run.lane)
+        if self.plan.speeds and not run.repeat and run.lane == self.plan.lanes[0]:
+            # A server's first request loads the reference's LM head, which is not part of the speed.
+            await client.kld(reference, (0, 1))
         with self.open_bar("kld") as on_progress:
             measurement = await measure_kld(
                 client,

@@ -13,8 +13,9 @@ from fake_server import ALLOWED, BOS, DECODE_NOISE, OWN_NOISE, TEXT, compare
 
 from scoremode.cli.main import main
 from scoremode.cli.paths import measure
-from scoremode.comparison.paths import PathRow, load_paths
+from scoremode.comparison.paths import PathRow, PathsRun
 from scoremode.errors import RunError
+from scoremode.runs import read_run
 from scoremode.sweep import PlanError, checked_plan
 from scoremode.sweep.paths import _paths, measure_paths
 from scoremode.sweep.plan import ModelEntry, VaryOptions
@@ -39,7 +40,7 @@ async def measured(folder: Path, vary: dict[str, Any], **changes: Any) -> tuple[
     """The rows by name, and the names of the models that were measured now."""
     plan = checked_plan({**PLAN, "vary": {"repeats": 2, **vary}, **changes}, "a plan")
     run, result = await measure_paths(plan, folder)
-    assert load_paths(folder / "runs" / "paths.json") == run
+    assert read_run(folder / "runs" / "paths.json", PathsRun, "paths") == run
     return {row.name: row for row in run.rows}, result.measured
 
 
@@ -113,7 +114,7 @@ def test_a_fault_of_the_decode_lane_has_no_blocks(tmp_path: Path):
     plan = PLAN | {"lane": "decode", "vary": {"env": {DECODE_NOISE: ["0.2"]}}}
     (tmp_path / "plan.yaml").write_text(json.dumps(plan))
     assert main(["sweep", str(tmp_path / "plan.yaml"), "--quiet"]) == 0
-    row = load_paths(tmp_path / "runs" / "paths.json").rows[1]
+    row = read_run(tmp_path / "runs" / "paths.json", PathsRun, "paths").rows[1]
     assert ([lane.lane for lane in row.lanes], row.verdict, row.eager) == (["decode"], "differs", None)
     assert row.name in (tmp_path / "runs" / "report.html").read_text()
 
@@ -128,9 +129,9 @@ async def test_the_table_is_kept_if_the_default_path_fails_when_it_is_eager(tmp_
 
 @pytest.mark.processes
 async def test_a_path_whose_server_dies_half_way_has_failed(tmp_path: Path):
-    """The server ends at the last window of the decode lane. A window is compared before the timed ones."""
+    """The server ends at the last window of the decode lane. A window is compared before those of the first lane."""
     tokens = [BOS, *(TEXT * 5).encode()]
-    (tmp_path / "allowed").write_text(str(2 * (1 + len(range(0, len(tokens) - 8, 8))) - 1))
+    (tmp_path / "allowed").write_text(str(1 + 2 * len(range(0, len(tokens) - 8, 8)) - 1))
     rows, _ = await measured(tmp_path, {"env": {ALLOWED: [str(tmp_path / "allowed")]}}, lane="both")
     (row,) = (row for name, row in rows.items() if name != "default")
     assert (row.verdict, [lane.lane for lane in row.lanes]) == ("failed", ["prefill"])
