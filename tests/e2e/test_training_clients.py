@@ -4,8 +4,11 @@ TRL's own client is driven. SkyRL's and prime-rl's requests are sent in their sh
 route, under /stock. Seeds, which the clients do not send, make both sample the same token.
 """
 
+import os
 import random
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import numpy as np
@@ -44,10 +47,18 @@ def assert_scored_alike(url: str, path: str, body: dict[str, Any]) -> httpx.Resp
     return ours
 
 
+@pytest.fixture(scope="module")
+def trl_client() -> Callable[[str], Any]:
+    """TRL's client of a server at an address. Importing TRL lowers vLLM's log level for all processes started later."""
+    with patch.dict(os.environ):
+        module = pytest.importorskip("trl.generation.vllm_client")
+    return lambda url: module.VLLMClient(url)
+
+
 @of_trl
-def test_trls_client(server):
+def test_trls_client(server, trl_client):
     """Sequences of several lengths, of which the completions are scored; with the prompts shared by two of them."""
-    client = pytest.importorskip("trl.generation.vllm_client").VLLMClient(server)
+    client = trl_client(server)
     prompt = token_ids(70, "TRL")
     sequences = [prompt + token_ids(30, "TRL"), prompt + token_ids(9, "TRL"), token_ids(2, "TRL")]
     asked = {"sequences": sequences, "prompt_lengths": [70, 70, 1], "top_logprobs": 100}
@@ -65,9 +76,9 @@ def test_trls_client(server):
 
 
 @of_trl
-def test_trls_teachers_have_the_temperature_that_it_asks_for(llama_2_server, llama_2_model):
+def test_trls_teachers_have_the_temperature_that_it_asks_for(llama_2_server, llama_2_model, trl_client):
     """TRL starts them with processed logprobs. Each answer comes twice, the second time from the cache."""
-    client = pytest.importorskip("trl.generation.vllm_client").VLLMClient(llama_2_server)
+    client = trl_client(llama_2_server)
     sequence = token_ids(100, "a teacher")
     logits = oracle.logits(llama_2_model, sequence)[69:]
     for temperature in (0.7, 1.0) * 2:
