@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 import httpx
 
@@ -274,6 +274,7 @@ class ScoreClient:
         corpus: CorpusInfo | None = None,
         return_ranks: bool = False,
         layers: bool = False,
+        routes: bool = False,
         answers: Answers | None = None,
         on_window: OnWindow | None = None,
         model: str | None = None,
@@ -291,6 +292,7 @@ class ScoreClient:
             corpus: The source of the text, stored with the reference.
             return_ranks: Give `on_window` the logprobs and ranks of each window's targets.
             layers: Record the residual stream at the decoder layers' boundaries too, for `from_boundary` of `kld`.
+            routes: Record the experts that mixture-of-experts layers choose for every token, for `routes` of `kld`.
             answers: Prompts and the model's answers, in place of a text; only the answers' tokens are scored.
             on_window: A synchronous function, called with each recorded window and the running perplexity.
             model: Model to use in place of the client's.
@@ -313,6 +315,7 @@ class ScoreClient:
                 corpus=None if corpus is None else corpus.model_dump(exclude_none=True),
                 return_ranks=return_ranks or None,
                 layers=layers or None,
+                routes=routes or None,
                 answers=None if answers is None else answers.model_dump(),
                 messages=messages,
                 tools=tools,
@@ -381,6 +384,7 @@ class ScoreClient:
         num_positions: int = MAX_POSITIONS,
         as_noise_floor: bool = False,
         from_boundary: int | None = None,
+        routes: Literal["own", "forced"] | None = None,
         on_window: Callable[[KldWindowValues], object] | None = None,
         lane: Lane = "prefill",
         context: int | None = None,
@@ -400,6 +404,8 @@ class ScoreClient:
                 windows, on a server of the recorded model.
             from_boundary: Replace the served model's residual stream with the reference's at this boundary of its
                 decoder layers; boundary 0 is before the first layer. The reference must be recorded with `layers`.
+            routes: Compare the served model's choice of experts with the reference's, which must be recorded with
+                `routes`. "forced" also computes every token with the reference's experts.
             on_window: A synchronous function, called with each compared window.
             lane: The served model's lane, as for `score`; likewise `context`. References are recorded in prefill.
             model: Model to use in place of the client's.
@@ -410,7 +416,9 @@ class ScoreClient:
             stream(
                 "/v1/kld",
                 lambda: kld_reader(on_window, windows),
-                fixed_bytes=kld_bytes(windows, num_positions, top_logprobs + len(statistics or ())),
+                fixed_bytes=kld_bytes(
+                    windows, num_positions, top_logprobs + len(statistics or ()) + (routes is not None)
+                ),
                 model=model or self.model,
                 reference=reference,
                 windows=None if windows is None else list(windows),
@@ -419,6 +427,7 @@ class ScoreClient:
                 as_noise_floor=as_noise_floor,
                 encoding_format="base64",
                 from_boundary=from_boundary,
+                routes=routes,
                 **lane_request(lane, context),
             )
         )

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Annotated, Any, Self
 
@@ -187,6 +187,23 @@ def encode_positions(positions: KldPositions) -> dict[str, str]:
     return {name: encode_array(getattr(positions, name), dtype) for name, dtype in POSITION_DTYPES.items()}
 
 
+class RouteCounts(BaseModel):
+    """The choices of experts in a window of `num_scored` targets: see `RouteAgreement` in `wire.references`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    same_set: Many[NonNegativeInt]
+    """[layers]; likewise `same_first` and `shared`."""
+    same_first: Many[NonNegativeInt]
+    shared: Many[NonNegativeInt]
+    differing_layers: Annotated[
+        NDArray[np.int32],
+        PlainValidator(partial(decode_array, "differing_layers", dtype="<i4")),
+        PlainSerializer(lambda counts: encode_array(counts, "<i4")),
+    ]
+    """[num_scored]"""
+
+
 class KldWindowValues(JournalLine):
     """One window of a reference, compared with the served model."""
 
@@ -197,6 +214,8 @@ class KldWindowValues(JournalLine):
     columns: Annotated[dict[str, NDArray[Any]], PlainValidator(_columns), Field(exclude=True)] = {}
     """The figures that `statistics` requested, by name: [num_scored] float32, in nats. The reference's have
     "reference_" before the name. Journals do not store columns."""
+    routes: RouteCounts | None = None
+    """The choices of experts; None if not requested."""
     mean_batch: float | None = None
     """As in `Score`."""
 
@@ -208,6 +227,8 @@ class KldWindowValues(JournalLine):
             )
         if any(len(column) != self.num_scored for column in self.columns.values()):
             raise ResponseError(f"the server's columns do not fit the {self.num_scored} of window {self.index}")
+        if self.routes is not None and len(self.routes.differing_layers) != self.num_scored:
+            raise ResponseError(f"the server's routes do not fit the {self.num_scored} of window {self.index}")
         if any(len(top) != self.num_scored for top in self.tops):
             raise ResponseError(f"the server's top_logprobs do not fit the {self.num_scored} of window {self.index}")
         return self
@@ -225,7 +246,8 @@ class KldWindowValues(JournalLine):
 def _window(event: Any) -> KldWindowValues:
     # The order in `tops` tells the two models apart. If only one is missing, its place has None, which is refused.
     tops = [event.get(name) for name in ("top_logprobs", "reference_top_logprobs")]
-    values = {"index": event.get("index"), "num_scored": event.get("num_scored"), "columns": event.get("columns", {})}
+    names = {"index", "num_scored", "columns", "routes"} & event.keys()
+    values = {name: event[name] for name in names}
     return KldWindowValues.model_validate({**values, "positions": event, "tops": [] if tops == [None, None] else tops})
 
 

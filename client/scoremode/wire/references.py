@@ -134,6 +134,9 @@ class ReferenceRequest(PerplexityRequest):
     layers: bool = False
     """Record the residual stream at each boundary of the decoder layers, from which `/v1/kld` can resume. The server
     must run with `--enforce-eager`."""
+    routes: bool = False
+    """Record which experts each mixture-of-experts layer chooses for every token, for `routes` of `/v1/kld`. The server
+    must run with `--enforce-eager`."""
 
 
 class NoiseFloor(BaseModel):
@@ -221,6 +224,17 @@ class ReferenceLayers(BaseModel):
         return [*places, (layer + 1, "")]
 
 
+class ReferenceRoutes(BaseModel):
+    """A model's mixture-of-experts layers, each of which chooses `top_k` of `num_experts` experts for every token."""
+
+    model_config = ConfigDict(frozen=True)
+
+    layers: list[str]
+    """The layers' names in vLLM, in the order of the model."""
+    num_experts: PositiveInt
+    top_k: PositiveInt
+
+
 class ServedLayers(ReferenceLayers):
     """Response of `GET /v1/layers`."""
 
@@ -240,6 +254,8 @@ class KeptWithReference(BaseModel):
     """Noise floors of the decode and verify lanes: the recorded model in that lane, compared with its recording."""
     layers: ReferenceLayers | None = None
     """The model's layers; None if the residual stream at their boundaries is not recorded."""
+    routes: ReferenceRoutes | None = None
+    """The model's mixture-of-experts layers; None if their choices are not recorded."""
     answers: ReferenceAnswers | None = None
     """How the answers were generated; None if the text is not the model's own answers to prompts."""
 
@@ -358,8 +374,26 @@ class KldRequest(LaneFields):
     from_boundary: int | None = Field(None, ge=0)
     """Replace the served model's residual stream with the reference's at this boundary of its decoder layers: 0 is
     before the first layer. The reference must be recorded with `layers`."""
+    routes: Literal["own", "forced"] | None = None
+    """`own`: compare the experts that the served model chooses for every token with the reference's. `forced`: compute
+    every token with the reference's experts, weighted by the served model's router; its own choice is compared too. The
+    reference must be recorded with `routes`."""
     stream: bool = False
     """Send server-sent events: one per window, then the result."""
+
+
+class RouteAgreement(TypedDict):
+    """How often a window's targets are predicted with the reference's experts. `same_set`, `same_first` and `shared`
+    have an entry per layer of `ReferenceRoutes`, `differing_layers` one per target."""
+
+    same_set: list[int]
+    """Targets for which both models chose the same experts."""
+    same_first: list[int]
+    """Targets for which the same expert has the largest weight."""
+    shared: list[int]
+    """The number of experts that both models chose, summed over the targets: at most `top_k` each."""
+    differing_layers: list[int] | str
+    """The number of layers in which the models chose different experts."""
 
 
 class KldWindow(TypedDict):
@@ -393,6 +427,7 @@ class KldWindow(TypedDict):
     reference_top_logprobs: NotRequired[list[list[TopLogprob]] | TopLogprobArrays]
     columns: NotRequired[dict[str, list[float] | ColumnArray]]
     """The figures of `statistics` by name; those of p have "reference_" before the name."""
+    routes: NotRequired[RouteAgreement]
 
 
 class KldFigures(TypedDict):

@@ -200,7 +200,9 @@ def most_tokens(sequences: Sequence[str | list[int]]) -> int:
     return sum(len(text.encode(errors="replace")) if isinstance(text, str) else len(text) for text in sequences)
 
 
-def kld_bytes(windows: tuple[int, int] | None, num_positions: int, top_logprobs: int) -> int:
+def kld_bytes(
+    windows: tuple[int, int] | None, num_positions: int, top_logprobs: int, *, has_routes: bool = False
+) -> int:
     """Size limit of an answer of `kld` for these windows, or for all. ResponseError if `num_positions` is more than
     a client reads."""
     if num_positions > MAX_POSITIONS:
@@ -209,8 +211,10 @@ def kld_bytes(windows: tuple[int, int] | None, num_positions: int, top_logprobs:
             f"{MAX_POSITIONS:,} that an answer can have: record a shorter text"
         )
     num_windows = MAX_WINDOWS if windows is None else min(windows[1] - windows[0], MAX_WINDOWS)
-    position_bytes = POSITION_BYTES + 2 * VALUE_BYTES * top_logprobs
-    return FIXED_BYTES + WINDOW_BYTES * num_windows + position_bytes * num_positions
+    position_bytes = POSITION_BYTES + 2 * VALUE_BYTES * top_logprobs + (VALUE_BYTES if has_routes else 0)
+    # A window's counts take 3 * 8 bytes per mixture-of-experts layer.
+    window_bytes = WINDOW_BYTES * (8 if has_routes else 1)
+    return FIXED_BYTES + window_bytes * num_windows + position_bytes * num_positions
 
 
 def origins_bytes(reference: Reference) -> int:
