@@ -234,6 +234,15 @@ class ReferenceRoutes(BaseModel):
     num_experts: PositiveInt
     top_k: PositiveInt
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Numbers that must be equal for choices to be compared."""
+        return len(self.layers), self.num_experts, self.top_k
+
+    @property
+    def in_words(self) -> str:
+        return f"{len(self.layers)} layers with {self.top_k} of {self.num_experts} experts"
+
 
 class ServedLayers(ReferenceLayers):
     """Response of `GET /v1/layers`."""

@@ -12,6 +12,7 @@ from vllm.utils import random_uuid
 
 from scoremode.wire.base_file import BaseFile
 from scoremode.wire.protocol import Statistic
+from scoremode.wire.references import ReferenceRoutes
 from scoremode_server.engine.sequence import EnginePass, ScoreSettings, TokenSequence
 from scoremode_server.errors import BusyError, RequestError
 from scoremode_server.references.exchange import (
@@ -78,11 +79,15 @@ class MarkedWindow:
         boundaries: Iterable[int] = (),
         recorded: Iterable[int] = (),
         statistics: Iterable[Statistic] = (),
+        *,
+        routes: ReferenceRoutes | None = None,
+        forces_routes: bool = False,
     ) -> "MarkedWindow":
         """Make a window of a reference whose text has been read. The request's queue counts the window's tokens until
         the window is done. `boundaries` and `recorded` say where the residual stream is recorded or replaced: see
         `WindowMark`.
-        `statistics` names figures to compute for both models."""
+        `statistics` names figures to compute for both models. `routes` has the layers whose experts are recorded or
+        compared, and with `forces_routes` are the reference's."""
         token_ids, first = reference.text.window(index)
         settings.queue.add(1, len(token_ids))
         mark = WindowMark(
@@ -97,6 +102,8 @@ class MarkedWindow:
             boundaries=tuple(boundaries),
             statistics=tuple(statistics),
             recorded=tuple(recorded),
+            num_routed_layers=0 if routes is None else len(routes.layers),
+            forces_routes=forces_routes,
         )
         columns = sink_columns(mark, settings.top_logprobs, reference.manifest.head.vocab_size)
         return cls(token_ids, first, mark, settings, columns)
@@ -166,7 +173,8 @@ class Comparer:
             await self.core.scorer.pacer.wait()
             return window.mark.index, rows
 
-        window_bytes = 16 * (1 + settings.top_logprobs) * int(reference.text.num_tokens.max())
+        num_layers = 0 if reference.manifest.routes is None else len(reference.manifest.routes.layers)
+        window_bytes = (16 * (1 + settings.top_logprobs) + 8 * num_layers) * int(reference.text.num_tokens.max())
         num_ahead = min(self.core.admission.size.sequences + 1, max(1, BYTES_AHEAD // window_bytes))
         # Begin more windows than the engine can take, because workers report files only between steps.
         num_ahead = num_ahead if most is None else min(most, num_ahead)

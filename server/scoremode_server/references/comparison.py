@@ -12,7 +12,7 @@ import numpy as np
 
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.wire.protocol import ServedModel
-from scoremode.wire.references import KldRequest, KldStatistics, NoiseFloor
+from scoremode.wire.references import KldRequest, KldStatistics, NoiseFloor, ReferenceRoutes
 from scoremode_server.engine.sequence import ScoreSettings
 from scoremode_server.errors import RequestError
 from scoremode_server.references.answers import agreement
@@ -56,6 +56,10 @@ class Comparison:
             if request.as_noise_floor:
                 raise RequestError("from_boundary: a noise floor needs the whole model", "from_boundary")
             boundary = await layers.resumable(reference, request.from_boundary, request)
+        if request.routes is not None:
+            if request.as_noise_floor and request.routes == "forced":
+                raise RequestError("routes: a noise floor needs the model's own routes", "routes")
+            await layers.check_routes(reference)
         if request.statistics:
             # Refuse a statistic that is named twice.
             make_sink("statistics", request.statistics)
@@ -68,7 +72,13 @@ class Comparison:
         num_scored = (text.num_tokens - text.num_context)[self.windows.start : self.windows.stop]
         # Two figures take the space of a logprob with its token id. Statistics and top tokens are of both models.
         width = math.ceil(len(POSITION_DTYPES) / 2) + len(self.request.statistics) + 2 * self.request.top_logprobs
+        width += self.request.routes is not None
         return list((width * num_scored).tolist())
+
+    @property
+    def routes(self) -> ReferenceRoutes | None:
+        """The reference's mixture-of-experts layers, if their experts are compared."""
+        return self.reference.manifest.routes if self.request.routes else None
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +100,8 @@ class Comparison:
             boundaries=() if self.served_boundary is None else (self.served_boundary,),
             recorded=() if self.request.from_boundary is None else (self.request.from_boundary,),
             statistics=self.request.statistics,
+            routes=self.routes,
+            forces_routes=self.request.routes == "forced",
         )
         windows = (begin("compare", self.reference, index, settings) for index in indices)
         async with aclosing(self.comparer.compare(self.reference, windows, settings, most)) as in_order:

@@ -1,5 +1,5 @@
 """Checks whether the served model's residual stream can be cut at the boundaries of its decoder layers, and replaced
-with a reference's."""
+with a reference's, and whether its choices of experts can."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from vllm.config import VllmConfig
 
 from scoremode.wire.protocol import LaneFields
-from scoremode.wire.references import ReferenceLayers
+from scoremode.wire.references import ReferenceLayers, ReferenceRoutes
 from scoremode_server.engine.sequence import ScoreSettings
 from scoremode_server.errors import RequestError
 from scoremode_server.references.comparer import Comparer
@@ -19,25 +19,54 @@ from scoremode_server.vllm_compat.engine_client import call_workers
 
 @dataclass(slots=True)
 class LayerParts:
-    """Checks for the routes whether the served model's layers can be recorded, and whether it can be resumed from
-    recorded ones."""
+    """Checks for the HTTP routes whether the served model's layers and choices of experts can be recorded, and whether
+    they can be replaced with recorded ones."""
 
     core: Core
-    _described: ReferenceLayers | None = None
+    _layers: ReferenceLayers | None = None
+    _routes: ReferenceRoutes | None = None
     _checked: set[str] = field(default_factory=set)
     """The references with which `check_cuts` was done."""
     _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def served(self) -> ReferenceLayers:
         """The served model's layers. RequestError if their residual stream cannot be cut on this server."""
-        if self._described is None:
-            if reason := refusal(self.core.client.vllm_config):
-                raise RequestError(f"layers: {reason}", "layers")
-            answers = await call_workers(self.core.client, "scoremode_describe_layers")
-            if reasons := [answer for answer in answers if isinstance(answer, str)]:
-                raise RequestError(f"layers: this model's layers cannot be cut: {reasons[0]}", "layers")
-            self._described = ReferenceLayers.model_validate(answers[0])
-        return self._described
+        if self._layers is None:
+            self._layers = ReferenceLayers.model_validate(await self._described("layers", "layers cannot be cut"))
+        return self._layers
+
+    async def served_routes(self) -> ReferenceRoutes:
+        """The served model's mixture-of-experts layers. RequestError if their experts cannot be recorded on this
+        server."""
+        if self._routes is None:
+            if self.core.client.vllm_config.parallel_config.data_parallel_size > 1:
+                raise RequestError("routes: with data parallelism a router may see tokens of other ranks", "routes")
+            self._routes = ReferenceRoutes.model_validate(
+                await self._described("routes", "choices of experts cannot be recorded")
+            )
+        return self._routes
+
+    async def _described(self, what: str, cannot: str) -> object:
+        """The workers' description of the served model's layers or routes."""
+        if reason := refusal(self.core.client.vllm_config):
+            raise RequestError(f"{what}: {reason}", what)
+        answers = await call_workers(self.core.client, f"scoremode_describe_{what}")
+        if reasons := [answer for answer in answers if isinstance(answer, str)]:
+            raise RequestError(f"{what}: this model's {cannot}: {reasons[0]}", what)
+        return answers[0]
+
+    async def check_routes(self, reference: StoredReference) -> None:
+        """RequestError if the served model's choices of experts cannot be compared with a reference's."""
+        if (recorded := reference.manifest.routes) is None:
+            raise RequestError(
+                f"routes: reference {reference.name!r} was recorded without routes: record it with routes", "routes"
+            )
+        if (served := await self.served_routes()).sizes != recorded.sizes:
+            raise RequestError(
+                f"routes: reference {reference.name!r} has {recorded.in_words}, and the served model has "
+                f"{served.in_words}",
+                "routes",
+            )
 
     async def resumable(self, reference: StoredReference, boundary: int, lane: LaneFields) -> int:
         """Find the served model's boundary that is a reference's `boundary`. RequestError if the served model cannot be
@@ -85,15 +114,16 @@ class LayerParts:
 
 
 def refusal(config: VllmConfig) -> str:
-    """Why layers cannot be recorded or resumed on an engine of this configuration; empty if they can."""
+    """Why layers and choices of experts cannot be recorded or replaced on an engine of this configuration; empty if
+    they can."""
     parallel = config.parallel_config
     reasons = {
-        "start the server with --enforce-eager: a compiled model cannot be resumed": (
+        "start the server with --enforce-eager: a compiled model calls no hooks": (
             not config.model_config.enforce_eager
         ),
         "a server with pipeline parallelism has no rank with all layers": parallel.pipeline_parallel_size > 1,
         "a server with prefill context parallelism divides a prompt": parallel.prefill_context_parallel_size > 1,
         "a server with micro-batching divides a step": parallel.use_ubatching,
-        "a server with speculative decoding cannot be resumed": config.speculative_config is not None,
+        "a server with speculative decoding also feeds drafts": config.speculative_config is not None,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")

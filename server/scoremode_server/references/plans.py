@@ -72,6 +72,9 @@ def check_same(reference: StoredReference, new: Manifest, text: StoredText) -> N
     if _blocks(stored.layers) != _blocks(new.layers):
         recorded = "without layers" if stored.layers is None else "with other layers, or with layers"
         raise ConflictError(f"{there_is} recorded {recorded}: delete it, or choose another name", "layers")
+    if stored.routes != new.routes:
+        recorded = "without" if stored.routes is None else "with"
+        raise ConflictError(f"{there_is} recorded {recorded} routes: delete it, or choose another name", "routes")
 
 
 def flaw_of_cuts(layers: ReferenceLayers, dtype: str, floor: Sequence[float], not_resumed: float) -> str:

@@ -70,6 +70,7 @@ class Recording:
         served_layers = await layers.served() if request.layers else None
         if served_layers is not None:
             await _check_space(references, request.name, text, served_layers)
+        routes = await layers.served_routes() if request.routes else None
         answers = request.answers
         new = Manifest(
             identity=uuid.uuid4().hex,
@@ -79,6 +80,7 @@ class Recording:
             text=plan,
             corpus=request.corpus,
             layers=served_layers,
+            routes=routes,
             answers=None
             if answers is None
             else ReferenceAnswers(**answers.model_dump(exclude={"data"}), num_answers=len(answers.data)),
@@ -135,7 +137,8 @@ class Recording:
         return -json_logprobs(logprobs.numpy()), None
 
     def _begin(self, index: int, settings: ScoreSettings) -> MarkedWindow:
-        return MarkedWindow.begin("record", self.reference, index, settings, self.reference.boundaries)
+        boundaries, routes = self.reference.boundaries, self.reference.manifest.routes
+        return MarkedWindow.begin("record", self.reference, index, settings, boundaries, routes=routes)
 
     async def _record_window(self, window: MarkedWindow) -> WindowOnDisk:
         scorer = self.comparer.core.scorer

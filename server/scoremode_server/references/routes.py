@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from scoremode.wire.references import (
     ReferenceDeleted,
     ReferenceList,
     ReferenceRequest,
+    ReferenceRoutes,
     ReferenceWindows,
+    RouteAgreement,
     ServedLayers,
 )
 from scoremode_server.engine.admission import RequestQueue
@@ -235,6 +238,8 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         await core.answers.reserve(raw_request, *held)
     request_id = f"kld-{raw_request.state.request_id}"
 
+    write_window = partial(_window, request, comparison.routes)
+
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
         """Yield each window, then the answer without `data`."""
         settings = ScoreSettings(
@@ -248,7 +253,7 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         )
         async with aclosing(comparison.rows(settings)) as in_order:
             async for index, rows in in_order:
-                yield await asyncio.to_thread(_window, request, index, rows, comparison.positions[index])
+                yield await asyncio.to_thread(write_window, index, rows, comparison.positions[index])
         figures = await comparison.figures()
         yield {
             "id": request_id,
@@ -267,7 +272,10 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
     return await respond(core.admission, KLD_ROUTE, request_id, events, stream=request.stream, with_windows=True)
 
 
-def _window(request: KldRequest, index: int, rows: Rows, positions: KldPositions) -> dict[str, Any]:
+def _window(
+    request: KldRequest, routes: ReferenceRoutes | None, index: int, rows: Rows, positions: KldPositions
+) -> dict[str, Any]:
+    """A compared window; `routes` has the reference's, if they are compared."""
     encoded = request.encoding_format == "base64"
     content: dict[str, Any] = {"object": "kld.window", "index": index, "num_scored": len(positions)}
     for name, dtype in POSITION_DTYPES.items():
@@ -282,9 +290,23 @@ def _window(request: KldRequest, index: int, rows: Rows, positions: KldPositions
     if request.statistics:
         names = (side + name for side in ("", "reference_") for name in request.statistics)
         content["columns"] = columns_json(rows, names, request.encoding_format)
+    if routes is not None:
+        content["routes"] = _agreement(rows, routes.top_k, encoded=encoded)
     if request.top_logprobs:
         write: Callable[..., Any] = encode_top_logprobs if encoded else top_entries
         content["top_logprobs"] = write(rows.token_ids[:, 1:], rows.logprobs[:, 1:])
         sides = rows.column("reference_token_ids"), rows.column("reference_logprobs")
         content["reference_top_logprobs"] = write(*(side[:, 1:] for side in sides))
     return content
+
+
+def _agreement(rows: Rows, top_k: int, *, encoded: bool) -> RouteAgreement:
+    """Count how often the experts of a window's targets are the reference's."""
+    shared = rows.column("shared_experts")
+    differing = (shared < top_k).sum(1)
+    return {
+        "same_set": (shared == top_k).sum(0).tolist(),
+        "same_first": rows.column("same_first_expert").sum(0).tolist(),
+        "shared": shared.sum(0).tolist(),
+        "differing_layers": encode_array(differing, "<i4") if encoded else differing.tolist(),
+    }

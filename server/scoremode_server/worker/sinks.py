@@ -98,7 +98,7 @@ class SinkMaker:
 
     def around_forward(
         self, model: torch.nn.Module, parts: "Sequence[tuple[Sink, StepPart]]"
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[Any]:
         """Wrap a step's forward pass. `parts` are the parts of requests with this maker's sinks; a dummy run has none.
         Called only if the model runs eagerly. The first call is for a dummy run."""
         return nullcontext()

@@ -10,6 +10,9 @@
     layers/000000/000.safetensors, ...
                             stream [fed, hidden] of a window at each boundary of decoder layers, if these are
                             recorded; fed: the window's tokens given to the engine, all but the last
+    routes/000000.safetensors, ...
+                            experts [fed, layers, k] uint8 or int16 of a window's tokens, by descending weight, if
+                            they are recorded
 
 A row of `windows` has the position of the document's first token in `token_ids`, the window's start, end and first
 target within the document, and the id of the token put before the window (-1 for none). The window's hidden states
@@ -110,10 +113,24 @@ class StoredReference:
     def read_stream(self, index: int, boundary: int) -> torch.Tensor:
         return read_tensors(self.stream(index, boundary), self.about(f"window {index}, boundary {boundary}"))["stream"]
 
+    def routes(self, index: int) -> Path:
+        return self.path / "routes" / f"{index:06}.safetensors"
+
+    def write_routes(self, index: int, experts: torch.Tensor) -> None:
+        """Write the experts [fed, layers, k] that the model chose for a window's tokens."""
+        path = self.routes(index)
+        path.parent.mkdir(exist_ok=True)
+        write_tensors(path, {"experts": experts}, self.about(f"experts of window {index}"))
+
+    def read_routes(self, index: int) -> torch.Tensor:
+        return read_tensors(self.routes(index), self.about(f"experts of window {index}"))["experts"]
+
     def read_window(self, index: int) -> torch.Tensor:
         """Read a window's logprobs [scored], and check that its other files are whole."""
         for boundary in self.boundaries:
             self.read_stream(index, boundary)
+        if self.manifest.routes is not None:
+            self.read_routes(index)
         return self.read_shard(index)[1]
 
     def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:

@@ -12,7 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from xxhash import xxh3_128
 
-DTYPES = {"I32": torch.int32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {
+    **{"U8": torch.uint8, "I16": torch.int16, "I32": torch.int32},
+    **{"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+}
 """Dtypes that files may have, by their names in safetensors."""
 
 _KEY = "scoremode"

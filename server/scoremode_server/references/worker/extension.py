@@ -36,6 +36,11 @@ class ReferenceWorker:
         described = "no forward pass was seen" if windows.layers is None else windows.layers.described
         return described if isinstance(described, str) else described.model_dump()
 
+    def scoremode_describe_routes(self) -> dict[str, Any] | str:
+        """The served model's mixture-of-experts layers (`ReferenceRoutes`), or why their experts cannot be recorded."""
+        described = self._scoremode_windows().expert_layers(self.model_runner.model).described
+        return described if isinstance(described, str) else described.model_dump()
+
     def scoremode_write_head(self, name: str, identity: str, ticket: str) -> None:
         """Begin to write the served model's LM head into a reference. `scoremode_exchange` returns the ticket's
         outcome."""

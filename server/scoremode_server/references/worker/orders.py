@@ -46,10 +46,16 @@ class WindowMark:
     """Names of `Statistics` that comparing adds for the reference."""
     recorded: tuple[int, ...] = ()
     """The reference's own numbers of `boundaries`; empty if they are the same."""
+    num_routed_layers: int = 0
+    """The number of mixture-of-experts layers, if their experts are recorded or compared."""
+    forces_routes: bool = False
+    """Whether every token takes the reference's experts."""
 
 
-def compared_columns(num_top: int, statistics: Iterable[str] = ()) -> Columns:
-    """The columns that comparing adds to a window's scores: the figures of `kl_divergence.compare`."""
+def compared_columns(num_top: int, statistics: Iterable[str] = (), num_routed_layers: int = 0) -> Columns:
+    """The columns that comparing adds to a window's scores: the figures of `kl_divergence.compare`, and by layer the
+    number of experts that both models chose, and 1 if the same one has the largest weight."""
+    routes = ("shared_experts", "same_first_expert") if num_routed_layers else ()
     return (
         Column("kld"),
         Column("reverse_kld"),
@@ -58,6 +64,7 @@ def compared_columns(num_top: int, statistics: Iterable[str] = ()) -> Columns:
         Column("reference_logprobs", "float32", 1 + num_top),
         Column("reference_ranks", "int32"),
         *(Column(f"reference_{name}") for name in statistics),
+        *(Column(name, "int32", num_routed_layers) for name in routes),
     )
 
 
@@ -72,7 +79,8 @@ def sink_columns(mark: WindowMark, num_top: int, vocab_size: int) -> Columns:
         case "record":
             return ()
         case "compare":
-            return compared_columns(num_top, mark.statistics) + tuple(map(Column, mark.statistics))
+            columns = compared_columns(num_top, mark.statistics, mark.num_routed_layers)
+            return columns + tuple(map(Column, mark.statistics))
         case "export":
             return exported_columns(vocab_size)
 

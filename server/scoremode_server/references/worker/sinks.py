@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -22,6 +22,7 @@ from scoremode_server.references.files.manifest import HeadFormat
 from scoremode_server.references.files.tensors import BrokenFileError
 from scoremode_server.references.streams import Stream
 from scoremode_server.references.worker import kl_divergence, llama_cpp
+from scoremode_server.references.worker.expert_routes import ExpertLayers
 from scoremode_server.references.worker.heads import HeadLayer, LeasedHead, ReferenceHead, copy_through_pinned
 from scoremode_server.references.worker.layers import DecoderLayers
 from scoremode_server.references.worker.lease import Lease
@@ -59,9 +60,27 @@ class WindowSink(Sink, ABC):
 
     may_be_cached = False
 
-    def __init__(self, mark: WindowMark) -> None:
+    def __init__(self, mark: WindowMark, routes: torch.Tensor | None = None) -> None:
+        """Take the reference's experts [fed, layers, k] on the host; None if they are recorded, not compared, or could
+        not be read."""
         super().__init__()
-        self.mark = mark
+        self.mark, self.routes, self.forces_routes = mark, routes, mark.forces_routes
+        self._routed: list[torch.Tensor] = []
+
+    def take_routes(self, position: int, results: torch.Tensor) -> None:
+        """See `RoutedSink`."""
+        if position == self.num_routed:
+            self._routed.append(results)
+
+    @property
+    def num_routed(self) -> int:
+        """The number of tokens, from the first on, whose experts were recorded or compared."""
+        return sum(map(len, self._routed))
+
+    def routed(self) -> torch.Tensor:
+        """The results of these tokens: see `RoutedSink`."""
+        self._routed = [torch.cat(self._routed)]
+        return self._routed[0]
 
     @abstractmethod
     def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
@@ -75,19 +94,15 @@ class ComparedWindow(WindowSink):
     def __init__(
         self,
         mark: WindowMark,
-        recorded: torch.Tensor | None,
-        streams: Mapping[int, torch.Tensor],
+        read: "WindowTensors | None",
         leased: LeasedHead,
         num_top: int,
     ) -> None:
-        """Take what was read for the window, on the host.
-
-        Args:
-            recorded: the reference's hidden states [scored, hidden]; None if they could not be read.
-            streams: the reference's residual stream at each boundary of `mark`; none if it could not be read.
-        """
-        super().__init__(mark)
-        self.recorded, self.streams, self.leased, self.num_top = recorded, streams, leased, num_top
+        """Take what was read for the window, on the host; None if it could not be read."""
+        super().__init__(mark, read and read.routes)
+        self.recorded = read and read.hidden_states
+        self.streams = read.streams if read else {}
+        self.leased, self.num_top = leased, num_top
         self.statistics = Statistics(list(mark.statistics)) if mark.statistics else None
         self.num_replaced = 0
         """Tokens whose stream was replaced."""
@@ -101,7 +116,7 @@ class ComparedWindow(WindowSink):
 
     @cached_property
     def key(self) -> Hashable:
-        return self.mark.action, self.mark.head, self.num_top, self.mark.statistics
+        return self.mark.action, self.mark.head, self.num_top, self.mark.statistics, self.mark.num_routed_layers
 
     def head(self, *, local: bool) -> ReferenceHead | None:
         """Find the reference's head, with `local` this rank's part of it; None if this rank cannot compare."""
@@ -115,13 +130,18 @@ class ComparedWindow(WindowSink):
 
     def is_ready(self, end: int, *, local: bool) -> bool:
         has_resumed = not self.mark.boundaries or self.num_replaced == end
-        return has_resumed and self.head(local=local) is not None
+        has_routes = not self.mark.num_routed_layers or self.num_routed == end
+        return has_resumed and has_routes and self.head(local=local) is not None
 
     def chunk_rows(self, scorer: RowScorer, head: LMHead) -> int:
         return _compared_rows(scorer, head, self.ready_head(local=head.shard is not None), self.num_top)
 
     def compute(self, chunk: Chunk, pieces: Sequence[RowPiece]) -> Mapping[str, torch.Tensor]:
-        return kl_divergence.compare(chunk, self.reference_logits(chunk, pieces), self.statistics)
+        columns = kl_divergence.compare(chunk, self.reference_logits(chunk, pieces), self.statistics)
+        if self.mark.num_routed_layers:
+            shared, same_first = JoinedRows(list(map(_routes_of, pieces)))[chunk.place].int().unbind(2)
+            columns |= {"shared_experts": shared, "same_first_expert": same_first}
+        return columns
 
     def reference_logits(self, chunk: Chunk, pieces: Sequence[RowPiece]) -> torch.Tensor:
         """Project the reference's hidden states for the rows of a chunk."""
@@ -149,6 +169,15 @@ class ExportedWindow(ComparedWindow):
 
 def _window_of(piece: RowPiece) -> Any:
     return piece.request.sinks[SINK]
+
+
+def _routes_of(piece: RowPiece) -> torch.Tensor:
+    """How the experts of a piece's tokens agree with the reference's: [rows, layers, 2]."""
+    window = _window_of(piece)
+    # The first row is of the last token before the first target.
+    first = window.mark.num_fed - window.mark.num_scored + piece.first
+    routed: torch.Tensor = window.routed()[first : first + piece.num_rows]
+    return routed
 
 
 def _compared_rows(scorer: RowScorer, head: LMHead, reference: ReferenceHead, num_top: int) -> int:
@@ -183,8 +212,16 @@ class RecordedWindow(WindowSink):
         self.write(self)
 
 
-WindowTensors = tuple[torch.Tensor, dict[int, torch.Tensor]]
-"""A reference's hidden states [scored, hidden] of a window, and its residual stream [fed, hidden] by boundary."""
+@dataclass(frozen=True, slots=True)
+class WindowTensors:
+    """What a reference has of a window, on the host."""
+
+    hidden_states: torch.Tensor
+    """[scored, hidden]"""
+    streams: Mapping[int, torch.Tensor]
+    """The residual stream [fed, hidden] at the boundaries of the window's mark."""
+    routes: torch.Tensor | None
+    """Experts [fed, layers, k], if they are compared."""
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -214,6 +251,7 @@ class WorkerWindows(SinkMaker):
     layers: DecoderLayers | None = None
     """The model's decoder layers, found in a dummy run. Always None for a compiled model, which calls no hooks."""
     has_hooks: bool = True
+    _experts: ExpertLayers | None = None
     _writes: FIFOCache[str, Future[str]] = field(default_factory=lambda: FIFOCache(MAX_WRITTEN))
     """Outcomes of writes by ticket: why the file could not be written, or "" if it was."""
     _pending_writes: list[tuple[Future[str], str, int]] = field(default_factory=list)
@@ -224,21 +262,29 @@ class WorkerWindows(SinkMaker):
         mark = msgspec.convert(data, WindowMark)
         if mark.action == "record":
             return RecordedWindow(mark, self._write_window_later) if writes else Sink()
-        recorded, streams = self.reads.find(mark.ticket) or (None, {})
         make_sink = ExportedWindow if mark.action == "export" else ComparedWindow
-        return make_sink(mark, recorded, streams, self.leased, spec.num_top)
+        return make_sink(mark, self.reads.find(mark.ticket), self.leased, spec.num_top)
 
     def around_forward(
         self, model: torch.nn.Module, parts: Sequence[tuple[Sink, StepPart]]
-    ) -> AbstractContextManager[None]:
-        """Let windows copy or replace their residual stream in a forward pass. Find the model's layers in the first
-        one. See `SinkMaker`."""
+    ) -> AbstractContextManager[Any]:
+        """Let windows copy or replace their residual stream, and the choices of experts, in a forward pass. Find the
+        model's layers in the first one. See `SinkMaker`."""
         if self.layers is None or self.layers.model is not model:
             self.layers = DecoderLayers(model)
             return self.layers.watching()
-        return self.layers.hooking(
-            (sink.cross, sink.mark.boundaries, part) for sink, part in parts if isinstance(sink, WindowSink)
-        )
+        windows = [(sink, part) for sink, part in parts if isinstance(sink, WindowSink)]
+        hooks = ExitStack()
+        hooks.enter_context(self.layers.hooking((sink.cross, sink.mark.boundaries, part) for sink, part in windows))
+        if routed := [(sink, part) for sink, part in windows if sink.mark.num_routed_layers]:
+            hooks.enter_context(self.expert_layers(model).hooking(routed))
+        return hooks
+
+    def expert_layers(self, model: torch.nn.Module) -> ExpertLayers:
+        """The mixture-of-experts layers of the served model."""
+        if self._experts is None or self._experts.model is not model:
+            self._experts = ExpertLayers(model)
+        return self._experts
 
     def reserve(self, scorer: RowScorer, runner: Any, hidden_states: torch.Tensor, head: LMHead) -> None:
         """Use as much memory as comparing a step's rows may need: see `SinkMaker`."""
@@ -318,7 +364,12 @@ class WorkerWindows(SinkMaker):
             stream = streams[boundary] = _readable(reference.read_stream(mark.index, recorded))
             if len(stream) != mark.num_fed:
                 raise BrokenFileError(f"{reference.stream(mark.index, recorded)} has {len(stream)} tokens")
-        return _readable(hidden_states), streams
+        routes = None
+        if mark.num_routed_layers:
+            routes = _readable(reference.read_routes(mark.index))
+            if routes.shape[:2] != (mark.num_fed, mark.num_routed_layers):
+                raise BrokenFileError(f"{reference.routes(mark.index)} has experts {tuple(routes.shape)}")
+        return WindowTensors(_readable(hidden_states), streams, routes)
 
     def write_head_later(self, name: str, identity: str, ticket: str, weights: list[torch.Tensor]) -> None:
         """Write an LM head into a reference in a thread, because that takes as long as computing dozens of windows."""
@@ -331,7 +382,8 @@ class WorkerWindows(SinkMaker):
 
     def _write_window_later(self, window: RecordedWindow) -> None:
         mark = window.mark
-        num_bytes = sum(tensor.nbytes for tensor in chain(window.hidden_states, *window.streams.values()))
+        routes = [_to_host(window.routed())] if window.num_routed else []
+        num_bytes = sum(tensor.nbytes for tensor in chain(window.hidden_states, routes, *window.streams.values()))
 
         is_copying = window.hidden_states[0].is_pinned()
         copied = torch.cuda.current_stream().record_event() if is_copying else None
@@ -348,6 +400,10 @@ class WorkerWindows(SinkMaker):
                 if (num_tokens := sum(map(len, parts))) != mark.num_fed:
                     raise ValueError(f"{num_tokens} of {mark.num_fed} tokens passed boundary {boundary} of the layers")
                 reference.write_stream(mark.index, boundary, torch.cat(parts))
+            if mark.num_routed_layers:
+                if window.num_routed != mark.num_fed:
+                    raise ValueError(f"{window.num_routed} of {mark.num_fed} tokens passed the routers of experts")
+                reference.write_routes(mark.index, *routes)
             # Write this file last: a window that has it has the others.
             reference.write_shard(mark.index, torch.cat(window.hidden_states), logprobs)
 

@@ -1,0 +1,198 @@
+"""The routers of vLLM's mixture-of-experts layers: a step's windows record the experts that each router chooses for
+every token, compare them with a reference's, or have the token computed with the reference's experts.
+
+Only routers are supported whose weights are a score of the router's logits, normalized over the chosen experts or not,
+times a constant. `_fit` finds out by random logits, so it holds for every class of router whose weights obey.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from scoremode.wire.references import ReferenceRoutes
+from scoremode_server.worker.request_rows import StepPart
+
+_SCORES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    partial(torch.softmax, dim=-1),
+    torch.sigmoid,
+    lambda logits: nn.functional.softplus(logits).sqrt(),
+)
+_FIT_ROWS = 64
+_TOLERANCE = 1e-4
+"""Largest relative difference of a router's weights from those by its rule. Routers compute in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRule:
+    """How a router weights the experts that it has chosen: their scores, normalized to the sum 1 or not, times a
+    constant."""
+
+    score: Callable[[torch.Tensor], torch.Tensor]
+    is_normalized: bool
+    scale: float = 1.0
+
+    def weights(self, logits: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        """Weights [tokens, k] float32 of experts [tokens, k], from the router's logits [tokens, experts]."""
+        weights = self.score(logits.float()).gather(1, expert_ids.long())
+        if self.is_normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * self.scale
+
+
+class RoutedSink(Protocol):
+    """The sink of a window whose experts are recorded or compared."""
+
+    routes: torch.Tensor | None
+    """The reference's experts [fed, layers, k] on the host, by descending weight; None to record."""
+    forces_routes: bool
+
+    def take_routes(self, position: int, results: torch.Tensor) -> None:
+        """Keep the results of a step's tokens, the first of which is at `position`. They are a view of memory that the
+        step's forward pass fills in later: the chosen experts [tokens, layers, k] by descending weight; or, compared
+        with a reference, [tokens, layers, 2]: the number of experts that both chose, and 1 if the same one comes
+        first."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """The tokens of one step."""
+
+    chosen: torch.Tensor
+    """[tokens, layers, k], filled in layer by layer."""
+    recorded: torch.Tensor
+    """[tokens, layers, k], the reference's experts. Tokens without a reference have zeros."""
+    agreement: torch.Tensor
+    """[tokens, layers, 2] int16, filled in layer by layer."""
+    is_forced: torch.Tensor | None
+    """[tokens, 1], whether a token takes the reference's experts; None if no token does."""
+
+    def route(
+        self, layer: int, rule: WeightRule, weights: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Note what a router chose for the step's tokens, and return the experts to use: weights and ids [tokens or
+        more, k]. A token whose set of experts is the reference's keeps its weights and their order."""
+        num_tokens, _, top_k = self.chosen.shape
+        own_weights, own = weights[:num_tokens], ids[:num_tokens]
+        in_order = own.gather(1, own_weights.argsort(dim=1, descending=True, stable=True))
+        self.chosen[:, layer] = in_order
+        recorded = self.recorded[:, layer].to(ids.dtype)
+        shared = (own[:, :, None] == recorded[:, None, :]).any(2).sum(1)
+        self.agreement[:, layer, 0] = shared
+        self.agreement[:, layer, 1] = in_order[:, 0] == recorded[:, 0]
+        if self.is_forced is None:
+            return weights, ids
+        is_replaced = self.is_forced & (shared < top_k)[:, None]
+        forced = rule.weights(logits[:num_tokens], recorded).to(weights.dtype)
+        return (
+            torch.cat((torch.where(is_replaced, forced, own_weights), weights[num_tokens:])),
+            torch.cat((torch.where(is_replaced, recorded, own), ids[num_tokens:])),
+        )
+
+
+@dataclass(slots=True)
+class ExpertLayers:
+    """The mixture-of-experts layers of a model that vLLM runs."""
+
+    model: nn.Module
+    described: ReferenceRoutes | str = field(init=False)
+    """The layers, or why their experts cannot be recorded."""
+    _routers: list[BaseRouter] = field(default_factory=list)
+    _rules: list[WeightRule] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        named = {name: module for name, module in self.model.named_modules() if isinstance(module, MoERunner)}
+        sizes = {(runner.moe_config.num_logical_experts, runner.router.top_k) for runner in named.values()}
+        if len(sizes) != 1:
+            several = "its layers have different numbers of experts" if sizes else "it has no mixture-of-experts layers"
+            self.described = f"{type(self.model).__name__}: {several}"
+            return
+        ((num_experts, top_k),) = sizes
+        self.described = ReferenceRoutes(layers=list(named), num_experts=num_experts, top_k=top_k)
+        device = next(self.model.parameters()).device
+        for name, runner in named.items():
+            rule = _fit(runner, num_experts, device)
+            if isinstance(rule, str):
+                self.described = f"{name}: {rule}"
+                return
+            self._routers.append(runner.router)
+            self._rules.append(rule)
+
+    @contextmanager
+    def hooking(self, requests: Sequence[tuple[RoutedSink, StepPart]]) -> Iterator[None]:
+        """Record, compare or force the experts of a step's windows in a forward pass that runs inside."""
+        step = self._begin(requests)
+        for layer, (router, rule) in enumerate(zip(self._routers, self._rules, strict=True)):
+            router._compute_routing = partial(_routed, step, layer, rule, router._compute_routing)
+        try:
+            yield
+        finally:
+            for router in self._routers:
+                # The method of the class shows again.
+                del router._compute_routing
+
+    def _begin(self, requests: Sequence[tuple[RoutedSink, StepPart]]) -> _Step:
+        assert not isinstance(self.described, str)
+        rows = [slice(part.row, part.row + min(part.num_tokens, part.num_fed - part.position)) for _, part in requests]
+        num_tokens, shape = max(own.stop for own in rows), (len(self.described.layers), self.described.top_k)
+        dtype, device = route_dtype(self.described.num_experts), next(self.model.parameters()).device
+        chosen = torch.empty((num_tokens, *shape), dtype=dtype, device=device)
+        recorded, agreement = torch.zeros_like(chosen), chosen.new_empty((*chosen.shape[:2], 2), dtype=torch.int16)
+        is_forced = torch.zeros((num_tokens, 1), dtype=torch.bool, device=device)
+        for (sink, part), own in zip(requests, rows, strict=True):
+            sink.take_routes(part.position, (chosen if sink.routes is None else agreement)[own])
+            if sink.routes is not None:
+                part_of_window = sink.routes[part.position : part.position + own.stop - own.start]
+                recorded[own] = part_of_window.to(device, non_blocking=True)
+                is_forced[own] = sink.forces_routes
+        forces_any = any(sink.forces_routes for sink, _ in requests)
+        return _Step(chosen, recorded, agreement, is_forced if forces_any else None)
+
+
+def route_dtype(num_experts: int) -> torch.dtype:
+    """The smallest dtype on disk for ids of so many experts."""
+    return torch.uint8 if num_experts <= 256 else torch.int16
+
+
+def _routed(
+    step: _Step,
+    layer: int,
+    rule: WeightRule,
+    compute: Any,
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    indices_type: torch.dtype | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replace a router's `_compute_routing`, which is `compute`, in a step."""
+    weights, ids = compute(hidden_states, router_logits, indices_type, **options)
+    return step.route(layer, rule, weights, ids, router_logits)
+
+
+def _fit(runner: MoERunner, num_experts: int, device: torch.device) -> WeightRule | str:
+    """Find the rule by which a layer's router weights its experts, or why the layer is not supported."""
+    router, name = runner.router, type(runner.router).__name__
+    if runner.is_monolithic:
+        return f"{type(runner.routed_experts.quant_method).__name__} chooses experts within its kernel"
+    if not isinstance(router, BaseRouter):
+        return f"{name} does not go through vLLM's common routing"
+    logits = torch.randn((_FIT_ROWS, num_experts), generator=torch.Generator().manual_seed(0)).to(device)
+    try:
+        weights, ids = router._compute_routing(logits, logits, None, input_ids=torch.arange(_FIT_ROWS, device=device))
+    # Routers are of many classes, and may need what only a forward pass has.
+    except Exception as error:
+        return f"{name} cannot be called alone: {error}"
+    if ids.shape[1] == router.top_k and int(ids.max()) < num_experts:
+        for score, is_normalized in product(_SCORES, (True, False)):
+            expected = WeightRule(score, is_normalized).weights(logits, ids)
+            scale = float(weights.sum() / expected.sum())
+            if torch.allclose(weights.float(), scale * expected, rtol=_TOLERANCE, atol=0):
+                return WeightRule(score, is_normalized, scale)
+    return f"{name} weights experts in another way than by a score of their logits"
