@@ -77,8 +77,8 @@ test-gpu-drafts: $(INSTALLED) ## Score on an NVIDIA GPU next to n-grams, a draft
 test-gpu-lanes: $(INSTALLED) ## Compare the decode lane on an NVIDIA GPU with what vLLM generates, and plant faults
 	$(ON_GPU) --capture=no tests/gpu/test_lanes.py
 
-test-gpu-layers: $(INSTALLED) ## Resume families of models on an NVIDIA GPU from their own boundaries, on both model runners
-	$(ON_GPU) --capture=no tests/gpu/test_resuming.py
+test-gpu-layers: $(INSTALLED) ## Resume families of models on an NVIDIA GPU, and force their experts, on both model runners
+	$(ON_GPU) --capture=no tests/gpu/test_resuming.py tests/gpu/test_forced_routes.py
 
 PART ?= v1-eager
 test-gpu-matrix: $(INSTALLED) ## Run families in another way: PART=v1-eager, v1-graphs or v2-eager

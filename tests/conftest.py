@@ -117,6 +117,18 @@ def int8_random_model(models, random_model: Path, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def mixtral_model(models, tmp_path_factory) -> Path:
+    """A random mixture of experts."""
+    return models.random_mixtral(tmp_path_factory.mktemp("models") / "mixtral")
+
+
+@pytest.fixture(scope="session")
+def rounded_router_model(models, mixtral_model: Path, tmp_path_factory) -> Path:
+    """`mixtral_model` with the router of layer 1 in 4 bits."""
+    return models.with_rounded_router(mixtral_model, tmp_path_factory.mktemp("models") / "rounded-router", 1)
+
+
+@pytest.fixture(scope="session")
 def wikitext() -> str:
     """The beginning of WikiText-2's test text, rows joined with two newlines."""
     return WIKITEXT.read_text()

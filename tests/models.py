@@ -10,7 +10,7 @@ from compressed_tensors.compressors.naive_quantized import IntQuantizationCompre
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, QuantizationStatus
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from rounded_model import copy_all_but_weights
 from tests.texts import WIKITEXT
@@ -82,6 +82,24 @@ def random_model_of(config: PretrainedConfig, path: Path) -> Path:
     """Writes a float32 model of any family with random weights, and a tokenizer of 1,024 tokens."""
     _tokenizer(1024, byte_fallback=False).save_pretrained(path)
     return _random_weights(config, path)
+
+
+def random_mixtral(path: Path) -> Path:
+    """Writes a float32 Mixtral with random weights: three layers, each with two of eight experts for a token."""
+    sizes = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "initializer_range": 0.1}
+    return random_model_of(MixtralConfig(**sizes, **heads, num_local_experts=8, num_experts_per_tok=2), path)
+
+
+def with_rounded_router(source: Path, path: Path, layer: int) -> Path:
+    """Writes a Mixtral with one layer's router rounded to 4 bits, a scale per expert."""
+
+    def round_router(tensors: dict[str, torch.Tensor]) -> None:
+        (name,) = (name for name in tensors if f".{layer}." in name and name.endswith("gate.weight"))
+        scales = tensors[name].abs().amax(1, keepdim=True) / 7
+        tensors[name] = (tensors[name] / scales).round() * scales
+
+    return _changed(source, path, round_router)
 
 
 def with_scaled_head(source: Path, path: Path, factor: float) -> Path:

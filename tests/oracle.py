@@ -6,10 +6,11 @@ is about token i + 1, given tokens 0 to i.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,10 @@ MEAN = 5e-5
 MEAN_TOKENS = 50
 FIRST_TOKENS = ([1, 5398, 26], -6.197199)
 """BOS, a token and a token in SmolLM2, and the last one's logprob in float64: the case that set PER_TOKEN."""
+
+
+Weigh = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Weights [tokens, k] from a router's logits [tokens, experts], of experts [tokens, k]."""
 
 
 def assert_close(found: Sequence[float | None] | np.ndarray, expected: np.ndarray, *, scale: float = 1.0) -> None:
@@ -105,6 +110,35 @@ def divergence(base_logits: torch.Tensor, logits: torch.Tensor, tokens: Tokens) 
         p.amax(-1),
     )
     return Divergence(*(tensor.numpy() for tensor in tensors))
+
+
+@contextmanager
+def choosing_experts(
+    model: PreTrainedModel, forced: torch.Tensor | None = None, weigh: Weigh | None = None
+) -> Iterator[list[torch.Tensor]]:
+    """Lists, router by router, the experts [n - 1, k] that a mixture of experts chooses in a forward pass that runs
+    inside, by descending weight. `forced` [n - 1, routers, k] replaces them, weighted by `weigh`, or else by the
+    softmax of their logits."""
+    chosen: list[torch.Tensor] = []
+    routers = [module for module in model.modules() if type(module).__name__.lower().endswith("router")]
+
+    def choose(router: torch.nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, weights, experts = output
+        chosen.append(experts.gather(1, weights.argsort(1, descending=True))[:-1])
+        if forced is None:
+            return output
+        # The last token is not fed to an engine, and nothing is predicted from it.
+        experts = torch.cat((forced[:, len(chosen) - 1].long(), experts[-1:]))
+        scores = logits.double()
+        forced_weights = scores.gather(1, experts).softmax(1) if weigh is None else weigh(scores, experts)
+        return logits, forced_weights.to(weights.dtype), experts
+
+    hooks = [router.register_forward_hook(choose) for router in routers]
+    try:
+        yield chosen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def perplexity(

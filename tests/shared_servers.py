@@ -66,6 +66,16 @@ TO_END = Server(
     references="faults",
 )
 
+MIXTRAL = Server(
+    "tiny",
+    "mixtral_model",
+    (
+        *("--served-model-name", "mixtral", "--max-model-len", "512", *_COMMON, "--enforce-eager"),
+        *("--max-num-batched-tokens", "256", "--num-gpu-blocks-override", "256"),
+    ),
+    references="experts",
+)
+
 SERVERS = {
     "plugin_server": Server(
         "tiny",
@@ -125,6 +135,8 @@ SERVERS = {
         ("--served-model-name", "disturbed", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
         references="shared",
     ),
+    "mixtral_server": MIXTRAL,
+    "rounded_router_server": replace(MIXTRAL, model="rounded_router_model"),
     # Four of one model: tests kill the third and an engine of the second, break a worker of the fourth, then stop the
     # first.
     "first_server": TO_END,

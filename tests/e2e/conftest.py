@@ -50,6 +50,18 @@ def llama_2_server(servers: Servers) -> str:
 
 
 @pytest.fixture(scope="session")
+def mixtral_server(servers: Servers) -> str:
+    """`scoremode serve` on a random mixture of experts, whose steps hold 256 tokens."""
+    return servers.url("mixtral_server")
+
+
+@pytest.fixture(scope="session")
+def rounded_router_server(servers: Servers) -> str:
+    """`scoremode serve` on that mixture with the router of layer 1 in 4 bits."""
+    return servers.url("rounded_router_server")
+
+
+@pytest.fixture(scope="session")
 def client(server: str) -> Iterator[ScoreClient]:
     with ScoreClient(server, timeout=300) as client:
         yield client

@@ -66,7 +66,7 @@ def run_module(*command: str, runner: str) -> dict[str, Any]:
     # pytest's `pythonpath` adds these folders to its own process.
     paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-m", *command, "--dtype", DTYPE],
+        [sys.executable, "-m", *command, *(() if "--dtype" in command else ("--dtype", DTYPE))],
         capture_output=True,
         text=True,
         timeout=400,

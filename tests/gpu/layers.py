@@ -21,7 +21,7 @@ import numpy as np
 import transformers
 
 from scoremode.windows import Window
-from scoremode.wire.references import ReferenceLayers
+from scoremode.wire.references import ReferenceLayers, ReferenceRoutes
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference, StoredText
 from scoremode_server.references.files.manifest import HeadFormat, Manifest, TextPlan
 from scoremode_server.references.worker.lease import FIRST_SECONDS
@@ -32,7 +32,7 @@ from scoremode_server.references.worker.orders import (
     ReadHead,
     ReadWindow,
     WindowMark,
-    compared_columns,
+    sink_columns,
 )
 from scoremode_server.rows import Rows
 from scoremode_server.scoring.model_identity import ModelIdentity
@@ -76,7 +76,12 @@ class LayeredEngine:
         assert isinstance(described, dict), described
         return ReferenceLayers.model_validate(described)
 
-    def record(self, name: str, texts: Sequence[Tokens]) -> StoredReference:
+    def routes(self) -> ReferenceRoutes:
+        described = self.call("scoremode_describe_routes")
+        assert isinstance(described, dict), described
+        return ReferenceRoutes.model_validate(described)
+
+    def record(self, name: str, texts: Sequence[Tokens], routes: ReferenceRoutes | None = None) -> StoredReference:
         """Record each text as one window."""
         lengths = [len(text) for text in texts]
         stored = StoredText.from_documents(
@@ -93,10 +98,13 @@ class LayeredEngine:
         )  # fmt: skip
         head = HeadFormat.model_validate(self.call("scoremode_describe_head"))
         layers = self.layers()
-        manifest = Manifest(identity=uuid.uuid4().hex, created=0, model=model, head=head, text=plan, layers=layers)
+        manifest = Manifest(
+            identity=uuid.uuid4().hex, created=0, model=model, head=head, text=plan, layers=layers, routes=routes
+        )
         reference = ReferenceDirectory(self.root).create(name, manifest, stored)
         self.call("scoremode_write_head", name, manifest.identity, "head")
-        marks = [self._mark("record", reference, index, range(layers.num_boundaries)) for index in range(len(texts))]
+        boundaries = range(layers.num_boundaries)
+        marks = [self._mark("record", reference, index, boundaries, routes=routes) for index in range(len(texts))]
         self._generate(marks, texts)
         self._wait("head", *[mark.ticket for mark in marks])
         return reference
@@ -109,6 +117,20 @@ class LayeredEngine:
         marks = [
             self._mark("compare", reference, index, () if boundary is None else (boundary,)) for index, boundary in jobs
         ]
+        rows = self.compare(reference, marks, shift, plain)
+        compared = [each.column("kld") for each in rows[: len(marks)]]
+        return [*compared, *(each.logprobs[:, 0] for each in rows[len(marks) :])]
+
+    def routed(self, reference: StoredReference, *, forced: bool) -> list[Rows]:
+        """The rows of all windows of a reference that has routes, with the agreement of experts."""
+        indices, routes = range(len(reference.text.windows)), reference.manifest.routes
+        marks = [self._mark("compare", reference, index, (), routes=routes, forced=forced) for index in indices]
+        return self.compare(reference, marks)
+
+    def compare(
+        self, reference: StoredReference, marks: Sequence[WindowMark], shift: int = 0, plain: Sequence[Tokens] = ()
+    ) -> list[Rows]:
+        """The rows of windows, and those of plain texts."""
         head = reference.manifest.head
         orders = [ReadHead(marks[0], "head", head.model_dump()), *map(ReadWindow, marks)]
         self._wait("head", *[mark.ticket for mark in marks], orders=orders)
@@ -116,19 +138,29 @@ class LayeredEngine:
         key, self.now = marks[0].head, self.now + FIRST_SECONDS
         self._exchange([], [], LeaseCall("me", self.now, {key: "head"}, held=False, used=False))
         self._wait(key)
-        texts = [[(token + shift) % head.vocab_size for token in reference.text.window(index)[0]] for index, _ in jobs]
+        windows = [reference.text.window(mark.index)[0] for mark in marks]
+        texts = [[(token + shift) % head.vocab_size for token in window] for window in windows]
         rows = self._generate([*marks, *[None] * len(plain)], [*texts, *plain])
         self._exchange([Forget(ticket) for ticket in ("head", *[mark.ticket for mark in marks])], [])
-        compared = [each.column("kld") for each in rows[: len(marks)]]
-        return [*compared, *(each.logprobs[:, 0] for each in rows[len(marks) :])]
+        return rows
 
-    def _mark(self, action: Any, reference: StoredReference, index: int, boundaries: Iterable[int]) -> WindowMark:
+    def _mark(
+        self,
+        action: Any,
+        reference: StoredReference,
+        index: int,
+        boundaries: Iterable[int],
+        *,
+        routes: ReferenceRoutes | None = None,
+        forced: bool = False,
+    ) -> WindowMark:
         num_fed = len(reference.text.window(index)[0]) - 1
         identity = reference.manifest.identity
         ticket = uuid.uuid4().hex
         return WindowMark(
-            action, reference.name, identity, index, num_fed, ticket, identity, num_fed, tuple(boundaries)
-        )
+            action, reference.name, identity, index, num_fed, ticket, identity, num_fed, tuple(boundaries),
+            num_routed_layers=0 if routes is None else len(routes.layers), forces_routes=forced,
+        )  # fmt: skip
 
     def _generate(self, marks: Sequence[WindowMark | None], texts: Sequence[Tokens]) -> list[Rows]:
         return scored_rows(self.engine, texts, map(_spec, marks))
@@ -153,7 +185,7 @@ class LayeredEngine:
 def _spec(mark: WindowMark | None) -> RowSpec:
     if mark is None:
         return RowSpec()
-    columns = compared_columns(0) if mark.action == "compare" else ()
+    columns = sink_columns(mark, 0, 0)
     return RowSpec(sinks={SINK: msgspec.to_builtins(mark)}, sink_columns=columns)
 
 

@@ -166,7 +166,13 @@ async def test_servers_that_call_no_hooks_on_whole_layers_are_refused(engine, cl
     setattr(getattr(engine.vllm_config, part) if part else engine.vllm_config, name, value)
     for answer in (await client.get("/v1/layers"), await client.post(REFERENCES, json=LAYERED)):
         check_error(answer, 400, "layers", message)
+    check_error(await client.post(REFERENCES, json={**BODY, "routes": True}), 400, "routes", message)
     assert (await client.get(REFERENCES)).json()["data"] == []
+
+
+async def test_routers_that_see_tokens_of_other_ranks_are_refused(engine, client):
+    engine.vllm_config.parallel_config.data_parallel_size = 2
+    check_error(await client.post(REFERENCES, json={**BODY, "routes": True}), 400, "routes", "data parallelism")
 
 
 async def test_a_model_whose_layers_cannot_be_cut_is_refused_by_their_class(engine, client):

@@ -27,7 +27,7 @@ from scoremode_server.references.worker.orders import (
     Order,
     ReadWindow,
     WindowMark,
-    compared_columns,
+    sink_columns,
 )
 from scoremode_server.references.worker.sinks import WorkerWindows
 from scoremode_server.rows import Rows
@@ -64,8 +64,14 @@ def spec(action: Any, first: int, index: int = 0, num_top: int = 0, identity: st
 
 
 def with_mark(mark: WindowMark, first: int = 1, num_top: int = 0) -> RowSpec:
-    columns = compared_columns(num_top) if mark.action == "compare" else ()
+    columns = sink_columns(mark, num_top, VOCAB)
     return RowSpec(first, TOKENS[-1], num_top, sinks={SINK: msgspec.to_builtins(mark)}, sink_columns=columns)
+
+
+def routed(action: Any, first: int, index: int = 0) -> RowSpec:
+    """A window whose experts are recorded or compared in two layers."""
+    mark = WindowMark(action, "base", "one", index, len(TOKENS) - first, "routed", "", NUM_FED, num_routed_layers=2)
+    return replace(with_mark(mark, first), chunk=1)
 
 
 def project(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -179,6 +185,36 @@ def test_a_compared_window_is_the_same_however_its_prompt_is_split(
             assert np.allclose(rows.column(name), expected, rtol=1e-5, atol=2e-6), name
         assert np.array_equal(rows.column("reference_token_ids")[:, 1:], recorded.topk(num_top).indices)
         assert rows.column("reference_ranks").tolist() == (recorded >= recorded_target).sum(1).tolist()
+
+
+@pytest.mark.parametrize("first", FIRSTS)
+def test_a_rows_agreement_of_experts_is_that_of_its_token(windows: WorkerWindows, reference: StoredReference, first):
+    """However the prompt is split, and however many rows wait."""
+    generator = torch.Generator().manual_seed(6)
+    agreement = torch.randint(9, (NUM_FED, 2, 2), dtype=torch.int16, generator=generator)
+    reference.write_routes(FIRSTS.index(first), torch.zeros((NUM_FED, 2, 1), dtype=torch.uint8))
+    for split, max_waiting_rows in zip(SPLITS, cycle((0, 3, 100, 1)), strict=False):
+        worker = let_wait(add(windows, routed("compare", first, FIRSTS.index(first))), max_waiting_rows)
+        window, ends = worker.scorer.requests["request"].sinks[SINK], sorted({*split, NUM_FED} - {0})
+        for start, end in zip([0, *ends], ends, strict=False):
+            window.take_routes(start, agreement[start:end])
+            rows = worker.step("request", start, STATES[start:end], torch.tensor(TOKENS[:-1]), NUM_FED)
+        for place, name in enumerate(("shared_experts", "same_first_expert")):
+            assert rows.column(name).tolist() == agreement[first - 1 :, :, place].tolist()
+
+
+def test_windows_without_all_their_experts_fail_alone(windows: WorkerWindows, reference: StoredReference):
+    """Files that are missing or of another shape, and tokens that passed no router."""
+    add(windows, routed("compare", 1))
+    assert "routes/000000.safetensors is missing" in windows._outcome("routed")
+    reference.write_routes(0, torch.zeros((NUM_FED, 3, 1), dtype=torch.uint8))
+    add(windows, routed("compare", 1))
+    assert "has experts (7, 3, 1)" in windows._outcome("routed")
+    reference.write_routes(0, torch.zeros((NUM_FED, 2, 1), dtype=torch.uint8))
+    assert steps(add(windows, routed("compare", 1)), NUM_FED).has_nan.all()
+    steps(add(windows, routed("record", 1)), NUM_FED)
+    let_all_be_written(windows)
+    assert windows._outcome("routed") == "0 of 7 tokens passed the routers of experts"
 
 
 def test_the_references_rows_of_several_steps_are_projected_at_once(windows: WorkerWindows, reference: StoredReference):
