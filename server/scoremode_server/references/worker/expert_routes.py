@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.platforms import current_platform
 
 from scoremode.wire.references import ReferenceRoutes
 from scoremode_server.worker.request_rows import StepPart
@@ -104,6 +105,8 @@ class ExpertLayers:
     model: nn.Module
     described: ReferenceRoutes | str = field(init=False)
     """The layers, or why their experts cannot be recorded."""
+    # A model's first weights may be on the host.
+    device: torch.device = field(default_factory=lambda: torch.device(current_platform.device_type))
     _routers: list[BaseRouter] = field(default_factory=list)
     _rules: list[WeightRule] = field(default_factory=list)
 
@@ -116,9 +119,8 @@ class ExpertLayers:
             return
         ((num_experts, top_k),) = sizes
         self.described = ReferenceRoutes(layers=list(named), num_experts=num_experts, top_k=top_k)
-        device = next(self.model.parameters()).device
         for name, runner in named.items():
-            rule = _fit(runner, num_experts, device)
+            rule = _fit(runner, num_experts, self.device)
             if isinstance(rule, str):
                 self.described = f"{name}: {rule}"
                 return
@@ -142,23 +144,18 @@ class ExpertLayers:
         assert not isinstance(self.described, str)
         rows = [slice(part.row, part.row + min(part.num_tokens, part.num_fed - part.position)) for _, part in requests]
         num_tokens, shape = max(own.stop for own in rows), (len(self.described.layers), self.described.top_k)
-        dtype, device = route_dtype(self.described.num_experts), next(self.model.parameters()).device
-        chosen = torch.empty((num_tokens, *shape), dtype=dtype, device=device)
+        dtype = torch.uint8 if self.described.num_experts <= 256 else torch.int16
+        chosen = torch.empty((num_tokens, *shape), dtype=dtype, device=self.device)
         recorded, agreement = torch.zeros_like(chosen), chosen.new_empty((*chosen.shape[:2], 2), dtype=torch.int16)
-        is_forced = torch.zeros((num_tokens, 1), dtype=torch.bool, device=device)
+        is_forced = torch.zeros((num_tokens, 1), dtype=torch.bool, device=self.device)
         for (sink, part), own in zip(requests, rows, strict=True):
             sink.take_routes(part.position, (chosen if sink.routes is None else agreement)[own])
             if sink.routes is not None:
                 part_of_window = sink.routes[part.position : part.position + own.stop - own.start]
-                recorded[own] = part_of_window.to(device, non_blocking=True)
+                recorded[own] = part_of_window.to(self.device, non_blocking=True)
                 is_forced[own] = sink.forces_routes
         forces_any = any(sink.forces_routes for sink, _ in requests)
         return _Step(chosen, recorded, agreement, is_forced if forces_any else None)
-
-
-def route_dtype(num_experts: int) -> torch.dtype:
-    """The smallest dtype on disk for ids of so many experts."""
-    return torch.uint8 if num_experts <= 256 else torch.int16
 
 
 def _routed(
