@@ -25,6 +25,12 @@ def sigmoid_of_the_largest(hidden_states, gating_output, topk, renormalize):
     return values.sigmoid(), ids
 
 
+def smallest_first(hidden_states, gating_output, topk, renormalize):
+    """vLLM's routers need not order experts by weight."""
+    values, ids = gating_output.topk(topk, dim=-1)
+    return values.sigmoid().flip(1), ids.flip(1)
+
+
 def linear_in_the_logits(hidden_states, gating_output, topk, renormalize):
     return gating_output.topk(topk, dim=-1)
 
@@ -145,15 +151,15 @@ def test_other_layers_are_refused_by_name(model, reason):
 
 def test_windows_of_a_step_are_recorded_compared_and_forced_apart():
     """Three windows, one of which begins at position 40, with a token of another request before each, and padding."""
-    logits = logits_of(2, 14)
-    plain = Mixture(cpu_router(), cpu_router())(logits)
+    logits, routers = logits_of(2, 14), [cpu_router(custom_routing_function=smallest_first) for _ in range(2)]
+    plain = Mixture(*routers)(logits)
     routes = torch.zeros((44, 2, TOP_K), dtype=torch.uint8)
-    routes[40:] = torch.stack([ids[5:9] for _, ids in plain], 1)
+    routes[40:] = torch.stack([ids[5:9].flip(1) for _, ids in plain], 1)
     routes[41, 0] = routes[41, 0].flip(0)
     routes[42, 1, 1] = next(iter({*range(NUM_EXPERTS)} - {*routes[42, 1].tolist()}))
     other = torch.tensor([0, 7], dtype=torch.uint8).expand(3, 2, TOP_K)
     recorded, compared, forced = Window(), Window(routes), Window(other, forced=True)
-    model = Mixture(cpu_router(), cpu_router())
+    model = Mixture(*routers)
     windows = [(recorded, part(0, 1, 3)), (compared, part(40, 5, 4)), (forced, part(0, 10, 5, num_fed=3))]
     with ExpertLayers(model).hooking(windows):
         found = model(logits)
