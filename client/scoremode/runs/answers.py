@@ -139,9 +139,8 @@ async def record_answers(
     Args:
         client: Client of one server, as for `record_reference`.
         prompts: Conversations or documents, from `load_prompts`.
-        name: Name of the reference.
+        name, routes: As for `record_reference`.
         settings: How the answers are generated.
-        routes: As for `record_reference`.
         concurrency: Prompts in flight at once; by default as many sequences as the server runs at once, at most 64.
         folder: Folder of the journal, from which the same call resumes until the reference is complete.
         on_progress: Called for each generated answer; generating takes most of the time.

@@ -258,8 +258,7 @@ async def measure_kld(
         top_logprobs: Include the k top tokens of both models at the most divergent positions, up to the server's limit.
         concurrency: Windows in flight at each server; by default as many sequences as it runs at once, at most 64.
         lane: The served model's lane, as for `AsyncScoreClient.score`.
-        routes: Compare the choices of experts too, and each window again with the reference's experts. The reference
-            must be recorded with `routes`.
+        routes: Compare choices of experts too, and each window also with those of the reference, which must have them.
         start_journal: Called with the plan; returns the journal. Windows in the journal are not measured again, and
             the others are added to it. The caller closes it.
         on_progress: Called once for all windows in the journal, and then for each compared window.
@@ -271,10 +270,7 @@ async def measure_kld(
     pool = await Pool.connect(clients, concurrency)
     reference = await same_references(pool, name)
     if routes and reference.routes is None:
-        raise RunError(
-            f"reference {name} was recorded without routes: record it on a server of the original "
-            "(ppl-client record --routes)"
-        )
+        raise RunError(f"reference {name} was recorded without routes: record it again (ppl-client record --routes)")
     num_top = min(max(top_logprobs, _num_top(reference)), pool.info.max_top_logprobs)
     plan = KldPlan(
         pool.info,
