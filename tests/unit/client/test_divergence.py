@@ -17,6 +17,7 @@ from fake_server import (
     clients_of,
     compare,
     differing_routes,
+    encoded,
     events,
     record,
     token_text,
@@ -91,8 +92,12 @@ async def test_each_window_is_compared_with_own_and_with_forced_experts():
     "change",
     [
         lambda answer: answer.pop("routes", None),
-        lambda answer: answer.get("routes", {"same_set": [0]})["same_set"].pop(),
+        lambda answer: answer.get("routes", {"shared": [0]})["shared"].pop(),
         lambda answer: answer.get("routes", {}).update(same_set=[1, 1]),
+        # A window has seven targets.
+        lambda answer: answer.get("routes", {}).update(
+            same_set=[7, 7], differing_layers=encoded([-1, 1, *[0] * 5], "<i4")
+        ),
     ],
 )
 async def test_counts_of_experts_that_do_not_fit_end_the_run(change):

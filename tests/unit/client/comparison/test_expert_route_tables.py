@@ -62,10 +62,11 @@ def test_shares_and_parts_of_the_divergence_are_in_all_tables(original, tmp_path
     assert "same experts" not in as_text(compare([original], num_resamples=100))
 
 
-def test_an_infinite_divergence_has_no_rerouting(tmp_path):
+def test_an_infinite_divergence_has_no_rerouting_and_a_reference_no_routes(tmp_path):
     run = routed_run(tmp_path, "broken", np.where(np.arange(len(KLD)), KLD, np.inf))
-    figures = compare([run], num_resamples=100).runs[1]
+    reference, figures = compare([run], num_resamples=100).runs
     assert (figures.forced_kld.value, figures.rerouting) == (np.inf, None)
+    assert (reference.same_experts, reference.forced_kld, reference.run.routes) == (None, None, None)
 
 
 def test_the_report_has_a_section_with_a_line_per_run_and_pass(original, tmp_path):
@@ -84,6 +85,8 @@ def test_the_report_has_a_section_with_a_line_per_run_and_pass(original, tmp_pat
             ("95.00", 5, "forced"),
         )
     ]
+    # Runs of one format have colors of their own here.
+    assert set(re.findall(r"var\(--plot-run-(\d)\)", section)) == {"1", "2"}
     header, *rows = [["".join(cell.itertext()) for cell in row] for row in root.iter("tr")]
     assert header == ["run", "mean KLD, nats", "forced KLD, nats", "rerouting, nats", "same experts, %"]
     assert [(row[0], row[4].split(" ± ")[0]) for row in rows] == [("int4", "55.000"), ("int3", "55.000")]
