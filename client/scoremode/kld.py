@@ -204,10 +204,16 @@ def clustered_standard_error(values: Floats, window_sizes: NDArray[np.integer[An
     `values` are [n], in the order of windows, and `window_sizes` says how many each has; empty windows do not count.
     """
     sizes = window_sizes[window_sizes > 0]
+    return error_of_sums(np.add.reduceat(values, np.cumsum(sizes) - sizes), sizes)
+
+
+def error_of_sums(sums: NDArray[Any], sizes: NDArray[np.integer[Any]]) -> float:
+    """The standard error of a mean over targets if windows are independent, given each window's sum and its number of
+    targets, [windows] both; NaN for fewer than two windows."""
     if len(sizes) < 2:
         return math.nan
-    sums = np.add.reduceat(values - values.mean(), np.cumsum(sizes) - sizes)
-    return math.sqrt(np.square(sums).sum() * len(sizes) / (len(sizes) - 1)) / len(values)
+    residuals = sums - sums.sum() / sizes.sum() * sizes
+    return math.sqrt(np.square(residuals).sum() * len(sizes) / (len(sizes) - 1)) / int(sizes.sum())
 
 
 def bucket_of(confidence: Floats) -> NDArray[np.intp]:

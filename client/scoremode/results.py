@@ -216,6 +216,8 @@ class KldWindowValues(JournalLine):
     "reference_" before the name. Journals do not store columns."""
     routes: RouteCounts | None = None
     """The choices of experts; None if not requested."""
+    forced: "KldWindowValues | None" = None
+    """The same window computed with the reference's experts; only in runs that compare experts."""
     mean_batch: float | None = None
     """As in `Score`."""
 

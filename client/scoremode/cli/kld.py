@@ -7,11 +7,12 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from scoremode._texts import printable, two_columns
+from scoremode._texts import Column, aligned, printable, two_columns
 from scoremode.cli.options import (
     CALIBRATION,
     PACE,
@@ -42,7 +43,9 @@ from scoremode.errors import MissingPackageError, extra
 from scoremode.kld import NUM_MOST_DIVERGENT, times_the_floor
 from scoremode.results import NUM_TOP
 from scoremode.runs import (
+    ClusteredMean,
     DivergentToken,
+    ExpertRoutes,
     KldMeasurement,
     Output,
     Overlap,
@@ -67,6 +70,8 @@ _QUANTILES = {
     " 0.1%  ": "p01",
     "Minimum": "min",
 }
+_MOST_LAYERS = 12
+"""How many layers the table of expert routes shows."""
 MOST_DIVERGENT = 10
 """How many of the most divergent tokens are shown by default."""
 
@@ -78,6 +83,7 @@ def check(options: argparse.Namespace) -> None:
         check_one_server(options, "--floor", "compares all windows")
         refuse(options, ("resume",), "floor", ", which is one request")
         refuse(options, ("concurrency", "decode_batch"), "floor", ": the server decides")
+        refuse(options, ("routes",), "floor", ", which compares a model with itself")
 
 
 async def _measure(options: argparse.Namespace, output: Output | None) -> Measured:
@@ -89,7 +95,9 @@ async def _measure(options: argparse.Namespace, output: Output | None) -> Measur
             measurement = await measure_noise_floor(clients[0], options.reference, **one_request)
         else:
             num_top = 0 if output is None else options.top_logprobs
-            measurement = await measure_kld(clients, options.reference, top_logprobs=num_top, **settings)
+            measurement = await measure_kld(
+                clients, options.reference, top_logprobs=num_top, routes=options.routes, **settings
+            )
     overlap = measure_overlap(calibration, measurement)
     write_and_print(measurement, overlap, options.urls, output, as_text(measurement, overlap, options.most_divergent))
     for line in _compared(measurement):
@@ -156,6 +164,8 @@ def as_text(measurement: KldMeasurement, overlap: Overlap | None = None, num_div
     ]
     if num_divergent:
         tables.insert(0, _divergent_table(measurement.most_divergent[:num_divergent]))
+    if measurement.routes is not None:
+        tables.append(_routes_table(measurement.routes))
     if overlap is not None:
         tables.append(_calibration_table(overlap))
     rows = compared_rows(measurement, measurement.lane, measurement.mean_batch)
@@ -207,6 +217,48 @@ def _calibration_table(overlap: Overlap) -> list[str]:
     return lines
 
 
+def _routes_table(routes: ExpertRoutes) -> list[str]:
+    """Format how the divergence splits, the targets by the number of layers that differ, and the layers that differ
+    most often. Errors are clustered by window."""
+    targets, num_layers = routes.differing_layers, len(routes.layers)
+    doubling = [2**power // 2 + 1 for power in range(num_layers.bit_length() + 1)]
+    edges = [0, *(edge for edge in doubling if edge <= num_layers), num_layers + 1]
+    counts = [sum(targets[start:end]) for start, end in pairwise(edges)]
+    ordered = sorted(routes.layers, key=lambda layer: layer.same_set.mean or 0.0)[:_MOST_LAYERS]
+    shown = f"layer, {_MOST_LAYERS} of {num_layers}" if len(ordered) < num_layers else "layer"
+    by_number = [
+        Column("layers that differ", [_range(start, end) for start, end in pairwise(edges)]),
+        Column("tokens", [f"{count:,}" for count in counts]),
+        Column("share", [f"{_percent(count / sum(targets), 6, 2)}%" for count in counts]),
+    ]
+    by_layer = [
+        Column(shown, [printable(layer.name) for layer in ordered], right=False),
+        *(
+            Column(name, [_share(getattr(layer, name.replace(" ", "_"))) for layer in ordered])
+            for name in ("same set", "same first", "overlap", "forced same set")
+        ),
+    ]
+    lines = [
+        "====== Expert routes ======",
+        f"Mean    KLD       : {_nats(routes.own)}",
+        f"forced (rounding) : {_nats(routes.forced)}",
+        f"rerouting         : {_nats(routes.rerouting)}",
+        f"KLD, same routes  : {_nats(routes.kld_same)}, {targets[0]:,} tokens",
+        f"KLD, other routes : {_nats(routes.kld_other)}, {sum(targets[1:]):,} tokens",
+        f"Same experts      : {_share(routes.same_experts)} of tokens and layers",
+        *("", *aligned(by_number)),
+        *("", *aligned(by_layer)),
+    ]
+    if (layer := routes.standing_out) is not None:
+        share = _share(layer.forced_same_set)
+        lines.append(f"The router of {printable(layer.name)} stands out: with forced experts, same set in {share}.")
+    return lines
+
+
+def _range(start: int, end: int) -> str:
+    return f"{start}" if end == start + 1 else f"{start} to {end - 1}"
+
+
 def _noise_floor(measurement: KldMeasurement) -> str:
     floor, multiple = measurement.reference.noise_floor_of(measurement.lane), measurement.kld_over_noise_floor
     reason = measurement.reference.unused_floor(measurement.lane)
@@ -254,6 +306,14 @@ def _pair(figures: Mapping[str, Any], name: str, error: str | None = None) -> st
     return f"{_number(figures[name], 10, 6)} ± {_number(figures[error or f'{name}_stderr'], 10, 6)}"
 
 
+def _nats(mean: ClusteredMean) -> str:
+    return _pair(vars(mean), "mean", "stderr")
+
+
+def _share(mean: ClusteredMean) -> str:
+    return _percent_pair(vars(mean), "mean", "stderr")
+
+
 def _percent_pair(figures: Mapping[str, Any], name: str, error: str | None = None) -> str:
     return f"{_percent(figures[name], 6, 3)} ± {_percent(figures[error or f'{name}_stderr'], 5, 3)} %"
 
@@ -275,6 +335,12 @@ COMMAND = Command(
                     "--floor",
                     "compare the reference with its own model, in other batches, and keep the result as its noise "
                     "floor",
+                    action="store_true",
+                ),
+                Option(
+                    "--routes",
+                    "compare the choices of experts too, and measure again with the reference's experts: is the "
+                    "divergence rounding or rerouting, and in which layer?",
                     action="store_true",
                 ),
                 *PACE,

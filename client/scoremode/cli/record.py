@@ -83,6 +83,7 @@ async def _record_text(options: argparse.Namespace) -> Recording:
             corpus,
             options.reference,
             layers=options.layers,
+            routes=options.routes,
             on_progress=on_progress,
             **windows_of(options),
         )
@@ -96,7 +97,13 @@ async def _record_answers(options: argparse.Namespace) -> Recording:
     )
     async with connected(options, progress_bar("tokens", quiet=options.quiet)) as ([client], on_answer):
         return await record_answers(
-            client, prompts, options.reference, settings, concurrency=options.decode_batch, on_progress=on_answer
+            client,
+            prompts,
+            options.reference,
+            settings,
+            routes=options.routes,
+            concurrency=options.decode_batch,
+            on_progress=on_answer,
         )
 
 
@@ -182,6 +189,12 @@ COMMAND = Command(
                     "--layers",
                     "record the residual stream at every boundary of the decoder layers too, for `ppl-client layers`, "
                     f"by default of {LAYERS_TOKENS - 1:,} tokens in disjoint windows of {LAYERS_CONTEXT:,}; the "
+                    "server must run with --enforce-eager",
+                    action="store_true",
+                ),
+                Option(
+                    "--routes",
+                    "record the experts that mixture-of-experts layers choose too, for `ppl-client kld --routes`; the "
                     "server must run with --enforce-eager",
                     action="store_true",
                 ),

@@ -50,10 +50,11 @@ _COLUMNS: dict[str, tuple[str, int | None, str]] = {
     "kld_p999": ("99.9 % KLD", None, "KL divergence that one token in 1,000 exceeds"),
     "delta_p_rms": ("RMS Δp %", 2, "root mean square of the change of the text's probabilities"),
     "same_top_p": ("same top %", 2, "share of tokens whose most likely token is the same"),
+    "same_experts": ("same experts %", 2, "share of tokens and layers that choose the same experts"),
     "agreement_median": ("same answer for (tokens)", 0, "median number of tokens for which answers are the same"),
 }
 """Each column's heading, digits after the point (None: as many as are significant, given the error), and meaning."""
-_SHORT = ("gib", "ppl_change", "kld", "kld_p999", "same_top_p", "agreement_median")
+_SHORT = ("gib", "ppl_change", "kld", "kld_p999", "same_top_p", "same_experts", "agreement_median")
 _OF_A_MODEL = ("gib", "bits_per_weight", "perplexity")
 """Columns that describe a model itself, not its difference from the base."""
 _DEFINITIONS = "https://github.com/ggml-org/llama.cpp/blob/master/tools/perplexity/README.md"

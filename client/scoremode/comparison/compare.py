@@ -159,6 +159,8 @@ def _run_of_reference(runs: Sequence[RunFile]) -> RunFile:
         kld=np.zeros(run.num_scored),
         top_token_ids=run.reference_top_token_ids,
         top_tokens=None,
+        routes=None,
+        forced_kld=None,
         is_reference=True,
         answers=None,
     )
@@ -194,7 +196,10 @@ class _Sample:
             perplexity=_exponential(nll),
             bits_per_byte=None if is_group else _bits_per_byte(run, nll),
             kld=kld,
-            same_top_p=self._same_top(run),
+            same_top_p=self._share(run, "same_top"),
+            same_experts=self._share(run, "same_experts"),
+            forced_kld=self._clipped_mean(run, "forced_kld"),
+            rerouting=self._mean(run, "rerouting") if (run.label, "rerouting") in self.values else None,
             delta_p_rms=square and square.mapped(math.sqrt, 0.5 / math.sqrt(square.value) if square.value else None),
             kld_over_noise_floor=over_noise_floor(None if kld is None else kld.value, noise_floor),
             ppl_ratio=None if run is base else _exponential(self._difference(base, run, "nll")),
@@ -241,14 +246,14 @@ class _Sample:
         mean = self._mean(run, name)
         return mean if mean.low is None else replace(mean, low=max(mean.low, 0.0))
 
-    def _same_top(self, run: RunFile) -> Figure | None:
-        """The share of targets with the reference's top token; None for a run without a reference."""
-        mean = self._clipped_mean(run, "same_top")
+    def _share(self, run: RunFile, name: str) -> Figure | None:
+        """The share of targets that agree with the reference; None for a run without these values."""
+        mean = self._clipped_mean(run, name)
         # The reference agrees with itself by definition, so its share has no error.
         if mean is None or run.is_reference:
             return mean
-        resampled = self._resampled(run, "same_top")
-        ends = self.resamples.share_interval(mean.value, resampled, len(self.values[run.label, "same_top"]))
+        resampled = self._resampled(run, name)
+        ends = self.resamples.share_interval(mean.value, resampled, len(self.values[run.label, name]))
         return Figure(mean.value, mean.stderr, *ends)
 
     def _figure(self, value: float, stderr: float, resampled: Floats) -> Figure:
@@ -272,6 +277,7 @@ def _series(run: RunFile) -> dict[str, Floats]:
     """The run's series for `_Sample`, by name: each has the values of all targets, [n]."""
     square = None if run.delta_p is None else run.delta_p**2
     series = {"nll": run.nlls, "kld": run.kld, "same_top": run.same_top, "delta_p_square": square}
+    series |= {"same_experts": run.same_experts, "forced_kld": run.forced_kld, "rerouting": run.rerouting}
     return {name: np.asarray(values, np.float64) for name, values in series.items() if values is not None}
 
 

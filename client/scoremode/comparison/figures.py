@@ -91,6 +91,9 @@ METRICS = {
         Metric("kld_max", "max KLD", "max KL", 4),
         Metric("delta_p_rms", "RMS Δp, %", "RMS Δp", 3, "%"),
         Metric("same_top_p", "same top p, %", "same top p", 3, "%"),
+        Metric("same_experts", "same experts, %", "same experts", 3, "%"),
+        Metric("forced_kld", "forced KLD, nats", "", 6),
+        Metric("rerouting", "rerouting, nats", "", 6),
         Metric("kld_over_noise_floor", "times the floor", "times the floor", 1, has_fixed_digits=True),
         Metric("agreement_median", "same for, median tokens", "same for, median", 0, has_fixed_digits=True),
         Metric("agreement_p25", "same for, 25 %", "same for, 25%", 0, has_fixed_digits=True),
@@ -108,7 +111,7 @@ METRICS = {
 docs/kld.md and docs/agreement.md describe them."""
 
 
-_FROM_THE_REFERENCE = {name for name in METRICS if name.startswith(("kld", "delta_p", "same_top"))}
+_FROM_THE_REFERENCE = {name for name in METRICS if name.startswith(("kld", "delta_p", "same_", "forced", "rerouting"))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,12 @@ class RunFigures(Generic[M]):
     """Root mean square of the change in the probabilities of the text's tokens."""
     same_top_p: Figure | None = None
     """Share of positions with the reference's top token."""
+    same_experts: Figure | None = None
+    """Share of the reference's choices of experts, over positions and layers; None if they were not compared."""
+    forced_kld: Figure | None = None
+    """Mean KL divergence with the reference's experts, in nats: that of rounding."""
+    rerouting: Figure | None = None
+    """Mean KL divergence minus `forced_kld`, paired by position; None too if a divergence is infinite."""
     kld_over_noise_floor: float | None = None
     """Mean KL divergence divided by the noise floor, the mean KL divergence of the reference's model from itself."""
     agreement_median: Figure | None = None

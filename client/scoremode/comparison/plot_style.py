@@ -150,12 +150,21 @@ def add_tip(artists: Iterable[Artist], text: str) -> None:
 
 
 def draw_curve(
-    axes: Axes, theme: Theme, index: int | None, x: Floats, y: Floats, label: str, legend_text: str, form: str
+    axes: Axes,
+    theme: Theme,
+    index: int | None,
+    x: Floats,
+    y: Floats,
+    label: str,
+    legend_text: str,
+    form: str,
+    dashes: int | None = None,
 ) -> None:
     """Draw a run's curve, with about thirty tips along it: the label, and x and y in the format `form`. `index` is the
-    run's; None for a curve that does not belong to a run."""
-    color, dashes = (theme.quiet, _NOISE) if index is None else (theme.run(index), DASHES[index % len(DASHES)])
-    axes.plot(x, y, color=color, linestyle=dashes, linewidth=1.8, label=legend_label(legend_text))
+    run's; None for a curve that does not belong to a run. `dashes` is an index of `DASHES`; by default the run's."""
+    own_dashes = DASHES[(dashes if dashes is not None else index or 0) % len(DASHES)]
+    color, pattern = (theme.quiet, _NOISE) if index is None else (theme.run(index), own_dashes)
+    axes.plot(x, y, color=color, linestyle=pattern, linewidth=1.8, label=legend_label(legend_text))
     finite = np.flatnonzero(np.isfinite(y))
     for at in finite[:: math.ceil(len(finite) / 30) or 1]:
         # Tips need a marker, which is invisible.

@@ -20,6 +20,8 @@ from scoremode.comparison.tables import measured_by, short_labels
 from scoremode.kld import NEGLIGIBLE_KLD
 from scoremode.runs import write_together
 
+EXPERT_ROUTES = "expert-routes"
+"""The name of the plot of choices of experts, which a report shows in a section of its own."""
 MAX_LABEL = 40
 """Limit on the characters of a run's name in a plot and its caption."""
 
@@ -65,11 +67,14 @@ def plots(comparison: RunComparison) -> list[Plot]:
         _kld_by_confidence(comparison, diverging) if diverging else None,
         _agreement(comparison),
         _running_difference(comparison),
+        _expert_routes(comparison),
     )
     distinct = list(dict.fromkeys(run.format for run in comparison.files))
     formats = [distinct.index(run.format) for run in comparison.files]
     return [
-        replace(plot, formats=formats, note=measurement_in_words(comparison)) for plot in drawable if plot is not None
+        replace(plot, formats=plot.formats or formats, note=measurement_in_words(comparison))
+        for plot in drawable
+        if plot is not None
     ]
 
 
@@ -188,6 +193,22 @@ def _running_difference(comparison: RunComparison) -> Plot | None:
         f"Mean NLL minus that of {base.label}, over the text up to a token. If the models differ, and not only in a "
         "few passages, the curve is level long before the end. No errors are drawn.",
         partial(token_plots.draw_running_difference, base, runs),
+    )
+
+
+def _expert_routes(comparison: RunComparison) -> Plot | None:
+    runs = [(index, run) for index, run in enumerate(comparison.files) if run.routes is not None]
+    if not runs:
+        return None
+    return Plot(
+        EXPERT_ROUTES,
+        "Share of tokens with the same experts, by layer",
+        "Share of tokens for which a layer chooses the same set of experts as the reference's. Solid: after the run's "
+        "own experts; dashed: after the reference's, so that only rounding and the layer's own router differ. No "
+        "errors are drawn.",
+        partial(token_plots.draw_same_experts, runs),
+        # Dashes tell passes apart, so runs of one format need colors of their own.
+        range(len(comparison.files)),
     )
 
 

@@ -21,11 +21,11 @@ from scoremode.comparison.parity import parity_plots
 from scoremode.comparison.path_tables import paths_view
 from scoremode.comparison.paths import PathsRun
 from scoremode.comparison.plot_style import LIGHT, as_element
-from scoremode.comparison.plots import Plot, common_caption, plots
+from scoremode.comparison.plots import EXPERT_ROUTES, Plot, common_caption, plots
 from scoremode.comparison.report_data import script_json, text_data
 from scoremode.comparison.report_tables import pair_matrices, parted_answers, run_table
 from scoremode.comparison.summary import computed_differently, in_words, summary, verdict_line
-from scoremode.comparison.tables import best_at_each_size, group_notes, group_tables
+from scoremode.comparison.tables import best_at_each_size, group_notes, group_tables, routes_table
 from scoremode.runs import ParityRun, parity_tables, reference_in_words, write_whole
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -100,6 +100,8 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
     more = [f"{len(runs) - _MAX_NAMED} more"] if len(runs) > _MAX_NAMED else []
     warnings = computed_differently(runs)
     settings, run_settings = _settings(comparison)
+    # The page describes the measurement once, so plots have no note.
+    drawn = [(plot, _svg(replace(plot, note=""))) for plot in plots(comparison)]
     # Leave out the base, unless it is the only run.
     shown = comparison.rows[1:] or comparison.rows
     options = ["--resamples", str(comparison.num_resamples), "--seed", str(comparison.seed)]
@@ -125,8 +127,9 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "accuracy_notes": [] if tasks is None else accuracy_notes(tasks),
         "base_of_tasks": "" if tasks is None else tasks.base,
         "has_kld": _largest_kld(comparison) is not None,
-        # The page describes the measurement once, so plots have no note.
-        "plots": [(plot, _svg(replace(plot, note=""))) for plot in plots(comparison)],
+        "plots": [pair for pair in drawn if pair[0].name != EXPERT_ROUTES],
+        "route_plots": [pair for pair in drawn if pair[0].name == EXPERT_ROUTES],
+        "routes": routes_table(comparison),
         "settings": settings,
         "run_settings": run_settings,
         # The command runs in the folder of the runs, and writes the report there.

@@ -19,7 +19,7 @@ from scoremode._texts import first_fault, model_name, printable
 from scoremode.errors import RunError, file_errors
 from scoremode.kld import POSITION_DTYPES, Floats
 from scoremode.results import TOP_DTYPES, TopTokens
-from scoremode.runs import ARRAYS_SUFFIX, RECORD_VERSION, Arrays, in_lane, weights_in_words
+from scoremode.runs import ARRAYS_SUFFIX, RECORD_VERSION, Arrays, ExpertRoutes, in_lane, weights_in_words
 from scoremode.windows import Method
 from scoremode.wire import LOWEST_LOGPROB, CorpusInfo, Lane, Reference, ServerInfo, wrong_value
 
@@ -71,6 +71,8 @@ class _Record:
     """Mean number of sequences in an engine step; None in the prefill lane."""
     positions_per_second: float | None = None
     """Speed of a run of kind `kld`; None if other servers shared the GPU."""
+    routes: ExpertRoutes | None = None
+    """The figures of `ppl-client kld --routes`, without arrays."""
 
 
 _RECORD = TypeAdapter(_Record)
@@ -85,6 +87,8 @@ _OPTIONAL_ARRAYS = (
     "top_token_ids",
     "reference_top_token_ids",
     "reference_confidence",
+    "forced_kld",
+    "differing_layers",
 )
 """Arrays that are not in every file."""
 
@@ -124,6 +128,10 @@ class RunFile(_Record):
     top_ties: NDArray[np.uint8] | None = None
     """[n], whether the top token is another token than the target, but has the same logit; None unless the text is
     greedy answers."""
+    forced_kld: Floats | None = None
+    """[n], KL divergence in nats with the reference's experts; None for a run without `routes`."""
+    differing_layers: NDArray[np.int32] | None = None
+    """[n], the number of layers that choose other experts than the reference's; None for a run without `routes`."""
     simulated_bits: float | None = None
     """Bits per weight of a simulated quantization, whose files have rounded weights in the original's dtype."""
     is_reference: bool = False
@@ -223,6 +231,20 @@ class RunFile(_Record):
         """[n], the target's probability minus the reference's; None for kind `perplexity`."""
         return None if self.reference_nlls is None else np.exp(-self.nlls) - np.exp(-self.reference_nlls)
 
+    @property
+    def same_experts(self) -> Floats | None:
+        """[n], the share of layers that choose the reference's experts; None if they were not compared."""
+        if self.routes is None or self.differing_layers is None:
+            return None
+        return 1 - self.differing_layers / len(self.routes.layers)
+
+    @property
+    def rerouting(self) -> Floats | None:
+        """[n], KL divergence that other experts add; None if they were not compared, or a divergence is infinite."""
+        if self.kld is None or self.forced_kld is None or not np.isfinite(self.kld + self.forced_kld).all():
+            return None
+        return self.kld - self.forced_kld
+
 
 def load_run(path: str | Path, label: str | None = None) -> RunFile:
     """Read the output of `ppl-client --output` or `ppl-client kld --output`.
@@ -257,7 +279,8 @@ def _run(path: Path, record: _Record, arrays: Arrays, label: str | None = None) 
         raise RunError(f"{path}: its top tokens do not fit: {error}") from error
     values: dict[str, Any] = {part.name: getattr(record, part.name) for part in fields(record)}
     values |= {name: arrays.get(name) for name in _OPTIONAL_ARRAYS}
-    values |= {name: arrays[name].astype(np.float64) for name in ("kld", "reference_confidence") if name in arrays}
+    floats = ("kld", "reference_confidence", "forced_kld")
+    values |= {name: arrays[name].astype(np.float64) for name in floats if name in arrays}
     if (reference := record.reference) is not None:
         values["reference"] = reference.model_copy(update={"model": model_name(reference.model)})
     return RunFile(
@@ -287,7 +310,8 @@ def _read_record(path: Path, text: bytes) -> _Record:
     # The reference of a `kld` run describes the run's windows and text.
     parts = [part for part in (record.get("reference"), record.get("settings")) if isinstance(part, dict)]
     unescaped = {name: content.get(name) for name in ("token_texts", "prompts")}
-    layers = ChainMap(unescaped, record, *parts)
+    # The reference has `routes` too, which are other fields.
+    layers = ChainMap(unescaped, {"routes": record.get("routes")}, record, *parts)
     if record.get(needed := "reference" if kind == "kld" else "corpus") is None:
         raise RunError(f"{path}: {needed}: is required")
     try:
@@ -334,6 +358,7 @@ def _check_arrays(path: Path, record: _Record, arrays: Arrays) -> None:
         field, shape = name.removeprefix("top_tokens."), (num_windows,) if name.startswith("window_") else (num_scored,)
         if field == name and array.shape != shape:
             raise RunError(f"{path}: {name} is of shape {array.shape} instead of {shape}")
+        field = field.removeprefix("forced_")
         if (array.dtype.kind == "f") != (POSITION_DTYPES.get(field) == "<f4"):
             raise RunError(f"{path}: {name} is of type {array.dtype}")
         if wrong := wrong_value(field, array):

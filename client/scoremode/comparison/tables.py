@@ -48,6 +48,8 @@ _RUN_SECTIONS = (
     ("kld_median", "kld_p95", "kld_p99", "kld_p999", "kld_max", "delta_p_rms"),
 )
 """Metrics in the tables of runs; the last two tables are for runs with divergences."""
+_ROUTE_SECTIONS = (("forced_kld", "rerouting"), ("same_experts",))
+"""Metrics in the tables of runs that compare choices of experts."""
 _AGREEMENT_SECTIONS = (
     ("agreement_median", "agreement_p25", "agreement_p75", "agreement_p10"),
     ("agreement_share", "agreement_ties", "agreement_floor", "agreement_floor_share"),
@@ -181,7 +183,7 @@ def _run_sections(comparison: RunComparison) -> list[list[Column]]:
     sections = _RUN_SECTIONS if has_kld else _RUN_SECTIONS[:2]
     columns = [[label, *_figures(rows, names, comparison.base.label)] for names in sections]
     columns[0].insert(1, weights)
-    return [*columns, *_known_sections([label], rows, _AGREEMENT_SECTIONS)]
+    return [*columns, *_known_sections([label], rows, (*_ROUTE_SECTIONS, *_AGREEMENT_SECTIONS))]
 
 
 def _known_sections(
@@ -237,6 +239,14 @@ def best_at_each_size(comparison: RunComparison) -> list[Column]:
         Column(axis, [f"{point.size:.2f}" for point in front]),
         *_figures([comparison.runs[point.index] for point in front], [name], comparison.base.label),
     ]
+
+
+def routes_table(comparison: RunComparison) -> list[Column]:
+    """A table of the runs that compare choices of experts, with the parts of their divergences; empty without any."""
+    rows = [row for row in comparison.runs if row.same_experts is not None]
+    label = Column("run", [row.run.label for row in rows], right=False)
+    names = chain(("kld",), *_ROUTE_SECTIONS)
+    return [label, *_figures(rows, names, comparison.base.label)] if rows else []
 
 
 def group_tables(comparison: RunComparison) -> Iterator[list[Column]]:

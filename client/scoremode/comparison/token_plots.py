@@ -1,12 +1,13 @@
-"""Plots values of single tokens: their distribution, and where in the text runs begin to differ."""
+"""Plots values of single tokens: their distribution, and where in the text or in the model runs differ."""
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from scoremode.comparison.agreement import Agreement
@@ -76,6 +77,22 @@ def draw_agreement(curves: Sequence[Curve], drawing: Drawing, axes: Axes, theme:
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.set(xlabel="tokens of the answer", ylabel="share of answers that are the same")
+    legend(drawing, axes, theme)
+
+
+def draw_same_experts(runs: Numbered, drawing: Drawing, axes: Axes, theme: Theme) -> None:
+    """Plot the share of tokens with the same set of experts by the layer's number in the model, of runs with routes."""
+    for index, run in runs:
+        layers = run.routes.layers if run.routes is not None else []
+        numbers = [int((re.findall(r"\.(\d+)\b", layer.name) or [at])[0]) for at, layer in enumerate(layers)]
+        for dashes, (name, field) in enumerate((("own", "same_set"), ("forced", "forced_same_set"))):
+            shares = np.array([getattr(layer, field).mean for layer in layers], float)
+            form = f"{{1:.2%}} of tokens have the same experts in layer {{0:g}}, {name}"
+            text = f"{run.label}, {name}"
+            draw_curve(axes, theme, index, np.array(numbers, float), shares, run.label, text, form, dashes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.set(xlabel="layer", ylabel="tokens with the same experts")
     legend(drawing, axes, theme)
 
 

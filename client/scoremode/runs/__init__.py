@@ -18,6 +18,7 @@ from scoremode.runs.corpora import (
 )
 from scoremode.runs.divergence import ComparedModel, DivergentToken, KldMeasurement, measure_kld, measure_noise_floor
 from scoremode.runs.evaluate import Evaluation, evaluate
+from scoremode.runs.expert_routes import ClusteredMean, ExpertRoutes
 from scoremode.runs.export import OnBytes, export_llama_cpp
 from scoremode.runs.journal import AppendedFile, Journal, Measurement, check_same_run, open_locked
 from scoremode.runs.lanes import in_lane, lane_difference, range_of
@@ -75,11 +76,13 @@ __all__ = [
     "AppendedFile",
     "Arrays",
     "Calibration",
+    "ClusteredMean",
     "ComparedModel",
     "Corpus",
     "Cost",
     "DivergentToken",
     "Evaluation",
+    "ExpertRoutes",
     "FinishedRun",
     "Job",
     "Journal",

@@ -129,6 +129,7 @@ async def record_answers(
     name: str,
     settings: AnswerSettings,
     *,
+    routes: bool = False,
     concurrency: int | None = None,
     folder: Path = Path(),
     on_progress: OnProgress | None = None,
@@ -138,7 +139,7 @@ async def record_answers(
     Args:
         client: Client of one server, as for `record_reference`.
         prompts: Conversations or documents, from `load_prompts`.
-        name: Name of the reference.
+        name, routes: As for `record_reference`.
         settings: How the answers are generated.
         concurrency: Prompts in flight at once; by default as many sequences as the server runs at once, at most 64.
         folder: Folder of the journal, from which the same call resumes until the reference is complete.
@@ -151,7 +152,7 @@ async def record_answers(
     """
     pool = await Pool.connect(client, concurrency)
     path = folder / f"{name}.answers{JOURNAL_SUFFIX}"
-    earlier = await _recorded(client, pool.info, prompts, name, settings)
+    earlier = await _recorded(client, pool.info, prompts, name, settings, routes=routes)
     if earlier is not None:
         if earlier.complete:
             # The earlier command ended before it could delete its journal.
@@ -170,13 +171,13 @@ async def record_answers(
         _log.info("%s stores answers until the reference is complete; it has %d", path, journal.num_done)
         run = await measure(plan, pool, lambda _: journal, on_progress)
         answered = replace(prompts, answers=plan.answers(run.in_order()))
-        recording = await record_reference(client, answered, name)
+        recording = await record_reference(client, answered, name, routes=routes)
         journal.remove()
     return recording
 
 
 async def _recorded(
-    client: AsyncScoreClient, server: ServerInfo, prompts: Corpus, name: str, settings: AnswerSettings
+    client: AsyncScoreClient, server: ServerInfo, prompts: Corpus, name: str, settings: AnswerSettings, *, routes: bool
 ) -> Reference | None:
     """Look up the reference of this name, which may be incomplete; None if there is none. OutputError if it has another
     model, other prompts or other settings."""
@@ -187,10 +188,11 @@ async def _recorded(
     wanted = ReferenceAnswers(**settings.model_dump(), num_answers=prompts.num_rows)
     is_same_text = reference.corpus is not None and reference.corpus.sha256 == prompts.fingerprint
     is_same_model = reference.is_of(server) and not any(reference.other_stops(server))
-    if not (is_same_text and reference.answers == wanted and is_same_model):
+    is_same_recording = reference.answers == wanted and (reference.routes is not None) == routes
+    if not (is_same_text and is_same_recording and is_same_model):
         raise OutputError(
-            f"there is already a reference {name!r} with another model, other prompts or other settings of answers: "
-            "delete it, or choose another name"
+            f"there is already a reference {name!r} with another model, other prompts or other settings of answers or "
+            "routes: delete it, or choose another name"
         )
     return reference
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from scoremode._texts import model_name
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import ResponseError, ScoremodeError, ServersDifferError
+from scoremode.errors import ResponseError, RunError, ScoremodeError, ServersDifferError
 from scoremode.kld import (
     POSITION_DTYPES,
     KldPositions,
@@ -23,6 +24,7 @@ from scoremode.kld import (
 )
 from scoremode.metrics import exp, finite_or_none
 from scoremode.results import TOP_DTYPES, KldWindowValues, TopTokens, most_divergent
+from scoremode.runs.expert_routes import ExpertRoutes, fits_routes
 from scoremode.runs.lanes import lane_fields, mean_batch
 from scoremode.runs.plan import differences, server_header
 from scoremode.runs.pool import Pool
@@ -35,6 +37,7 @@ from scoremode.wire import (
     Lane,
     Reference,
     ReferenceLayers,
+    ReferenceRoutes,
     ServerInfo,
     TokenTexts,
     WindowOrigins,
@@ -65,15 +68,20 @@ class KldPlan(ComparedModel):
     top_logprobs: int = 0
     lane: Lane = "prefill"
     """The served model's lane; the reference was recorded in prefill."""
+    routes: ReferenceRoutes | None = None
+    """The layers whose experts are compared. Each window is then compared twice: with the served model's own experts,
+    and with the reference's. None if experts are not compared."""
 
     @property
     def num_windows(self) -> int:
         return self.reference.num_windows
 
     async def measure(self, client: AsyncScoreClient, index: int) -> KldWindowValues:
-        return await compared_window(
-            client, self.server, self.reference, index, top_logprobs=self.top_logprobs, lane=self.lane
-        )
+        compared = partial(compared_window, client, self.server, self.reference, index, lane=self.lane)
+        if self.routes is None:
+            return await compared(top_logprobs=self.top_logprobs)
+        window = await compared(top_logprobs=self.top_logprobs, routes="own")
+        return self._checked(window.model_copy(update={"forced": await compared(routes="forced")}))
 
     def nats(self, window: KldWindowValues) -> float:
         return float(window.positions.kld.sum(dtype="f8"))
@@ -84,12 +92,20 @@ class KldPlan(ComparedModel):
             **reference_header(self.reference),
             "model": self.model,
             **({"top_logprobs": self.top_logprobs} if self.top_logprobs else {}),
+            **({} if self.routes is None else {"routes": True}),
             **lane_fields(self.lane),
             **server_header(self.server),
         }
 
     def from_line(self, line: dict[str, object]) -> KldWindowValues:
-        return KldWindowValues.model_validate(line)
+        return self._checked(KldWindowValues.model_validate(line))
+
+    def _checked(self, window: KldWindowValues) -> KldWindowValues:
+        """Return the window. ResponseError if the run compares experts, and the window's counts do not fit."""
+        if self.routes is not None and not fits_routes(window, self.routes):
+            num_layers = len(self.routes.layers)
+            raise ResponseError(f"the server's routes do not fit window {window.index} and the {num_layers} layers")
+        return window
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +165,8 @@ class KldMeasurement(ComparedModel):
     top_ties: NDArray[np.bool_] | None = None
     """[n], whether a target has the same logit as the served model's top token, which is another token. None if the
     text is not greedy answers, or the server gives no top tokens."""
+    routes: ExpertRoutes | None = None
+    """The choices of experts; None if they were not compared."""
 
     @property
     def agreement_lengths(self) -> list[int] | None:
@@ -199,6 +217,7 @@ class KldMeasurement(ComparedModel):
             "kld_over_noise_floor": self.kld_over_noise_floor,
             "most_divergent": finite_or_none([asdict(token) for token in self.most_divergent]),
             **({} if (lengths := self.agreement_lengths) is None else {"agreement_lengths": lengths}),
+            **({} if self.routes is None else {"routes": self.routes.model_dump()}),
             "seconds": self.seconds,
             "positions_per_second": self.positions_per_second,
             **record_end(self.token_texts, self.origins),
@@ -212,6 +231,8 @@ class KldMeasurement(ComparedModel):
         arrays["window_sizes"] = np.array(self.window_sizes, np.int32)
         if self.top_ties is not None:
             arrays["top_ties"] = self.top_ties.astype(np.uint8)
+        if self.routes is not None:
+            arrays |= self.routes.arrays
         return arrays | origin_arrays(self.origins, arrays, self.token_texts)
 
 
@@ -223,6 +244,7 @@ async def measure_kld(
     top_logprobs: int = 0,
     concurrency: int | None = None,
     lane: Lane = "prefill",
+    routes: bool = False,
     start_journal: StartJournal[KldWindowValues] | None = None,
     on_progress: OnProgress | None = None,
 ) -> KldMeasurement:
@@ -236,6 +258,7 @@ async def measure_kld(
         top_logprobs: Include the k top tokens of both models at the most divergent positions, up to the server's limit.
         concurrency: Windows in flight at each server; by default as many sequences as it runs at once, at most 64.
         lane: The served model's lane, as for `AsyncScoreClient.score`.
+        routes: Compare choices of experts too, and each window also with those of the reference, which must have them.
         start_journal: Called with the plan; returns the journal. Windows in the journal are not measured again, and
             the others are added to it. The caller closes it.
         on_progress: Called once for all windows in the journal, and then for each compared window.
@@ -246,8 +269,17 @@ async def measure_kld(
     """
     pool = await Pool.connect(clients, concurrency)
     reference = await same_references(pool, name)
+    if routes and reference.routes is None:
+        raise RunError(f"reference {name} was recorded without routes: record it again (ppl-client record --routes)")
     num_top = min(max(top_logprobs, _num_top(reference)), pool.info.max_top_logprobs)
-    plan = KldPlan(pool.info, pool.clients[0].model or pool.info.model, reference, num_top, lane)
+    plan = KldPlan(
+        pool.info,
+        pool.clients[0].model or pool.info.model,
+        reference,
+        num_top,
+        lane,
+        reference.routes if routes else None,
+    )
     for difference in chat_differences(plan.model, plan.server, reference):
         _log.warning("%s", difference)
     origins = await _origins(pool.clients[0], reference)
@@ -367,6 +399,7 @@ async def _measurement(
         lane=plan.lane,
         mean_batch=mean_batch(window.mean_batch for window in windows),
         top_ties=_top_ties(windows) if _num_top(reference) else None,
+        routes=None if plan.routes is None else ExpertRoutes.from_windows(windows, plan.routes),
     )
 
 

@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from scoremode._texts import model_name
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, RunError
+from scoremode.kld import error_of_sums
 from scoremode.metrics import finite_or_none
 from scoremode.results import ResumedKld
 from scoremode.runs.divergence import ComparedModel, compared_window, reference_header, same_references, unreplaced
@@ -150,13 +151,8 @@ class LayersMeasurement(ComparedModel):
         return sums
 
     def _cost(self, sums: NDArray[np.float64]) -> Cost:
-        num_scored, num_windows = self.window_sizes.sum(), len(sums)
-        mean = sums.sum() / num_scored
-        stderr = None
-        if num_windows > 1:
-            squares = ((sums - mean * self.window_sizes) ** 2).sum()
-            stderr = float(np.sqrt(num_windows / (num_windows - 1) * squares) / num_scored)
-        return Cost(float(mean), stderr)
+        mean = float(sums.sum() / self.window_sizes.sum())
+        return Cost(mean, finite_or_none(error_of_sums(sums, self.window_sizes)))
 
     def record(self, urls: Sequence[str]) -> dict[str, object]:
         parts = [{**asdict(part), "is_above_floor": part.is_above_floor} for part in self.parts]

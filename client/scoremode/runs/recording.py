@@ -31,6 +31,7 @@ async def record_reference(
     name: str,
     *,
     layers: bool = False,
+    routes: bool = False,
     on_progress: OnProgress | None = None,
     on_window: OnWindow | None = None,
     **windows: Unpack[WindowSettings],
@@ -45,6 +46,7 @@ async def record_reference(
         name: Name of the reference.
         layers: Record the residual stream at the boundaries of the decoder layers too, for `measure_layers`. The log
             says how much disk space this takes; a ScoremodeError if there is not enough.
+        routes: Record the experts that mixture-of-experts layers choose too, for `routes` of `measure_kld`.
         on_progress: Called for each window.
         on_window: Called with each window too, including its logprobs and ranks.
         **windows: Fields of `WindowSettings`, which set how the text is cut into windows.
@@ -87,6 +89,7 @@ async def record_reference(
                 corpus=corpus.info,
                 return_ranks=on_window is not None,
                 layers=layers,
+                routes=routes,
                 on_window=take,
                 **windows,
             )

@@ -56,6 +56,9 @@ LAYERS = {
 FLOOR = [0.0, 0.0, 0.0, 1e-4, 1e-4]
 REST_OF_NOISE = [1.0, 0.9, 0.8, 0.3, 0.3, 0.1]
 """The share of its noise that the whole model has, and that is left from each boundary on."""
+ROUTES = {"layers": ["model.layers.0.mlp", "model.layers.1.mlp"], "num_experts": 4, "top_k": 2}
+REST_IF_FORCED = 0.5
+"""The share of its noise that a model has with the reference's experts."""
 TEXT = "The quick brown fox jumps over the lazy dog"
 QUESTION = {"role": "user", "content": "Who?"}
 USAGE = {"prompt_tokens": 0, "cached_tokens": 0, "total_tokens": 0}
@@ -131,6 +134,22 @@ def compare(tokens: list[int], first: int, noise: float) -> KldPositions:
         "reference_confidence": p.max(axis=1),
     }
     return KldPositions(**{name: values[name].astype(dtype) for name, dtype in POSITION_DTYPES.items()})
+
+
+def differing_routes(tokens: list[int], first: int, is_forced: bool) -> np.ndarray:
+    """For each layer and target, [2, n], whether other experts are chosen; one of two then differs, never the first."""
+    ids = np.array(tokens[first:])
+    return np.array([ids % 7 == 0, ids < 0] if is_forced else [ids % 3 == 0, ids % 2 == 0])
+
+
+def route_counts(tokens: list[int], first: int, is_forced: bool) -> dict:
+    differing = differing_routes(tokens, first, is_forced)
+    return {
+        "same_set": (~differing).sum(axis=1).tolist(),
+        "same_first": [differing.shape[1]] * 2,
+        "shared": (2 - differing).sum(axis=1).tolist(),
+        "differing_layers": encoded(differing.sum(axis=0), "<i4"),
+    }
 
 
 @cache
@@ -312,6 +331,7 @@ class StoredReference:
             "nll_mean": mean,
             "noise_floor": self.noise_floor,
             "layers": {**LAYERS, "floor": FLOOR} if self.request.get("layers") else None,
+            "routes": ROUTES if self.request.get("routes") else None,
         }
 
     def origins(self) -> dict:
@@ -425,6 +445,8 @@ class FakeServer:
             self.compared += range(first, last)
         boundary = body.get("from_boundary")
         noise = self.noise * REST_OF_NOISE[0 if boundary is None else 1 + boundary]
+        if (routes := body.get("routes")) == "forced":
+            noise *= REST_IF_FORCED
         windows = [compare(*window, noise) for window in stored.windows[first:last]]
         sizes = [len(window) for window in windows]
         figures = statistics(KldPositions.concatenate(windows), sizes, first)
@@ -434,6 +456,8 @@ class FakeServer:
             kld = {name: figures["kld"][name] for name in ("mean", "p99", "max")}
             stored.noise_floor = {**kld, "num_scored": sum(sizes), "created": 1_700_000_001}
         data = [_kld_window(index, window, body["top_logprobs"]) for index, window in enumerate(windows, start=first)]
+        for index in range(first, last) if routes else ():
+            data[index - first]["routes"] = route_counts(*stored.windows[index], routes == "forced")
         result = {
             "id": "kld-1",
             "object": "kld",

@@ -40,7 +40,8 @@ async def recorded(server, tmp_path, settings=SETTINGS, rows=ROWS, **options):
 
 
 async def test_an_empty_answer_keeps_its_place_with_length_0(tmp_path, server, caplog):
-    await recorded(server, tmp_path)
+    await recorded(server, tmp_path, routes=True)
+    assert server.references["base"].request["routes"]
     assert "1 of 3 rows of prompts.jsonl, column prompt have an empty answer, which keeps its place" in caplog.text
     assert not list(tmp_path.glob("*.journal"))
     server.noise = 2.0
@@ -102,6 +103,8 @@ async def test_an_interrupted_recording_resumes(tmp_path, server):
     assert (len(server.asked), journal.exists()) == (1, False)
     with pytest.raises(OutputError, match="other settings of answers"):
         await recorded(server, tmp_path, AnswerSettings(max_new_tokens=7))
+    with pytest.raises(OutputError, match="other settings of answers or routes"):
+        await recorded(server, tmp_path, routes=True)
     server.references["base"].recorded = {0}
     with pytest.raises(OutputError, match="its answers are not in"):
         await recorded(server, tmp_path)

@@ -207,6 +207,7 @@ def test_some_windows_and_top_tokens_can_be_requested(call, server):
         "as_noise_floor": False,
         "stream": True,
         "from_boundary": None,
+        "routes": None,
         "lane": "prefill",
         "context": None,
     }

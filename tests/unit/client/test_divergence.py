@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fake_server import (
     NOISE,
+    REST_IF_FORCED,
     TEXT,
     CutShort,
     FakeServer,
@@ -15,6 +16,8 @@ from fake_server import (
     client_of,
     clients_of,
     compare,
+    differing_routes,
+    encoded,
     events,
     record,
     token_text,
@@ -32,6 +35,7 @@ from scoremode import (
     measure_noise_floor,
     results,
 )
+from scoremode.errors import RunError
 from scoremode.kld import POSITION_DTYPES, KldPositions
 from scoremode.runs import Journal
 
@@ -65,6 +69,46 @@ async def test_every_position_of_every_window_is_there_in_order(method):
     assert steps[-1].mean == pytest.approx(measurement.statistics["kld"]["mean"])
     assert [step.windows_done for step in steps] == list(range(1, len(measurement.window_sizes) + 1))
     assert sorted(server.compared) == list(range(len(steps)))
+
+
+async def test_each_window_is_compared_with_own_and_with_forced_experts():
+    server = await with_reference(routes=True)
+    servers, windows = [server, FakeServer(server.references, noise=NOISE)], server.references["base"].windows
+    found = await measure(*servers, routes=True)
+    forced = np.concatenate([compare(*each, NOISE * REST_IF_FORCED).kld for each in windows])
+    differing = np.concatenate([differing_routes(*each, False) for each in windows], axis=1)
+    assert same_positions(found.positions, expected_positions(server))
+    assert found.arrays()["forced_kld"].tolist() == forced.tolist()
+    assert found.arrays()["differing_layers"].tolist() == differing.sum(axis=0).tolist()
+    assert [layer.overlap.mean for layer in found.routes.layers] == (1 - differing / 2).mean(axis=1).tolist()
+    assert found.record([])["routes"]["layers"][1]["forced_same_set"] == {"mean": 1.0, "stderr": 0.0}
+    sent = [body for each in servers for _, path, body in each.requests if path == "/v1/kld"]
+    assert sorted((body["windows"][0], body["routes"]) for body in sent) == [
+        (index, routes) for index in range(5) for routes in ("forced", "own")
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda answer: answer.pop("routes", None),
+        lambda answer: answer.get("routes", {"shared": [0]})["shared"].pop(),
+        lambda answer: answer.get("routes", {}).update(same_set=[1, 1]),
+        # A window has seven targets.
+        lambda answer: answer.get("routes", {}).update(
+            same_set=[7, 7], differing_layers=encoded([-1, 1, *[0] * 5], "<i4")
+        ),
+    ],
+)
+async def test_counts_of_experts_that_do_not_fit_end_the_run(change):
+    with pytest.raises(ResponseError, match=r"routes do not fit window \d and the 2 layers"):
+        await measure(changed(await with_reference(routes=True), "/v1/kld", change), routes=True)
+
+
+async def test_a_reference_without_routes_is_refused_before_anything_is_compared(server):
+    with pytest.raises(RunError, match=r"reference base was recorded without routes: .*record --routes"):
+        await measure(server, routes=True)
+    assert not server.compared
 
 
 async def test_later_comparisons_are_multiples_of_the_noise_floor(server):
@@ -161,6 +205,24 @@ async def test_a_resumed_run_compares_missing_windows_and_has_all_top_tokens(ser
     assert (top.positions.tolist(), top.token_ids.tolist()) == (at.tolist(), ids.tolist())
     assert top.logprobs.tolist() == (-ids / [[8], [4]]).tolist()
     assert set(ids.ravel().tolist()) <= measurement.token_texts.keys()
+
+
+async def test_a_run_that_compares_experts_resumes_only_as_such(tmp_path):
+    server, path = await with_reference(routes=True), tmp_path / "run.json.journal"
+    # The forced pass of the third window is lost.
+    lost = FakeServer(server.references, noise=NOISE, allowed=5)
+    with pytest.raises(TransportError):
+        await measure_with_journal(lost, path, concurrency=1, routes=True)
+    with pytest.raises(OutputError, match="routes is True instead of None"):
+        await measure_with_journal(server, path)
+    before = path.read_text()
+    path.write_text(before.replace('"forced": {', '"other": {'))
+    with pytest.raises(OutputError, match="damaged at line 2"):
+        await measure_with_journal(server, path, routes=True)
+    path.write_text(before)
+    found = await measure_with_journal(server, path, routes=True)
+    assert sorted(server.compared) == [2, 2, 3, 3, 4, 4]
+    assert found.routes.model_dump() == (await measure(server, routes=True)).routes.model_dump()
 
 
 @pytest.mark.parametrize("num_before", [0, 2])

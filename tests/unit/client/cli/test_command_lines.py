@@ -72,7 +72,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     server = Server()
     with pytest.MonkeyPatch.context() as patch, serve(server) as url:
         patch.chdir(folder)
-        assert run("record SERVER --reference base TEXT", url) == 0
+        assert run("record SERVER --reference base TEXT --routes", url) == 0
         assert run("SERVER TEXT --output plain.json", url) == 0
         assert run("kld SERVER --reference base --output own.json", url) == 0
         for name, noise in (("near", 0.1), ("far", 1.0)):
@@ -136,6 +136,7 @@ def references(made) -> dict[str, Any]:
         ("kld --reference 'a b'", 2, REFERENCE_NAMES, ""),
         ("record --reference r --text a --url http://a --url http://b", 2, "takes one --url", ""),
         ("kld --reference r --floor --resume --output o", 2, "--resume does not work with --floor", ""),
+        ("kld --reference r --floor --routes", 2, "--routes does not work with --floor, which compares", ""),
         ("--text a --decode-batch 2", 2, "--decode-batch needs --lane", ""),
         ("record --reference r --text a --max-new-tokens 3", 2, "--max-new-tokens needs --prompts", ""),
         ("record --reference r --text a --seed 0", 2, "--seed needs --prompts", ""),
@@ -228,6 +229,7 @@ def references(made) -> dict[str, Any]:
         ("SERVER TEXT --calibration same.txt", 0, "same.txt, 8 tokens: 0 of 20 windows share more than 30%", ""),
         ("record SERVER --reference new TEXT --max-tokens 30", 0, "21 scored, 30 in the text", ""),
         ("kld SERVER --reference base", 0, f"Mean    KLD: {MEAN_KLD:10.6f} ±", ""),
+        ("kld SERVER --reference base --routes", 0, "== Expert routes ======\nMean    KLD       : ", ""),
         ("kld SERVER --reference base --most-divergent 0", 0, " % PPL [", ""),
         ("compare near.json far.json", 0, "far is worse than near by mean KL divergence.", ""),
         ("compare near.json far.json --card", 0, "| quant | ΔPPL % \\[ ] | mean KLD ± | 99.9 % KLD | same top % |", ""),

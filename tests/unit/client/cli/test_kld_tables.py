@@ -10,7 +10,7 @@ from fake_server import INFO, StoredReference
 
 from scoremode.cli.kld import as_text
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.runs import DivergentToken, KldMeasurement
+from scoremode.runs import DivergentToken, ExpertRoutes, KldMeasurement
 from scoremode.wire import CorpusInfo, NoiseFloor, Reference, ServerInfo
 
 SETTINGS = {"name": "base", "prompt": "the text of two windows", "method": "disjoint", "context_length": 8}
@@ -153,6 +153,47 @@ def test_the_tables_are_llama_cpps_and_ours():
         "Mean reverse KLD   :   1.000000",
         "Mean acceptance    :  56.25%",
         "Noise floor        : mean KLD 0.0005 of the base from itself, 99.0% 0.004; this is 4,000 times the floor",
+    ]
+
+
+def test_expert_routes_have_a_table_of_targets_and_one_of_layers():
+    """The first layer has the highest share, and is left out; the last one's router stands out."""
+    exact = {"mean": 0.75, "stderr": 0.125}
+    layer = {**dict.fromkeys(("same_first", "overlap"), exact), "forced_same_set": {"mean": 0.99, "stderr": 0.0}}
+    layers = [{**layer, "name": f"layers.{at}", "same_set": {"mean": 1 - at / 16, "stderr": 0.0}} for at in range(13)]
+    layers[12]["forced_same_set"] = {"mean": 0.9, "stderr": 0.01}
+    routes = ExpertRoutes.model_validate(
+        {
+            **{"num_experts": 8, "top_k": 2, "layers": layers, "same_experts": exact},
+            **{"own": exact, "forced": {"mean": 0.5, "stderr": 0.0625}, "rerouting": {"mean": None, "stderr": None}},
+            **dict.fromkeys(("kld_same", "kld_other"), exact),
+            "differing_layers": [1000, 200, 300, 200, 300, 500, 0, 0, 500, 0, 0, 0, 0, 1000],
+        }
+    )
+    lines = as_text(measured(routes=routes)).splitlines()
+    lines = lines[lines.index("====== Expert routes ======") + 1 :]
+    assert lines[:15] == [
+        "Mean    KLD       :   0.750000 ±   0.125000",
+        "forced (rounding) :   0.500000 ±   0.062500",
+        "rerouting         :          - ±          -",
+        "KLD, same routes  :   0.750000 ±   0.125000, 1,000 tokens",
+        "KLD, other routes :   0.750000 ±   0.125000, 3,000 tokens",
+        "Same experts      : 75.000 ± 12.500 % of tokens and layers",
+        "",
+        "layers that differ  tokens   share",
+        "                 0   1,000  25.00%",
+        "                 1     200   5.00%",
+        "                 2     300   7.50%",
+        "            3 to 4     500  12.50%",
+        "            5 to 8   1,000  25.00%",
+        "           9 to 13   1,000  25.00%",
+        "",
+    ]
+    assert lines[15].split("  ")[0] == "layer, 12 of 13"
+    assert [line.split()[0] for line in lines[16:28]] == [f"layers.{at}" for at in range(12, 0, -1)]
+    assert lines[16].split()[1:4] == ["25.000", "±", "0.000"]
+    assert lines[28:] == [
+        "The router of layers.12 stands out: with forced experts, same set in 90.000 ± 1.000 %.",
     ]
 
 

@@ -81,8 +81,9 @@ def made_up_reference(window_sizes=WINDOW_SIZES, noise_floor: float | None = Non
     return made_up_runs.made_up_reference(window_sizes, **fields)
 
 
-def write_kld_run(path: Path, nlls, kld, *, window_sizes=WINDOW_SIZES, reference=None, server=None) -> Path:
-    """Write the files of `ppl-client kld --output`. Below a divergence of 0.1 the top token is the reference's."""
+def write_kld_run(path: Path, nlls, kld, *, window_sizes=WINDOW_SIZES, reference=None, server=None, **fields) -> Path:
+    """Write the files of `ppl-client kld --output`, with other `fields` of the measurement. Below a divergence of 0.1
+    the top token is the reference's."""
     num_scored = len(nlls)
     values = {
         "token_ids": made_up_tokens(window_sizes),
@@ -99,7 +100,7 @@ def write_kld_run(path: Path, nlls, kld, *, window_sizes=WINDOW_SIZES, reference
     }
     server = ServerInfo(**{**INFO, **(server or {})})
     reference = reference or made_up_reference(window_sizes)
-    return made_up_runs.write_kld_run(path, values, window_sizes, server=server, reference=reference)
+    return made_up_runs.write_kld_run(path, values, window_sizes, server=server, reference=reference, **fields)
 
 
 def perplexity_run(folder: Path, name: str, nlls: np.ndarray, **changes) -> RunFile:
