@@ -214,7 +214,7 @@ class RecordedWindow(WindowSink):
 
 @dataclass(frozen=True, slots=True)
 class WindowTensors:
-    """What a reference has of a window, on the host."""
+    """A window of a reference as it was read, on the host."""
 
     hidden_states: torch.Tensor
     """[scored, hidden]"""

@@ -1,5 +1,6 @@
 """The experts of a mixture: recorded, compared and forced, next to transformers in float64."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scoremode import APIStatusError, BadRequestError, ScoreClient
+from scoremode.cli.main import main
 from scoremode.results import KldResult
 from scoremode_server.references.files.directory import ReferenceDirectory
 from tests import oracle
@@ -42,7 +44,7 @@ def run(model: PreTrainedModel, window: list[int], forced: torch.Tensor | None =
 
 @pytest.fixture(scope="module")
 def recorded(mixtral_server, mixtral_model) -> list[Pass]:
-    """What transformers computes for each window of the reference `experts`."""
+    """Record the reference `experts`; transformers' pass over each of its windows."""
     with ScoreClient(mixtral_server, timeout=300) as client:
         reference = client.record_reference("experts", TEXT, method="disjoint", context_length=CONTEXT, routes=True)
     assert reference.routes is not None
@@ -99,6 +101,18 @@ def test_a_rounded_routers_own_and_forced_routes(recorded, rounded_router_server
     assert own_same[0] == forced_same[0] == 1
     assert own_same[1] == forced_same[1] < 0.9
     assert own_same[2] < forced_same[2]
+
+
+def test_the_command_splits_the_divergence_and_names_the_router(recorded, rounded_router_server, tmp_path, capsys):
+    """Its parts are those of the figures over HTTP."""
+    command = ["kld", "--url", rounded_router_server, "--reference", "experts", "--routes", "--quiet"]
+    assert main([*command, "--output", str(tmp_path / "run.json")]) == 0
+    assert "The router of model.layers.1.block_sparse_moe.experts stands out" in capsys.readouterr().out
+    routes = json.loads((tmp_path / "run.json").read_text())["routes"]
+    with ScoreClient(rounded_router_server, timeout=300) as client:
+        own, forced = (client.kld("experts", routes=routes).statistics["kld"]["mean"] for routes in ("own", "forced"))
+    assert (routes["own"]["mean"], routes["forced"]["mean"]) == pytest.approx((own, forced), rel=1e-6)
+    assert routes["rerouting"]["mean"] == pytest.approx(own - forced, rel=1e-6)
 
 
 def test_any_experts_can_be_forced(recorded, mixtral_server, mixtral_model, servers):
