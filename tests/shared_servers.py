@@ -1,6 +1,6 @@
 """Real servers for the tests, each started once in a worker of pytest-xdist and shared by its tests.
 
-A server takes half a minute to start, most of it on one core. Servers form groups, and all tests of a group run in one
+A server takes twenty seconds to start, most of it on one core. Servers form groups, and all tests of a group run in one
 worker, one after another: the first that asks for a server starts the whole group, two at a time, and the group ends
 with the last. A server that does not come up fails each test that needs it, with its log.
 """
@@ -54,16 +54,19 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 A_WORKER_BY_ITSELF = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 """The default of vLLM's CPU platform, and of a server on several GPUs; see `CPU_ENVIRONMENT`."""
 
-TO_END = Server(
-    "faults",
+SMALL = (
+    *("--served-model-name", "random", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
+    # A GiB of KV cache is more than such a small model can fill.
+    *("--num-gpu-blocks-override", "2048"),
+)
+"""Flags of servers that a command of `ppl-client` starts."""
+
+TINY = Server(
+    "tiny",
     "random_model",
-    (
-        *("--served-model-name", "random", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
-        # A GiB of KV cache, for each of two, is more than such a small model can fill.
-        *("--num-gpu-blocks-override", "2048"),
-    ),
-    environment=A_WORKER_BY_ITSELF,
-    references="faults",
+    ("--served-model-name", "tiny", *_FOR_TRAINERS, *_COMMON, "--enforce-eager"),
+    (*_WITH_STOCK_ROUTES, "scoremode"),
+    references="shared",
 )
 
 MIXTRAL = Server(
@@ -89,13 +92,7 @@ SERVERS = {
         (*_WITH_STOCK_ROUTES, "vllm", "--model"),
         {"VLLM_PLUGINS": "scoremode"},
     ),
-    "server": Server(
-        "tiny",
-        "random_model",
-        ("--served-model-name", "tiny", *_FOR_TRAINERS, *_COMMON, "--enforce-eager"),
-        (*_WITH_STOCK_ROUTES, "scoremode"),
-        references="shared",
-    ),
+    "server": TINY,
     # As TRL starts its teachers.
     "llama_2_server": Server(
         "tiny",
@@ -127,22 +124,21 @@ SERVERS = {
             *("--served-model-name", "int8", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
             *("--score-cache-bytes", "0", *_ANY_ORIGIN),
         ),
+        # One of `tests/e2e/test_faults.py` calls a method in its worker.
+        environment=A_WORKER_BY_ITSELF | {"VLLM_SERVER_DEV_MODE": "1"},
         references="shared",
     ),
     "disturbed_server": Server(
         "tiny",
         "disturbed_model",
         ("--served-model-name", "disturbed", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
+        environment=A_WORKER_BY_ITSELF,
         references="shared",
     ),
     "mixtral_server": MIXTRAL,
     "rounded_router_server": replace(MIXTRAL, model="rounded_router_model"),
-    # Four of one model: tests kill the third and an engine of the second, break a worker of the fourth, then stop the
-    # first.
-    "first_server": TO_END,
-    "second_server": TO_END,
-    "third_server": TO_END,
-    "fourth_server": replace(TO_END, environment=A_WORKER_BY_ITSELF | {"VLLM_SERVER_DEV_MODE": "1"}),
+    # A run that uses this one and `server` resumes with `server` alone when the engine of this one is killed.
+    "second_server": TINY,
 }
 """Servers by the name of the fixture that has their URL."""
 
@@ -194,12 +190,15 @@ class Servers:
         return self._references[name]
 
     def stop(self) -> None:
-        """Stop all of them, two at a time."""
-        for process in self._processes.values():
-            process.cancel()
+        """Kill all of them, which takes no time. A test stops one in the usual way (`tests/e2e/test_faults.py`)."""
+        for start in self._processes.values():
+            start.cancel()
         wait(self._processes.values())
-        for ended in [self._starts.submit(running.close) for running in self._running]:
-            ended.result()
+        for start in self._processes.values():
+            if not start.cancelled() and start.exception() is None:
+                start.result().process.kill()
+        for running in self._running:
+            running.close()
         self._running.clear()
         self._processes.clear()
         self._group = ""

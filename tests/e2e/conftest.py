@@ -31,15 +31,22 @@ def plugin_server(servers: Servers) -> str:
 
 @pytest.fixture(scope="session")
 def int8_server(servers: Servers) -> str:
-    """`scoremode serve` on the tiny model as INT8 W8A8, with the cache of logprobs off."""
+    """`scoremode serve` on the tiny model as INT8 W8A8, with the cache of logprobs off, vLLM's routes for development,
+    and a worker by itself."""
     return servers.url("int8_server")
 
 
 @pytest.fixture(scope="session")
 def disturbed_server(servers: Servers) -> str:
     """`scoremode serve` on the tiny model with noise on its weights, whose generation_config.json has other defaults of
-    all sampling parameters."""
+    all sampling parameters, and a worker by itself."""
     return servers.url("disturbed_server")
+
+
+@pytest.fixture(scope="session")
+def second_server(servers: Servers) -> str:
+    """`scoremode serve` on the model of `server`, for the test that kills its engine."""
+    return servers.url("second_server")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from scoremode.cli.compare import LIMIT_EXCEEDED
 from scoremode.comparison.paths import PathsRun
 from scoremode.runs import read_run
 from tests import oracle, planted_fault
-from tests.shared_servers import TO_END
+from tests.shared_servers import SMALL
 from tests.texts import WIKITEXT
 
 CONTEXT, NUM_WINDOWS = 128, 8
@@ -37,7 +37,7 @@ class Paths:
             *("--context-length", str(CONTEXT), "--max-windows", str(NUM_WINDOWS), "--output", folder / "runs"),
             *("--try", "no-such-flag", "--fail-if", "differs", "--at-once", "2"),
             *(word for path in (ATTENTION, FEW_ROWS) for word in ("--try", path)),
-            *("--", *TO_END.flags, *(() if has_gpu() else CPU_FLAGS)),
+            *("--", *SMALL, *(() if has_gpu() else CPU_FLAGS)),
         ]
         settings = environment if has_gpu() else environment | CPU_ENVIRONMENT
         self.ended = subprocess.run(command, env=settings, stdout=subprocess.PIPE, text=True)

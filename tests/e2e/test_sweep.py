@@ -10,7 +10,7 @@ from local_server import CPU_ENVIRONMENT, CPU_FLAGS, has_gpu
 from scoremode import ScoreClient
 from scoremode.cli.main import main
 from tests import oracle
-from tests.shared_servers import TO_END
+from tests.shared_servers import SMALL
 from tests.texts import WIKITEXT
 
 
@@ -23,7 +23,7 @@ def test_two_models_make_two_runs_and_a_report(server, disturbed_model, servers,
         "output": "runs",
         "text": {"text_file": str(WIKITEXT), "max_tokens": 1000},
         "windows": {"method": "disjoint", "context_length": 64},
-        "serve": [*TO_END.flags, *(() if has_gpu() else CPU_FLAGS)],
+        "serve": [*SMALL, *(() if has_gpu() else CPU_FLAGS)],
         "env": {} if has_gpu() else CPU_ENVIRONMENT,
         "models": [{"name": "base", "model": str(disturbed_model)}, {"name": "other", "url": server}],
     }
@@ -61,7 +61,7 @@ def test_quick_measures_a_text_answers_and_tasks_in_one_run(
     quick = ["quick", str(random_model), str(disturbed_model)]
     text = ["--text-file", str(WIKITEXT), "--context-length", "64", "--max-windows", "2", "--quiet"]
     answers = "--prompts prompts.jsonl --max-new-tokens 8 --tasks tasks --write-card card.md"
-    flags = ["--", *TO_END.flags, *(() if has_gpu() else CPU_FLAGS)]
+    flags = ["--", *SMALL, *(() if has_gpu() else CPU_FLAGS)]
     assert main([*quick, *text, *answers.split(), *flags]) == 0
     report, rows = (tmp_path / "scoremode-quick" / "report.html").read_text(), (tmp_path / "card.md").read_text()
     assert re.search(
