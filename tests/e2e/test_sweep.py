@@ -1,4 +1,4 @@
-"""`ppl-client sweep` over a model that it serves and another whose server is running already, and `quick`."""
+"""`ppl-client sweep` over two running servers, and `quick`, which serves two models."""
 
 import json
 import re
@@ -14,18 +14,13 @@ from tests.shared_servers import SMALL
 from tests.texts import WIKITEXT
 
 
-def test_two_models_make_two_runs_and_a_report(server, disturbed_model, servers, tmp_path):
+def test_two_models_make_two_runs_and_a_report(server, disturbed_server, tmp_path):
     runs = tmp_path / "runs"
-    runs.mkdir()
-    # The folder of the running server, which records into it.
-    (runs / "references").symlink_to(servers.references("shared"))
     plan = {
         "output": "runs",
         "text": {"text_file": str(WIKITEXT), "max_tokens": 1000},
         "windows": {"method": "disjoint", "context_length": 64},
-        "serve": [*SMALL, *(() if has_gpu() else CPU_FLAGS)],
-        "env": {} if has_gpu() else CPU_ENVIRONMENT,
-        "models": [{"name": "base", "model": str(disturbed_model)}, {"name": "other", "url": server}],
+        "models": [{"name": "base", "url": disturbed_server}, {"name": "other", "url": server}],
     }
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
     assert main(["sweep", str(tmp_path / "plan.yaml"), "--quiet"]) == 0
