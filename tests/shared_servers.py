@@ -23,6 +23,8 @@ BLOCK_SIZE = 32
 
 # A model that runs eagerly starts in half the time. What vLLM compiles by default is tested on `plugin_server`.
 _COMMON = ("--max-num-seqs", "8", "--block-size", str(BLOCK_SIZE))
+# A GiB of KV cache, for each of many servers, is more than such small models can fill, and all of it is written to.
+_FEW_BLOCKS = ("--num-gpu-blocks-override", "2048")
 # Top 256, and vLLM's generate route.
 _FOR_TRAINERS = ("--max-model-len", "2048", "--max-logprobs", "256", "--enable-scale-out")
 # A page of another server may ask for scores.
@@ -54,17 +56,13 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 A_WORKER_BY_ITSELF = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 """The default of vLLM's CPU platform, and of a server on several GPUs; see `CPU_ENVIRONMENT`."""
 
-SMALL = (
-    *("--served-model-name", "random", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
-    # A GiB of KV cache is more than such a small model can fill.
-    *("--num-gpu-blocks-override", "2048"),
-)
+SMALL = ("--served-model-name", "random", "--max-model-len", "1024", *_COMMON, *_FEW_BLOCKS, "--enforce-eager")
 """Flags of servers that a command of `ppl-client` starts."""
 
 TINY = Server(
     "tiny",
     "random_model",
-    ("--served-model-name", "tiny", *_FOR_TRAINERS, *_COMMON, "--enforce-eager"),
+    ("--served-model-name", "tiny", *_FOR_TRAINERS, *_COMMON, *_FEW_BLOCKS, "--enforce-eager"),
     (*_WITH_STOCK_ROUTES, "scoremode"),
     references="shared",
 )
@@ -84,10 +82,8 @@ SERVERS = {
         "tiny",
         "byte_fallback_model",
         (
-            *("--served-model-name", "random", "--max-model-len", "128", *_COMMON),
+            *("--served-model-name", "random", "--max-model-len", "128", *_COMMON, *_FEW_BLOCKS),
             *("--api-key", API_KEY, OTHER_API_KEY, "--enable-tokenizer-info-endpoint", *_ANY_ORIGIN),
-            # A GiB holds a million of its tokens.
-            *("--num-gpu-blocks-override", "2048"),
         ),
         (*_WITH_STOCK_ROUTES, "vllm", "--model"),
         {"VLLM_PLUGINS": "scoremode"},
@@ -98,9 +94,8 @@ SERVERS = {
         "tiny",
         "llama_2_model",
         (
-            *("--served-model-name", "llama-2", "--max-model-len", "2050", *_COMMON, "--enforce-eager"),
+            *("--served-model-name", "llama-2", "--max-model-len", "2050", *_COMMON, *_FEW_BLOCKS, "--enforce-eager"),
             *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--enable-scale-out"),
-            *("--num-gpu-blocks-override", "2048"),
         ),
         (*_WITH_STOCK_ROUTES, "scoremode"),
         references="shared",
@@ -121,7 +116,7 @@ SERVERS = {
         "tiny",
         "int8_random_model",
         (
-            *("--served-model-name", "int8", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
+            *("--served-model-name", "int8", "--max-model-len", "1024", *_COMMON, *_FEW_BLOCKS, "--enforce-eager"),
             *("--score-cache-bytes", "0", *_ANY_ORIGIN),
         ),
         # One of `tests/e2e/test_faults.py` calls a method in its worker.
@@ -131,7 +126,7 @@ SERVERS = {
     "disturbed_server": Server(
         "tiny",
         "disturbed_model",
-        ("--served-model-name", "disturbed", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
+        ("--served-model-name", "disturbed", "--max-model-len", "2048", *_COMMON, *_FEW_BLOCKS, "--enforce-eager"),
         environment=A_WORKER_BY_ITSELF,
         references="shared",
     ),
