@@ -98,6 +98,7 @@ SERVERS = {
             *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--enable-scale-out"),
         ),
         (*_WITH_STOCK_ROUTES, "scoremode"),
+        environment=A_WORKER_BY_ITSELF,
         references="shared",
     ),
     # Real weights, and so slow that what is at work can be seen and left.
@@ -133,7 +134,7 @@ SERVERS = {
     "mixtral_server": MIXTRAL,
     "rounded_router_server": replace(MIXTRAL, model="rounded_router_model"),
     # A run that uses this one and `server` resumes with `server` alone when the engine of this one is killed.
-    "second_server": TINY,
+    "second_server": replace(TINY, environment=A_WORKER_BY_ITSELF),
 }
 """Servers by the name of the fixture that has their URL."""
 

@@ -114,8 +114,8 @@ async def test_requests_say_the_error_of_a_worker_that_ends_the_engine(servers, 
     assert ending.process.wait(EXIT_SECONDS) != 0
 
 
-async def test_a_stopping_server_finishes_its_requests_and_refuses_more(servers, server):
-    stopping, refused = servers.process("server"), []
+async def test_a_stopping_server_finishes_its_requests_and_refuses_more(servers, llama_2_server):
+    stopping, refused = servers.process("llama_2_server"), []
 
     async def stop(client: httpx.AsyncClient) -> None:
         os.kill(stopping.pid, signal.SIGTERM)
