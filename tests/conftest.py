@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             item.add_marker(pytest.mark.xdist_group(group))
         if not item.path.is_relative_to(UNIT):
             item.add_marker(pytest.mark.processes)
-    items.sort(key=lambda item: groups[item])
+    items.sort(key=lambda item: (groups[item], item.get_closest_marker("ends_servers") is not None))
     # Only now do markers select tests, and pytest-xdist reads the groups.
     return (yield)
 

@@ -1,4 +1,5 @@
-"""A package for PYTHONPATH whose plugin of vLLM plants one fault in a server, as the variable PLANTED_FAULT says:
+"""A package for PYTHONPATH whose plugin of vLLM plants faults in a server, as the variable PLANTED_FAULT says, with
+`+` between them:
 
     attention:LAYER:FACTOR               the layer's attention output times FACTOR
     single-rows:LAYER:FACTOR             the layer's MLP output times FACTOR, in steps of at most `FEW_ROWS` rows
@@ -43,7 +44,8 @@ def plugin() -> None:
 
     def load_then_plant(self: Any, vllm_config: Any, *args: Any, **options: Any) -> torch.nn.Module:
         model = load_model(self, vllm_config, *args, **options)
-        plant(model, os.environ[VARIABLE], vllm_config.kernel_config.moe_backend)
+        for fault in os.environ[VARIABLE].split("+"):
+            plant(model, fault, vllm_config.kernel_config.moe_backend)
         return model
 
     BaseModelLoader.load_model = load_then_plant

@@ -1,6 +1,6 @@
 """Real servers for the tests, each started once in a worker of pytest-xdist and shared by its tests.
 
-A server takes half a minute to start, most of it on one core. Servers form groups, and all tests of a group run in one
+A server takes twenty seconds to start, most of it on one core. Servers form groups, and all tests of a group run in one
 worker, one after another: the first that asks for a server starts the whole group, two at a time, and the group ends
 with the last. A server that does not come up fails each test that needs it, with its log.
 """
@@ -23,6 +23,8 @@ BLOCK_SIZE = 32
 
 # A model that runs eagerly starts in half the time. What vLLM compiles by default is tested on `plugin_server`.
 _COMMON = ("--max-num-seqs", "8", "--block-size", str(BLOCK_SIZE))
+# A GiB of KV cache, for each of many servers, is more than such small models can fill, and all of it is written to.
+_FEW_BLOCKS = ("--num-gpu-blocks-override", "2048")
 # Top 256, and vLLM's generate route.
 _FOR_TRAINERS = ("--max-model-len", "2048", "--max-logprobs", "256", "--enable-scale-out")
 # A page of another server may ask for scores.
@@ -54,16 +56,15 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 A_WORKER_BY_ITSELF = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 """The default of vLLM's CPU platform, and of a server on several GPUs; see `CPU_ENVIRONMENT`."""
 
-TO_END = Server(
-    "faults",
+SMALL = ("--served-model-name", "random", "--max-model-len", "1024", *_COMMON, *_FEW_BLOCKS, "--enforce-eager")
+"""Flags of servers that a command of `ppl-client` starts."""
+
+TINY = Server(
+    "tiny",
     "random_model",
-    (
-        *("--served-model-name", "random", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
-        # A GiB of KV cache, for each of two, is more than such a small model can fill.
-        *("--num-gpu-blocks-override", "2048"),
-    ),
-    environment=A_WORKER_BY_ITSELF,
-    references="faults",
+    ("--served-model-name", "tiny", *_FOR_TRAINERS, *_COMMON, *_FEW_BLOCKS, "--enforce-eager"),
+    (*_WITH_STOCK_ROUTES, "scoremode"),
+    references="shared",
 )
 
 MIXTRAL = Server(
@@ -81,31 +82,23 @@ SERVERS = {
         "tiny",
         "byte_fallback_model",
         (
-            *("--served-model-name", "random", "--max-model-len", "128", *_COMMON),
+            *("--served-model-name", "random", "--max-model-len", "128", *_COMMON, *_FEW_BLOCKS),
             *("--api-key", API_KEY, OTHER_API_KEY, "--enable-tokenizer-info-endpoint", *_ANY_ORIGIN),
-            # A GiB holds a million of its tokens.
-            *("--num-gpu-blocks-override", "2048"),
         ),
         (*_WITH_STOCK_ROUTES, "vllm", "--model"),
         {"VLLM_PLUGINS": "scoremode"},
     ),
-    "server": Server(
-        "tiny",
-        "random_model",
-        ("--served-model-name", "tiny", *_FOR_TRAINERS, *_COMMON, "--enforce-eager"),
-        (*_WITH_STOCK_ROUTES, "scoremode"),
-        references="shared",
-    ),
+    "server": TINY,
     # As TRL starts its teachers.
     "llama_2_server": Server(
         "tiny",
         "llama_2_model",
         (
-            *("--served-model-name", "llama-2", "--max-model-len", "2050", *_COMMON, "--enforce-eager"),
+            *("--served-model-name", "llama-2", "--max-model-len", "2050", *_COMMON, *_FEW_BLOCKS, "--enforce-eager"),
             *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--enable-scale-out"),
-            *("--num-gpu-blocks-override", "2048"),
         ),
         (*_WITH_STOCK_ROUTES, "scoremode"),
+        environment=A_WORKER_BY_ITSELF,
         references="shared",
     ),
     # Real weights, and so slow that what is at work can be seen and left.
@@ -124,25 +117,24 @@ SERVERS = {
         "tiny",
         "int8_random_model",
         (
-            *("--served-model-name", "int8", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
+            *("--served-model-name", "int8", "--max-model-len", "1024", *_COMMON, *_FEW_BLOCKS, "--enforce-eager"),
             *("--score-cache-bytes", "0", *_ANY_ORIGIN),
         ),
+        # One of `tests/e2e/test_faults.py` calls a method in its worker.
+        environment=A_WORKER_BY_ITSELF | {"VLLM_SERVER_DEV_MODE": "1"},
         references="shared",
     ),
     "disturbed_server": Server(
         "tiny",
         "disturbed_model",
-        ("--served-model-name", "disturbed", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
+        ("--served-model-name", "disturbed", "--max-model-len", "2048", *_COMMON, *_FEW_BLOCKS, "--enforce-eager"),
+        environment=A_WORKER_BY_ITSELF,
         references="shared",
     ),
     "mixtral_server": MIXTRAL,
     "rounded_router_server": replace(MIXTRAL, model="rounded_router_model"),
-    # Four of one model: tests kill the third and an engine of the second, break a worker of the fourth, then stop the
-    # first.
-    "first_server": TO_END,
-    "second_server": TO_END,
-    "third_server": TO_END,
-    "fourth_server": replace(TO_END, environment=A_WORKER_BY_ITSELF | {"VLLM_SERVER_DEV_MODE": "1"}),
+    # A run that uses this one and `server` resumes with `server` alone when the engine of this one is killed.
+    "second_server": replace(TINY, environment=A_WORKER_BY_ITSELF),
 }
 """Servers by the name of the fixture that has their URL."""
 
@@ -194,12 +186,15 @@ class Servers:
         return self._references[name]
 
     def stop(self) -> None:
-        """Stop all of them, two at a time."""
-        for process in self._processes.values():
-            process.cancel()
+        """Kill all of them, which takes no time. A test stops one in the usual way (`tests/e2e/test_faults.py`)."""
+        for start in self._processes.values():
+            start.cancel()
         wait(self._processes.values())
-        for ended in [self._starts.submit(running.close) for running in self._running]:
-            ended.result()
+        for start in self._processes.values():
+            if not start.cancelled() and start.exception() is None:
+                start.result().process.kill()
+        for running in self._running:
+            running.close()
         self._running.clear()
         self._processes.clear()
         self._group = ""

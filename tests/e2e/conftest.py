@@ -31,21 +31,28 @@ def plugin_server(servers: Servers) -> str:
 
 @pytest.fixture(scope="session")
 def int8_server(servers: Servers) -> str:
-    """`scoremode serve` on the tiny model as INT8 W8A8, with the cache of logprobs off."""
+    """`scoremode serve` on the tiny model as INT8 W8A8, with the cache of logprobs off, vLLM's routes for development,
+    and a worker by itself."""
     return servers.url("int8_server")
 
 
 @pytest.fixture(scope="session")
 def disturbed_server(servers: Servers) -> str:
     """`scoremode serve` on the tiny model with noise on its weights, whose generation_config.json has other defaults of
-    all sampling parameters."""
+    all sampling parameters, and a worker by itself."""
     return servers.url("disturbed_server")
+
+
+@pytest.fixture(scope="session")
+def second_server(servers: Servers) -> str:
+    """`scoremode serve` on the model of `server`, with a worker by itself, for the test that kills its engine."""
+    return servers.url("second_server")
 
 
 @pytest.fixture(scope="session")
 def llama_2_server(servers: Servers) -> str:
     """`scoremode serve` on a random model with a tokenizer as Llama 2's, context 2,050, with TRL's flags for teachers
-    (processed logprobs, any number of them), and vLLM's own routes under /stock."""
+    (processed logprobs, any number of them), vLLM's own routes under /stock, and a worker by itself."""
     return servers.url("llama_2_server")
 
 

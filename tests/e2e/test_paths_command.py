@@ -15,12 +15,11 @@ from scoremode.cli.compare import LIMIT_EXCEEDED
 from scoremode.comparison.paths import PathsRun
 from scoremode.runs import read_run
 from tests import oracle, planted_fault
-from tests.shared_servers import TO_END
+from tests.shared_servers import SMALL
 from tests.texts import WIKITEXT
 
 CONTEXT, NUM_WINDOWS = 128, 8
-FEW_ROWS = f"{planted_fault.VARIABLE}=single-rows:1:1.02"
-ATTENTION = f"{planted_fault.VARIABLE}=attention:0:1.02"
+FAULTS = f"{planted_fault.VARIABLE}=attention:0:1.02+single-rows:1:1.02"
 
 # All tests need the same servers.
 pytestmark = pytest.mark.xdist_group("paths")
@@ -35,9 +34,8 @@ class Paths:
         command = [
             *(sys.executable, "-m", "scoremode.cli", "paths", model, "--text-file", WIKITEXT, "--quiet"),
             *("--context-length", str(CONTEXT), "--max-windows", str(NUM_WINDOWS), "--output", folder / "runs"),
-            *("--try", "no-such-flag", "--fail-if", "differs", "--at-once", "2"),
-            *(word for path in (ATTENTION, FEW_ROWS) for word in ("--try", path)),
-            *("--", *TO_END.flags, *(() if has_gpu() else CPU_FLAGS)),
+            *("--try", "no-such-flag", "--fail-if", "differs", "--at-once", "2", "--try", FAULTS),
+            *("--", *SMALL, *(() if has_gpu() else CPU_FLAGS)),
         ]
         settings = environment if has_gpu() else environment | CPU_ENVIRONMENT
         self.ended = subprocess.run(command, env=settings, stdout=subprocess.PIPE, text=True)
@@ -49,32 +47,30 @@ def paths(random_model, tmp_path_factory) -> Paths:
     return Paths(random_model, tmp_path_factory.mktemp("paths"))
 
 
-def divergence(model: Path, layer: str) -> float:
-    """The mean KL divergence of a model from itself with a layer's weight times 1.02, in float64."""
+def divergence(model: Path, *layers: str) -> float:
+    """The mean KL divergence of a model from itself with the weights of layers times 1.02, in float64."""
     tokens = AutoTokenizer.from_pretrained(model)(WIKITEXT.read_text()[:10_000])["input_ids"]
     windows = [tokens[start : start + CONTEXT] for start in range(0, NUM_WINDOWS * CONTEXT, CONTEXT)]
     faulty = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     with torch.no_grad():
-        faulty.get_submodule(layer).weight.mul_(1.02)
+        for layer in layers:
+            faulty.get_submodule(layer).weight.mul_(1.02)
     return np.concatenate([window.kld for window in oracle.divergences(model, faulty, windows)]).mean()
 
 
-def test_a_layers_fault_is_named_and_nothing_else(paths, random_model):
-    row = paths.rows[ATTENTION]
+def test_each_lane_has_its_faults_and_that_of_a_layer_is_named(paths, random_model):
+    """One is in every step, and one in steps with few rows, which only the decode lane has."""
+    row = paths.rows[FAULTS]
     assert [(lane.lane, lane.differs) for lane in row.lanes] == [("prefill", True), ("decode", True)]
     assert [block.name for block in row.blocks] == ["model.layers.0.self_attn"]
+    prefill, decode = (lane.excess.mean for lane in row.lanes)
     exact = divergence(random_model, "model.layers.0.self_attn.o_proj")
-    means = [test.mean for test in (*(lane.excess for lane in row.lanes), row.blocks[0].excess)]
-    assert means == pytest.approx([exact] * 3, rel=1e-3)
+    assert [prefill, row.blocks[0].excess.mean] == pytest.approx([exact] * 2, rel=1e-3)
+    both = divergence(random_model, "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj")
+    assert decode == pytest.approx(both, rel=1e-3)
+    assert both > 1.1 * exact
     assert paths.ended.returncode == LIMIT_EXCEEDED
-    assert f"{ATTENTION} reports the same kernels as default." in paths.ended.stdout
-
-
-def test_a_fault_of_steps_with_few_rows_is_found_in_decode_alone(paths, random_model):
-    row = paths.rows[FEW_ROWS]
-    assert [(lane.lane, lane.differs) for lane in row.lanes] == [("prefill", False), ("decode", True)]
-    assert row.lanes[1].excess.mean == pytest.approx(divergence(random_model, "model.layers.1.mlp.down_proj"), rel=1e-3)
-    assert row.blocks == []
+    assert f"{FAULTS} reports the same kernels as default." in paths.ended.stdout
 
 
 def test_a_server_that_refuses_is_a_row(paths):

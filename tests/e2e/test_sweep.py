@@ -1,4 +1,4 @@
-"""`ppl-client sweep` over a model that it serves and another whose server is running already, and `quick`."""
+"""`ppl-client sweep` over two running servers, and `quick`, which serves two models."""
 
 import json
 import re
@@ -10,22 +10,17 @@ from local_server import CPU_ENVIRONMENT, CPU_FLAGS, has_gpu
 from scoremode import ScoreClient
 from scoremode.cli.main import main
 from tests import oracle
-from tests.shared_servers import TO_END
+from tests.shared_servers import SMALL
 from tests.texts import WIKITEXT
 
 
-def test_two_models_make_two_runs_and_a_report(server, disturbed_model, servers, tmp_path):
+def test_two_models_make_two_runs_and_a_report(server, disturbed_server, tmp_path):
     runs = tmp_path / "runs"
-    runs.mkdir()
-    # The folder of the running server, which records into it.
-    (runs / "references").symlink_to(servers.references("shared"))
     plan = {
         "output": "runs",
         "text": {"text_file": str(WIKITEXT), "max_tokens": 1000},
         "windows": {"method": "disjoint", "context_length": 64},
-        "serve": [*TO_END.flags, *(() if has_gpu() else CPU_FLAGS)],
-        "env": {} if has_gpu() else CPU_ENVIRONMENT,
-        "models": [{"name": "base", "model": str(disturbed_model)}, {"name": "other", "url": server}],
+        "models": [{"name": "base", "url": disturbed_server}, {"name": "other", "url": server}],
     }
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
     assert main(["sweep", str(tmp_path / "plan.yaml"), "--quiet"]) == 0
@@ -61,7 +56,7 @@ def test_quick_measures_a_text_answers_and_tasks_in_one_run(
     quick = ["quick", str(random_model), str(disturbed_model)]
     text = ["--text-file", str(WIKITEXT), "--context-length", "64", "--max-windows", "2", "--quiet"]
     answers = "--prompts prompts.jsonl --max-new-tokens 8 --tasks tasks --write-card card.md"
-    flags = ["--", *TO_END.flags, *(() if has_gpu() else CPU_FLAGS)]
+    flags = ["--", *SMALL, *(() if has_gpu() else CPU_FLAGS)]
     assert main([*quick, *text, *answers.split(), *flags]) == 0
     report, rows = (tmp_path / "scoremode-quick" / "report.html").read_text(), (tmp_path / "card.md").read_text()
     assert re.search(

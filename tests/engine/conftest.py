@@ -1,6 +1,7 @@
 """One engine for all tests of this folder that do not need one of their own: it takes half a minute to start."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,15 @@ LENGTH = 192
 MAX_LOGPROBS = 5
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def environment() -> Iterator[None]:
+    """Set up for each module, so that the modules of other folders, which run in the same process, do not have it."""
+    with engine_environment():
+        yield
+
+
+@contextmanager
+def engine_environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -48,10 +56,10 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def llm(random_model: Path, references: Path, environment: None) -> Iterator[LLM]:
+def llm(random_model: Path, references: Path) -> Iterator[LLM]:
     """`random_model`, whose steps hold 48 tokens, whose working memory holds 7 rows of logprobs, and whose cache holds
     the keys and values of two whole sequences."""
-    with pytest.MonkeyPatch.context() as patch:
+    with engine_environment(), pytest.MonkeyPatch.context() as patch:
         patch.setenv(LOGPROB_VARIABLE, str(SMALL_BUDGET))
         patch.setenv(REFERENCE_VARIABLE, str(references))
         engine = small_engine(

@@ -708,4 +708,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # A test that imports this module can load the references that the command stores.
+    import fake_server
+
+    fake_server.main()

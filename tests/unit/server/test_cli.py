@@ -127,15 +127,6 @@ def test_paths_end_as_a_server_does(random_model, capfd, arguments, ended_with):
 
 
 @pytest.mark.processes
-def test_paths_are_json_and_logs_are_elsewhere(random_model):
-    command = ["paths", str(random_model), "--dtype", "float32", "--kv-cache-dtype", "auto"]
-    program = f"import sys; from scoremode_server import cli; sys.argv[1:] = {command}; cli.main()"
-    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert printed.stdout == '[{"flags": ["--enforce-eager"], "env": {}}]\n'
-    assert "Resolved architecture: LlamaForCausalLM" in printed.stderr
-
-
-@pytest.mark.processes
 def test_a_missing_folder_is_told_before_vllm_is_imported():
     program = (
         "import sys; from scoremode_server import cli; sys.argv = ['scoremode', 'serve', '/no/such/folder']\n"
@@ -148,14 +139,22 @@ def test_a_missing_folder_is_told_before_vllm_is_imported():
 
 
 @pytest.mark.processes
-def test_a_taken_port_is_one_line_before_the_model_is_loaded(tmp_path):
-    """The folder holds no model, which would be another error."""
+def test_paths_are_json_logs_are_elsewhere_and_a_taken_port_is_one_line(random_model, tmp_path):
+    """Both commands run in one process, which takes ten seconds to import vLLM. The folder of `serve` holds no model,
+    which would be another error: the port is tried before the model is loaded."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        command = ["serve", str(tmp_path), "--host", "127.0.0.1", "--port", str(port)]
-        program = f"import sys; from scoremode_server import cli; sys.argv[1:] = {command}; cli.main()"
+        of_paths = ["paths", str(random_model), "--dtype", "float32", "--kv-cache-dtype", "auto"]
+        of_serve = ["serve", str(tmp_path), "--host", "127.0.0.1", "--port", str(port)]
+        program = (
+            f"import sys; from scoremode_server import cli; sys.argv[1:] = {of_paths}; cli.main()\n"
+            f"print('The next command', file=sys.stderr); sys.argv[1:] = {of_serve}; cli.main()"
+        )
         ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
-    assert (ended.returncode, "Traceback" in ended.stderr) == (1, False)
-    assert ended.stderr.splitlines()[-1] == (
+    log_of_paths, log_of_serve = ended.stderr.split("The next command")
+    assert ended.stdout == '[{"flags": ["--enforce-eager"], "env": {}}]\n'
+    assert "Resolved architecture: LlamaForCausalLM" in log_of_paths
+    assert (ended.returncode, "Traceback" in log_of_serve) == (1, False)
+    assert log_of_serve.splitlines()[-1] == (
         f"scoremode: port {port} is taken: stop the server that has it, or choose another with --port"
     )

@@ -16,7 +16,7 @@ from typing import Any
 import fake_server
 import httpx
 import pytest
-from fake_server import ALLOWED, BOS, VOCAB_SIZE, FakeServer, StoredReference, logprob, serve
+from fake_server import ALLOWED, BOS, VOCAB_SIZE, FakeServer, StandIn, StoredReference, logprob, serve
 from safetensors.numpy import load_file
 
 from scoremode import OutputError
@@ -79,9 +79,10 @@ def kinds(folder: Path) -> dict[str, str]:
 
 
 async def test_each_later_model_gets_its_divergence_from_the_first(tmp_path: Path):
-    """Flags and variables may hold keys, which no run keeps."""
+    """Flags and variables may hold keys, which no run keeps. The last model's server is running already."""
     with_keys = {**BASE, "serve": ["--flag", "a-secret"], "env": {"KEY": "a-secret"}}
-    result = await sweep(tmp_path, with_keys, NEAR, FAR, floor=True)
+    with serve(StandIn("noise=1", tmp_path / "runs" / "references")) as url:
+        result = await sweep(tmp_path, with_keys, NEAR, {"name": "far", "url": url}, floor=True)
     assert "a-secret" not in (tmp_path / "runs" / "base.json").read_text()
     assert result.failures == {}
     assert result.measured == list(result.runs) == ["base", "near", "far"]
