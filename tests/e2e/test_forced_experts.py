@@ -15,7 +15,7 @@ from scoremode.results import KldResult
 from scoremode_server.references.files.directory import ReferenceDirectory
 from tests import oracle
 
-CONTEXT, NUM_WINDOWS, LAYERS, TOP_K = 100, 4, 3, 2
+CONTEXT, NUM_WINDOWS, LAYERS, TOP_K = 100, 20, 3, 2
 TEXT = np.random.default_rng(5).integers(3, 1024, NUM_WINDOWS * CONTEXT + 1).tolist()
 WINDOWS = [TEXT[index * CONTEXT :][:CONTEXT] for index in range(NUM_WINDOWS)]
 TIE = 1e-4

@@ -132,12 +132,15 @@ class ExpertRoutes(BaseModel):
 
         In the forced pass every layer gets inputs that the reference's experts computed, so a router that still
         disagrees does so by itself, or because of rounding before it. A layer stands out if its router disagrees more
-        than twice as often as that of any other layer, even where its share is two clustered errors higher, and the
-        other's two errors lower. A model with one layer, or a run with one window, has none.
+        than twice as often as that of any other layer, and the intervals of two clustered errors around both shares do
+        not overlap. A model with one layer, or a run with one window, has none.
         """
-        lowest = min(self.layers, key=lambda layer: layer.forced_same_set.mean or 0.0)
-        others = [layer.forced_same_set.ends[0] for layer in self.layers if layer is not lowest]
-        stands_out = 1 - lowest.forced_same_set.ends[1] > _FACTOR * (1 - min(others, default=0.0))
+        lowest, *others = sorted(self.layers, key=lambda layer: layer.forced_same_set.mean or 0.0)
+        share = lowest.forced_same_set
+        stands_out = bool(others) and all(
+            1 - (share.mean or 0.0) > _FACTOR * (1 - (other.mean or 0.0)) and share.ends[1] < other.ends[0]
+            for other in (layer.forced_same_set for layer in others)
+        )
         return lowest if stands_out else None
 
 
