@@ -417,7 +417,7 @@ class ScoreClient:
                 "/v1/kld",
                 lambda: kld_reader(on_window, windows),
                 fixed_bytes=kld_bytes(
-                    windows, num_positions, top_logprobs + len(statistics or ()) + (routes is not None)
+                    windows, num_positions, top_logprobs + len(statistics or ()), has_routes=routes is not None
                 ),
                 model=model or self.model,
                 reference=reference,

@@ -18,7 +18,7 @@ from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.wire import Bounds, NoiseFloor, Reference, ReferenceWindows
 from scoremode.wire.calls import Call
 from scoremode.wire.protocol import PerplexityRequest, PerplexityWindow, ScoreRequest, TokensRequest, TurnsRequest
-from scoremode.wire.references import KldRequest, ReferenceRequest
+from scoremode.wire.references import KldRequest, ReferenceRequest, ReferenceRoutes
 from scoremode_server.app import published_bounds
 from scoremode_server.completions.requests import CompletionBody
 from scoremode_server.engine.admission import MAX_WAITING_SEQUENCES, Admission, cancel_and_wait
@@ -130,24 +130,33 @@ def allowed(make: Any, **reference: int) -> int:
     return call.receiver(response, call.new_reader()).max_bytes
 
 
-def compared(num_scored: int, num_top: int, encoding: str = "base64") -> bytes:
+def compared(num_scored: int, num_top: int, routes: ReferenceRoutes | None) -> bytes:
     """The event of a window."""
-    rows = Rows.empty(num_scored, score_columns(1 + max(1, num_top)) + compared_columns(max(1, num_top)))
+    columns = compared_columns(max(1, num_top), num_routed_layers=len(routes.layers) if routes else 0)
+    rows = Rows.empty(num_scored, score_columns(1 + max(1, num_top)) + columns)
     for column in rows.columns:
         rows.column(column.name)[:] = 2**31 - 1 if column.dtype == "int32" else -12.3456789
-    request = KldRequest(reference="a", top_logprobs=num_top, encoding_format=encoding)
-    return b"data: %b\n\n" % dump(_window(request, largest.SEQUENCES, rows, _positions(rows)))
+    if routes is not None:
+        rows.column("shared_experts")[:], rows.column("same_first_expert")[:] = routes.top_k, 1
+    request = KldRequest(reference="a", top_logprobs=num_top, encoding_format="base64")
+    return b"data: %b\n\n" % dump(_window(request, routes, largest.SEQUENCES, rows, _positions(rows)))
 
 
 @pytest.mark.parametrize(("num_windows", "num_scored"), largest.COMPARED)
 @pytest.mark.parametrize("num_top", [0, 1, 5, 256])
-def test_a_client_reads_a_whole_comparison(num_windows, num_scored, num_top):
+@pytest.mark.parametrize("routes", [None, ReferenceRoutes(layers=["layer"] * 96, num_experts=512, top_k=16)])
+def test_a_client_reads_a_whole_comparison(num_windows, num_scored, num_top, routes):
     # Each position takes as much as the last of four.
-    few, more = (len(compared(number, num_top)) for number in (1, 4))
+    few, more = (len(compared(number, num_top, routes)) for number in (1, 4))
     num_bytes = num_windows * (few + (num_scored - 1) * -(-(more - few) // 3))
     figures = statistics(KldPositions(**{name: np.ones(50, dtype) for name, dtype in POSITION_DTYPES.items()}), [50])
     assert num_bytes + 2 * len(dump(figures)) < allowed(
-        lambda client: client.kld("a", top_logprobs=num_top, num_positions=num_windows * num_scored)
+        lambda client: client.kld(
+            "a",
+            top_logprobs=num_top,
+            num_positions=num_windows * num_scored,
+            routes=None if routes is None else "own",
+        )
     )
 
 
