@@ -123,7 +123,8 @@ def test_the_memory_of_the_gpu_is_json(monkeypatch, capsys, memory):
 def test_paths_end_as_a_server_does(random_model, capfd, arguments, ended_with):
     with pytest.raises(SystemExit, match=ended_with):
         paths([str(random_model) if argument == "MODEL" else argument for argument in arguments])
-    assert capfd.readouterr().out == ""
+    # vLLM's log may go to the standard output that it found when it was imported.
+    assert '"flags"' not in capfd.readouterr().out
 
 
 @pytest.mark.processes
