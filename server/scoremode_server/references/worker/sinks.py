@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 
 from scoremode_server.kernels import fused_logprobs, working_memory
 from scoremode_server.kernels.reduced_rows import JoinedRows
-from scoremode_server.references.files.directory import ReferenceDirectory
+from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.files.manifest import HeadFormat
 from scoremode_server.references.files.tensors import BrokenFileError
 from scoremode_server.references.streams import Stream
@@ -364,12 +364,18 @@ class WorkerWindows(SinkMaker):
             stream = streams[boundary] = _readable(reference.read_stream(mark.index, recorded))
             if len(stream) != mark.num_fed:
                 raise BrokenFileError(f"{reference.stream(mark.index, recorded)} has {len(stream)} tokens")
-        routes = None
-        if mark.num_routed_layers:
-            routes = _readable(reference.read_routes(mark.index))
-            if routes.shape[:2] != (mark.num_fed, mark.num_routed_layers):
-                raise BrokenFileError(f"{reference.routes(mark.index)} has experts {tuple(routes.shape)}")
+        routes = self._read_routes(reference, mark) if mark.num_routed_layers else None
         return WindowTensors(_readable(hidden_states), streams, routes)
+
+    def _read_routes(self, reference: StoredReference, mark: WindowMark) -> torch.Tensor:
+        experts, recorded = reference.read_routes(mark.index), reference.manifest.routes
+        assert recorded is not None
+        expected = (mark.num_fed, len(recorded.layers), recorded.top_k)
+        # An id of no expert would end the engine.
+        if experts.shape != expected or not 0 <= int(experts.min()) <= int(experts.max()) < recorded.num_experts:
+            path, shape = reference.routes(mark.index), tuple(experts.shape)
+            raise BrokenFileError(f"{path} has experts {shape} up to {int(experts.max())}, not {expected}")
+        return _readable(experts)
 
     def write_head_later(self, name: str, identity: str, ticket: str, weights: list[torch.Tensor]) -> None:
         """Write an LM head into a reference in a thread, because that takes as long as computing dozens of windows."""

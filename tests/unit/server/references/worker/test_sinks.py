@@ -17,6 +17,7 @@ import torch
 from cachetools import FIFOCache
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 
+from scoremode.wire.references import ReferenceRoutes
 from scoremode_server.references.files import tensors
 from scoremode_server.references.files.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.worker import sinks
@@ -53,6 +54,7 @@ SPLITS = [(first, second) for first in range(NUM_FED) for second in range(first,
 """Where a prompt's first and second step of three end; fewer steps among them."""
 
 
+ROUTES = ReferenceRoutes(layers=["first", "second"], num_experts=4, top_k=1)
 HEAD = ReferenceHead(lambda hidden_states: hidden_states @ REFERENCE_WEIGHT, 4)
 ROOM = SimpleNamespace(progress=lambda key: None, find=lambda key, local: HEAD)
 """A head that is there at once."""
@@ -69,7 +71,7 @@ def with_mark(mark: WindowMark, first: int = 1, num_top: int = 0) -> RowSpec:
 
 
 def routed(action: Any, first: int, index: int = 0) -> RowSpec:
-    """A window whose experts are recorded or compared in two layers."""
+    """A window whose experts are recorded or compared in the layers of `ROUTES`."""
     mark = WindowMark(action, "base", "one", index, len(TOKENS) - first, "routed", "", NUM_FED, num_routed_layers=2)
     return replace(with_mark(mark, first), chunk=1)
 
@@ -141,6 +143,7 @@ def check_scores(rows: Rows, first: int) -> None:
 def reference(tmp_path: Path) -> StoredReference:
     """A reference with each window of `FIRSTS` recorded, from `REFERENCE_STATES`."""
     reference = create(tmp_path)
+    reference = reference.save(reference.manifest.model_copy(update={"routes": ROUTES}))
     for index, first in enumerate(FIRSTS):
         states = REFERENCE_STATES[first - 1 :].contiguous()
         reference.write_shard(index, states, torch.zeros(len(states)))
@@ -204,12 +207,14 @@ def test_a_rows_agreement_of_experts_is_that_of_its_token(windows: WorkerWindows
 
 
 def test_windows_without_all_their_experts_fail_alone(windows: WorkerWindows, reference: StoredReference):
-    """Files that are missing or of another shape, and tokens that passed no router."""
+    """Files that are missing, of another shape or with an id of no expert, and tokens that passed no router."""
     add(windows, routed("compare", 1))
     assert "routes/000000.safetensors is missing" in windows._outcome("routed")
-    reference.write_routes(0, torch.zeros((NUM_FED, 3, 1), dtype=torch.uint8))
-    add(windows, routed("compare", 1))
-    assert "has experts (7, 3, 1)" in windows._outcome("routed")
+    for experts in (torch.zeros((NUM_FED, 2, 2)), torch.full((NUM_FED, 2, 1), ROUTES.num_experts)):
+        reference.write_routes(0, experts.to(torch.uint8))
+        add(windows, routed("compare", 1))
+        shown = f"has experts {tuple(experts.shape)} up to {int(experts.max())}, not (7, 2, 1)"
+        assert windows._outcome("routed").endswith(shown)
     reference.write_routes(0, torch.zeros((NUM_FED, 2, 1), dtype=torch.uint8))
     assert steps(add(windows, routed("compare", 1)), NUM_FED).has_nan.all()
     steps(add(windows, routed("record", 1)), NUM_FED)
