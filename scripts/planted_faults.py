@@ -197,11 +197,13 @@ SERVER_FAULTS = {
         ("self.is_forced & (shared < top_k)[:, None]", "self.is_forced & (shared < top_k - 1)[:, None]"),
         ("in_order = own.gather(1, own_weights.argsort(dim=1, descending=True, stable=True))", "in_order = own"),
         ("weights = weights / weights.sum(-1, keepdim=True)", "pass"),
+        ("scales[ids.flatten()] = ratios.flatten()", "pass"),
+        ("if len(step.called) == len(self._routers):", "if True:"),
         (
             "slice(part.row, part.row + min(part.num_tokens, part.num_fed - part.position))",
             "slice(part.row, part.row + part.num_tokens)",
         ),
-        ("sink.routes[part.position : part.position + own.stop - own.start]", "sink.routes[: own.stop - own.start]"),
+        ("experts[position : position + num_rows]", "experts[:num_rows]"),
         ("del router._compute_routing", "pass"),
     ],
     "references/worker/sinks.py < references/worker/test_sinks.py": [

@@ -57,7 +57,7 @@ def recorded(mixtral_server, mixtral_model) -> list[Pass]:
 def test_recorded_experts_are_those_of_transformers(recorded, servers):
     reference = ReferenceDirectory(servers.references("experts")).open("experts")
     for index, exact in enumerate(recorded):
-        assert torch.equal(reference.read_routes(index).long(), exact.chosen)
+        assert torch.equal(reference.read_experts(index).long(), exact.chosen)
 
 
 def test_a_model_has_its_own_routes_and_forcing_them_changes_no_bit(recorded, mixtral_server):
@@ -123,10 +123,10 @@ def test_any_experts_can_be_forced(recorded, mixtral_server, mixtral_model, serv
         client.record_reference("planted", TEXT, method="disjoint", context_length=CONTEXT, routes=True)
         reference, planted = directory.open("planted"), []
         for index in range(NUM_WINDOWS):
-            own = reference.read_routes(index)
+            own = reference.read_experts(index)
             other = torch.rand((*own.shape[:2], 8), generator=generator).argsort(-1)[..., :TOP_K].to(own.dtype)
             planted.append(torch.where(torch.rand((*own.shape[:2], 1), generator=generator) < 0.5, own, other))
-            reference.write_routes(index, planted[-1].contiguous())
+            reference.write_experts(index, planted[-1].contiguous())
         result = client.kld("planted", routes="forced")
         client.delete_reference("planted")
     model = original(mixtral_model)

@@ -68,11 +68,11 @@ def planted(reference: StoredReference, num_experts: int) -> list[torch.Tensor]:
     """Replace the reference's experts by random ones, for half of the tokens and layers."""
     generator, replaced = torch.Generator().manual_seed(7), []
     for index in range(NUM_TEXTS):
-        own = reference.read_routes(index)
+        own = reference.read_experts(index)
         other = torch.rand((*own.shape[:2], num_experts), generator=generator).argsort(-1)[..., : own.shape[2]]
         is_kept = torch.rand((*own.shape[:2], 1), generator=generator) < 0.5
         replaced.append(torch.where(is_kept, own, other.to(own.dtype)).contiguous())
-        reference.write_routes(index, replaced[-1])
+        reference.write_experts(index, replaced[-1])
     return replaced
 
 
@@ -87,7 +87,7 @@ def result_of(family: str, path: Path, root: Path, options: argparse.Namespace) 
     reference = layered.record("own", texts, routes)
     plain = layered.kld(reference, [(index, None) for index in range(NUM_TEXTS)])
     own, forced = layered.routed(reference, forced=False), layered.routed(reference, forced=True)
-    recorded = [reference.read_routes(index) for index in range(NUM_TEXTS)]
+    recorded = [reference.read_experts(index) for index in range(NUM_TEXTS)]
     replaced = planted(reference, routes.num_experts)
     others = layered.routed(reference, forced=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,6 +13,8 @@ from tests.gpu.routes import ROUTED
 EACH = [(family, runner) for family in ROUTED for runner in (RUNNERS if ON_GPU else ("v1",))]
 LEAST_SAME = 0.98
 """TF32 moves routers' logits by a thousandth, and the experts of random models are close to each other."""
+MAY_BE_REFUSED = "gpt-oss (attention sinks)"
+"""vLLM may have a kernel for it that chooses experts itself."""
 LARGEST_ERROR = 0.02
 """As a share of the divergence that other experts make."""
 
@@ -30,6 +32,7 @@ def test_a_mixture_is_forced_right_or_refused(results, family: str, runner: str)
     assert "refused" not in result, result["log"]
     print(json.dumps({"family": family, "runner": runner, **result}))
     if "refusal" in result:
+        assert family == MAY_BE_REFUSED, result
         assert "chooses experts within its kernel" in result["refusal"]
         return
     assert (result["own"], result["forced"]) == (0, 0)

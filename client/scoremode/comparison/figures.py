@@ -160,7 +160,7 @@ class RunFigures(Generic[M]):
     same_top_p: Figure | None = None
     """Share of positions with the reference's top token."""
     same_experts: Figure | None = None
-    """Share of the reference's choices of experts, over positions and layers; None if they were not compared."""
+    """Share of positions and layers with the reference's set of experts; None if experts were not compared."""
     forced_kld: Figure | None = None
     """Mean KL divergence with the reference's experts, in nats: that of rounding."""
     rerouting: Figure | None = None

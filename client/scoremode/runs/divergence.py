@@ -195,7 +195,8 @@ class KldMeasurement(ComparedModel):
 
     @property
     def positions_per_second(self) -> float:
-        return len(self.positions) / self.seconds
+        # Each position is computed twice if experts are compared.
+        return len(self.positions) * (1 if self.routes is None else 2) / self.seconds
 
     @property
     def kld_over_noise_floor(self) -> float | None:

@@ -39,7 +39,7 @@ class ClusteredMean(BaseModel):
         return self.mean - 2 * self.stderr, self.mean + 2 * self.stderr
 
     @classmethod
-    def of_values(cls, values: Floats, window_sizes: NDArray[np.integer[Any]]) -> Self:
+    def from_values(cls, values: Floats, window_sizes: NDArray[np.integer[Any]]) -> Self:
         """The mean of values [n], of which each window has as many as `window_sizes` says, perhaps none."""
         if not len(values) or not np.isfinite(values).all():
             return cls(mean=None, stderr=None)
@@ -98,7 +98,7 @@ class ExpertRoutes(BaseModel):
         differing = np.concatenate([window.routes.differing_layers for window in windows if window.routes is not None])
         window_of = np.repeat(np.arange(len(sizes)), sizes)
         kld_same, kld_other = (
-            ClusteredMean.of_values(kld[chosen], np.bincount(window_of[chosen], minlength=len(sizes)))
+            ClusteredMean.from_values(kld[chosen], np.bincount(window_of[chosen], minlength=len(sizes)))
             for chosen in (differing == 0, differing > 0)
         )
         names = ("name", "same_set", "same_first", "overlap", "forced_same_set")
@@ -112,11 +112,11 @@ class ExpertRoutes(BaseModel):
         return cls(
             num_experts=routes.num_experts,
             top_k=routes.top_k,
-            own=ClusteredMean.of_values(kld, sizes),
-            forced=ClusteredMean.of_values(forced_kld, sizes),
+            own=ClusteredMean.from_values(kld, sizes),
+            forced=ClusteredMean.from_values(forced_kld, sizes),
             # Infinity minus infinity is not finite either, so its mean is None.
-            rerouting=ClusteredMean.of_values(kld - forced_kld, sizes),
-            same_experts=ClusteredMean.of_values(1 - differing / len(routes.layers), sizes),
+            rerouting=ClusteredMean.from_values(kld - forced_kld, sizes),
+            same_experts=ClusteredMean.from_values(1 - differing / len(routes.layers), sizes),
             differing_layers=np.bincount(differing, minlength=len(routes.layers) + 1).tolist(),
             kld_same=kld_same,
             kld_other=kld_other,
@@ -153,8 +153,8 @@ def fits_routes(window: KldWindowValues, routes: ReferenceRoutes) -> bool:
         if {len(counts.same_set), len(counts.same_first), len(counts.shared)} != {num_layers}:
             return False
         differing = counts.differing_layers
-        num_differing = num_layers * part.num_scored - sum(counts.same_set)
-        if differing.sum() != num_differing or wrong_value("differing_layers", differing):
+        is_possible = not wrong_value("differing_layers", differing) and (differing <= num_layers).all()
+        if not is_possible or differing.sum() != num_layers * part.num_scored - sum(counts.same_set):
             return False
     return True
 

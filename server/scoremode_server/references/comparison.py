@@ -72,7 +72,8 @@ class Comparison:
         num_scored = (text.num_tokens - text.num_context)[self.windows.start : self.windows.stop]
         # Two figures take the space of a logprob with its token id. Statistics and top tokens are of both models.
         width = math.ceil(len(POSITION_DTYPES) / 2) + len(self.request.statistics) + 2 * self.request.top_logprobs
-        width += self.request.routes is not None
+        if self.request.routes is not None:
+            width += 1
         return list((width * num_scored).tolist())
 
     @property

@@ -59,7 +59,8 @@ class LayerParts:
         """RequestError if the served model's choices of experts cannot be compared with a reference's."""
         if (recorded := reference.manifest.routes) is None:
             raise RequestError(
-                f"routes: reference {reference.name!r} was recorded without routes: record it with routes", "routes"
+                f"routes: reference {reference.name!r} was recorded without routes: delete and record it with routes",
+                "routes",
             )
         if (served := await self.served_routes()).sizes != recorded.sizes:
             raise RequestError(

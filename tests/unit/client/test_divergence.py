@@ -98,6 +98,7 @@ async def test_each_window_is_compared_with_own_and_with_forced_experts():
         lambda answer: answer.get("routes", {}).update(
             same_set=[7, 7], differing_layers=encoded([-1, 1, *[0] * 5], "<i4")
         ),
+        lambda answer: answer.get("routes", {}).update(same_set=[5, 6], differing_layers=encoded([3, *[0] * 6], "<i4")),
     ],
 )
 async def test_counts_of_experts_that_do_not_fit_end_the_run(change):

@@ -113,24 +113,24 @@ class StoredReference:
     def read_stream(self, index: int, boundary: int) -> torch.Tensor:
         return read_tensors(self.stream(index, boundary), self.about(f"window {index}, boundary {boundary}"))["stream"]
 
-    def routes(self, index: int) -> Path:
+    def experts_path(self, index: int) -> Path:
         return self.path / "routes" / f"{index:06}.safetensors"
 
-    def write_routes(self, index: int, experts: torch.Tensor) -> None:
+    def write_experts(self, index: int, experts: torch.Tensor) -> None:
         """Write the experts [fed, layers, k] that the model chose for a window's tokens."""
-        path = self.routes(index)
+        path = self.experts_path(index)
         path.parent.mkdir(exist_ok=True)
         write_tensors(path, {"experts": experts}, self.about(f"experts of window {index}"))
 
-    def read_routes(self, index: int) -> torch.Tensor:
-        return read_tensors(self.routes(index), self.about(f"experts of window {index}"))["experts"]
+    def read_experts(self, index: int) -> torch.Tensor:
+        return read_tensors(self.experts_path(index), self.about(f"experts of window {index}"))["experts"]
 
     def read_window(self, index: int) -> torch.Tensor:
         """Read a window's logprobs [scored], and check that its other files are whole."""
         for boundary in self.boundaries:
             self.read_stream(index, boundary)
         if self.manifest.routes is not None:
-            self.read_routes(index)
+            self.read_experts(index)
         return self.read_shard(index)[1]
 
     def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:

@@ -2,7 +2,8 @@
 every token, compare them with a reference's, or have the token computed with the reference's experts.
 
 Only routers are supported whose weights are a score of the router's logits, normalized over the chosen experts or not,
-times a constant. `_fit` finds out by random logits, so it holds for every class of router whose weights obey.
+times a constant or a constant of each expert. `_fit` finds out by random logits, so it holds for every class of router
+whose weights obey.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,39 +28,41 @@ _SCORES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda logits: nn.functional.softplus(logits).sqrt(),
 )
 _FIT_ROWS = 64
+_BOOST = 8.0
+"""Added to a logit so that its expert is chosen."""
 _TOLERANCE = 1e-4
-"""Largest relative difference of a router's weights from those by its rule. Routers compute in float32."""
+"""Largest relative difference of a router's weights from those by its rule, for float32 logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """How a router weights the experts that it has chosen: their scores, normalized to the sum 1 or not, times a
-    constant."""
+    """How a router weights the experts that it has chosen: their scores, normalized to the sum 1 or not, times scales
+    [experts]."""
 
     score: Callable[[torch.Tensor], torch.Tensor]
     is_normalized: bool
-    scale: float = 1.0
+    scales: torch.Tensor
 
     def weights(self, logits: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """Weights [tokens, k] float32 of experts [tokens, k], from the router's logits [tokens, experts]."""
+        """Weights [tokens, k] float32 of experts [tokens, k], from the router's logits [tokens, experts]. Some routers
+        round scores to the dtype of 16-bit logits; these are not rounded."""
         weights = self.score(logits.float()).gather(1, expert_ids.long())
         if self.is_normalized:
             weights = weights / weights.sum(-1, keepdim=True)
-        return weights * self.scale
+        return weights * self.scales[expert_ids.long()]
 
 
 class RoutedSink(Protocol):
     """The sink of a window whose experts are recorded or compared."""
 
-    routes: torch.Tensor | None
+    reference_experts: torch.Tensor | None
     """The reference's experts [fed, layers, k] on the host, by descending weight; None to record."""
     forces_routes: bool
 
-    def take_routes(self, position: int, results: torch.Tensor) -> None:
-        """Keep the results of a step's tokens, the first of which is at `position`. They are a view of memory that the
-        step's forward pass fills in later: the chosen experts [tokens, layers, k] by descending weight; or, compared
-        with a reference, [tokens, layers, 2]: the number of experts that both chose, and 1 if the same one comes
-        first."""
+    def store_routes(self, position: int, results: torch.Tensor) -> None:
+        """Store the results of a step's tokens, the first of which is at `position`: the chosen experts [tokens,
+        layers, k] by descending weight; or, compared with a reference, [tokens, layers, 2]: the number of experts that
+        both chose, and 1 if the same one comes first."""
 
 
 @dataclass(slots=True)
@@ -68,12 +71,14 @@ class _Step:
 
     chosen: torch.Tensor
     """[tokens, layers, k], filled in layer by layer."""
-    recorded: torch.Tensor
-    """[tokens, layers, k], the reference's experts. Tokens without a reference have zeros."""
-    agreement: torch.Tensor
-    """[tokens, layers, 2] int16, filled in layer by layer."""
-    is_forced: torch.Tensor | None
+    recorded: torch.Tensor | None = None
+    """[tokens, layers, k], the reference's experts. Tokens without a reference have zeros. None if all have none."""
+    agreement: torch.Tensor | None = None
+    """[tokens, layers, 2] int16, filled in layer by layer if there are `recorded` experts."""
+    is_forced: torch.Tensor | None = None
     """[tokens, 1], whether a token takes the reference's experts; None if no token does."""
+    called: set[int] = field(default_factory=set)
+    """The layers whose routers were called."""
 
     def route(
         self, layer: int, rule: WeightRule, weights: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor
@@ -84,6 +89,9 @@ class _Step:
         own_weights, own = weights[:num_tokens], ids[:num_tokens]
         in_order = own.gather(1, own_weights.argsort(dim=1, descending=True, stable=True))
         self.chosen[:, layer] = in_order
+        self.called.add(layer)
+        if self.recorded is None or self.agreement is None:
+            return weights, ids
         recorded = self.recorded[:, layer].to(ids.dtype)
         shared = (own[:, :, None] == recorded[:, None, :]).any(2).sum(1)
         self.agreement[:, layer, 0] = shared
@@ -112,15 +120,17 @@ class ExpertLayers:
 
     def __post_init__(self) -> None:
         named = {name: module for name, module in self.model.named_modules() if isinstance(module, MoERunner)}
-        sizes = {(runner.moe_config.num_logical_experts, runner.router.top_k) for runner in named.values()}
+        configs = [runner.moe_config for runner in named.values()]
+        sizes = {(config.num_logical_experts, config.experts_per_token) for config in configs}
         if len(sizes) != 1:
-            several = "its layers have different numbers of experts" if sizes else "it has no mixture-of-experts layers"
-            self.described = f"{type(self.model).__name__}: {several}"
+            reason = "its layers have different numbers of experts, or choose different numbers of them"
+            none = "it has no mixture-of-experts layers that vLLM's common routing computes"
+            self.described = f"{type(self.model).__name__}: {reason if sizes else none}"
             return
         ((num_experts, top_k),) = sizes
         self.described = ReferenceRoutes(layers=list(named), num_experts=num_experts, top_k=top_k)
         for name, runner in named.items():
-            rule = _fit(runner, num_experts, self.device)
+            rule = _fit(runner, num_experts, top_k, self.device)
             if isinstance(rule, str):
                 self.described = f"{name}: {rule}"
                 return
@@ -130,7 +140,8 @@ class ExpertLayers:
     @contextmanager
     def hooking(self, requests: Sequence[tuple[RoutedSink, StepPart]]) -> Iterator[None]:
         """Record, compare or force the experts of a step's windows in a forward pass that runs inside."""
-        step = self._begin(requests)
+        rows = [slice(part.row, part.row + min(part.num_tokens, part.num_fed - part.position)) for _, part in requests]
+        step = self._begin(requests, rows)
         for layer, (router, rule) in enumerate(zip(self._routers, self._rules, strict=True)):
             router._compute_routing = partial(_routed, step, layer, rule, router._compute_routing)
         try:
@@ -139,23 +150,35 @@ class ExpertLayers:
             for router in self._routers:
                 # The method of the class shows again.
                 del router._compute_routing
+        # Models that read images and text may have routers that some steps do not call.
+        if len(step.called) == len(self._routers):
+            for (sink, part), own in zip(requests, rows, strict=True):
+                results = step.chosen if sink.reference_experts is None else step.agreement
+                assert results is not None
+                sink.store_routes(part.position, results[own])
 
-    def _begin(self, requests: Sequence[tuple[RoutedSink, StepPart]]) -> _Step:
+    def _begin(self, requests: Sequence[tuple[RoutedSink, StepPart]], rows: Sequence[slice]) -> _Step:
         assert not isinstance(self.described, str)
-        rows = [slice(part.row, part.row + min(part.num_tokens, part.num_fed - part.position)) for _, part in requests]
         num_tokens, shape = max(own.stop for own in rows), (len(self.described.layers), self.described.top_k)
         dtype = torch.uint8 if self.described.num_experts <= 256 else torch.int16
-        chosen = torch.empty((num_tokens, *shape), dtype=dtype, device=self.device)
-        recorded, agreement = torch.zeros_like(chosen), chosen.new_empty((*chosen.shape[:2], 2), dtype=torch.int16)
-        is_forced = torch.zeros((num_tokens, 1), dtype=torch.bool, device=self.device)
-        for (sink, part), own in zip(requests, rows, strict=True):
-            sink.take_routes(part.position, (chosen if sink.routes is None else agreement)[own])
-            if sink.routes is not None:
-                part_of_window = sink.routes[part.position : part.position + own.stop - own.start]
-                recorded[own] = part_of_window.to(self.device, non_blocking=True)
-                is_forced[own] = sink.forces_routes
-        forces_any = any(sink.forces_routes for sink, _ in requests)
-        return _Step(chosen, recorded, agreement, is_forced if forces_any else None)
+        step = _Step(torch.empty((num_tokens, *shape), dtype=dtype, device=self.device))
+        compared = [
+            (experts, sink.forces_routes, part.position, own)
+            for (sink, part), own in zip(requests, rows, strict=True)
+            if (experts := sink.reference_experts) is not None
+        ]
+        if not compared:
+            return step
+        step.recorded = recorded = torch.zeros_like(step.chosen)
+        step.agreement = step.chosen.new_empty((num_tokens, shape[0], 2), dtype=torch.int16)
+        if any(is_forced for _, is_forced, _, _ in compared):
+            step.is_forced = torch.zeros((num_tokens, 1), dtype=torch.bool, device=self.device)
+        for experts, is_forced, position, own in compared:
+            num_rows = own.stop - own.start
+            recorded[own] = experts[position : position + num_rows].to(self.device, non_blocking=True)
+            if step.is_forced is not None:
+                step.is_forced[own] = is_forced
+        return step
 
 
 def _routed(
@@ -173,23 +196,31 @@ def _routed(
     return step.route(layer, rule, weights, ids, router_logits)
 
 
-def _fit(runner: MoERunner, num_experts: int, device: torch.device) -> WeightRule | str:
+@torch.inference_mode()
+def _fit(runner: MoERunner, num_experts: int, top_k: int, device: torch.device) -> WeightRule | str:
     """Find the rule by which a layer's router weights its experts, or why the layer is not supported."""
     router, name = runner.router, type(runner.router).__name__
     if runner.is_monolithic:
-        return f"{type(runner.routed_experts.quant_method).__name__} chooses experts within its kernel"
+        method = type(runner.routed_experts.quant_method).__name__
+        return f"{method} chooses experts within its kernel: another --moe-backend may not"
     if not isinstance(router, BaseRouter):
         return f"{name} does not go through vLLM's common routing"
-    logits = torch.randn((_FIT_ROWS, num_experts), generator=torch.Generator().manual_seed(0)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    # Every expert is chosen at least once.
+    boosted = torch.randn((num_experts, num_experts), generator=generator) + _BOOST * torch.eye(num_experts)
+    logits = torch.cat((torch.randn((_FIT_ROWS, num_experts), generator=generator), boosted)).to(device)
     try:
-        weights, ids = router._compute_routing(logits, logits, None, input_ids=torch.arange(_FIT_ROWS, device=device))
+        weights, ids = router._compute_routing(logits, logits, None, input_ids=torch.arange(len(logits), device=device))
     # Routers are of many classes, and may need what only a forward pass has.
     except Exception as error:
         return f"{name} cannot be called alone: {error}"
-    if ids.shape[1] == router.top_k and int(ids.max()) < num_experts:
-        for score, is_normalized in product(_SCORES, (True, False)):
-            expected = WeightRule(score, is_normalized).weights(logits, ids)
-            scale = float(weights.sum() / expected.sum())
-            if torch.allclose(weights.float(), scale * expected, rtol=_TOLERANCE, atol=0):
-                return WeightRule(score, is_normalized, scale)
+    if ids.shape[1] != top_k or int(ids.max()) >= num_experts:
+        return f"{name} chooses more than {top_k} of {num_experts} experts"
+    ids, ones = ids.long(), torch.ones(num_experts, device=device)
+    for score, is_normalized in product(_SCORES, (True, False)):
+        ratios = weights.float() / WeightRule(score, is_normalized, ones).weights(logits, ids)
+        scales = ones * ratios.mean()
+        scales[ids.flatten()] = ratios.flatten()
+        if torch.allclose(scales[ids], ratios, rtol=_TOLERANCE, atol=0):
+            return WeightRule(score, is_normalized, scales)
     return f"{name} weights experts in another way than by a score of their logits"

@@ -60,27 +60,32 @@ class WindowSink(Sink, ABC):
 
     may_be_cached = False
 
-    def __init__(self, mark: WindowMark, routes: torch.Tensor | None = None) -> None:
+    def __init__(self, mark: WindowMark, reference_experts: torch.Tensor | None = None) -> None:
         """Take the reference's experts [fed, layers, k] on the host; None if they are recorded, not compared, or could
         not be read."""
         super().__init__()
-        self.mark, self.routes, self.forces_routes = mark, routes, mark.forces_routes
+        self.mark, self.reference_experts, self.forces_routes = mark, reference_experts, mark.forces_routes
         self._routed: list[torch.Tensor] = []
 
-    def take_routes(self, position: int, results: torch.Tensor) -> None:
+    def store_routes(self, position: int, results: torch.Tensor) -> None:
         """See `RoutedSink`."""
         if position == self.num_routed:
             self._routed.append(results)
 
     @property
     def num_routed(self) -> int:
-        """The number of tokens, from the first on, whose experts were recorded or compared."""
+        """The number of tokens, from the first on, whose experts all layers have recorded or compared."""
         return sum(map(len, self._routed))
 
     def routed(self) -> torch.Tensor:
         """The results of these tokens: see `RoutedSink`."""
-        self._routed = [torch.cat(self._routed)]
+        if len(self._routed) > 1:
+            self._routed = [torch.cat(self._routed)]
         return self._routed[0]
+
+    def forget_routes(self) -> None:
+        """Free their memory on the device."""
+        self._routed = []
 
     @abstractmethod
     def cross(self, boundary: int, stream: Stream, rows: slice, position: int) -> None:
@@ -99,7 +104,7 @@ class ComparedWindow(WindowSink):
         num_top: int,
     ) -> None:
         """Take what was read for the window, on the host; None if it could not be read."""
-        super().__init__(mark, read and read.routes)
+        super().__init__(mark, read and read.experts)
         self.recorded = read and read.hidden_states
         self.streams = read.streams if read else {}
         self.leased, self.num_top = leased, num_top
@@ -220,7 +225,7 @@ class WindowTensors:
     """[scored, hidden]"""
     streams: Mapping[int, torch.Tensor]
     """The residual stream [fed, hidden] at the boundaries of the window's mark."""
-    routes: torch.Tensor | None
+    experts: torch.Tensor | None
     """Experts [fed, layers, k], if they are compared."""
 
 
@@ -364,17 +369,17 @@ class WorkerWindows(SinkMaker):
             stream = streams[boundary] = _readable(reference.read_stream(mark.index, recorded))
             if len(stream) != mark.num_fed:
                 raise BrokenFileError(f"{reference.stream(mark.index, recorded)} has {len(stream)} tokens")
-        routes = self._read_routes(reference, mark) if mark.num_routed_layers else None
-        return WindowTensors(_readable(hidden_states), streams, routes)
+        experts = self._read_experts(reference, mark) if mark.num_routed_layers else None
+        return WindowTensors(_readable(hidden_states), streams, experts)
 
-    def _read_routes(self, reference: StoredReference, mark: WindowMark) -> torch.Tensor:
-        experts, recorded = reference.read_routes(mark.index), reference.manifest.routes
+    def _read_experts(self, reference: StoredReference, mark: WindowMark) -> torch.Tensor:
+        experts, recorded = reference.read_experts(mark.index), reference.manifest.routes
         assert recorded is not None
-        expected = (mark.num_fed, len(recorded.layers), recorded.top_k)
+        if experts.shape != (mark.num_fed, len(recorded.layers), recorded.top_k):
+            raise BrokenFileError(f"{reference.experts_path(mark.index)} has experts {tuple(experts.shape)}")
         # An id of no expert would end the engine.
-        if experts.shape != expected or not 0 <= int(experts.min()) <= int(experts.max()) < recorded.num_experts:
-            path, shape = reference.routes(mark.index), tuple(experts.shape)
-            raise BrokenFileError(f"{path} has experts {shape} up to {int(experts.max())}, not {expected}")
+        if wrong := {int(experts.min()), int(experts.max())} - {*range(recorded.num_experts)}:
+            raise BrokenFileError(f"{reference.experts_path(mark.index)} has expert {min(wrong)}")
         return _readable(experts)
 
     def write_head_later(self, name: str, identity: str, ticket: str, weights: list[torch.Tensor]) -> None:
@@ -388,8 +393,9 @@ class WorkerWindows(SinkMaker):
 
     def _write_window_later(self, window: RecordedWindow) -> None:
         mark = window.mark
-        routes = [_to_host(window.routed())] if window.num_routed else []
-        num_bytes = sum(tensor.nbytes for tensor in chain(window.hidden_states, routes, *window.streams.values()))
+        num_routed, experts = window.num_routed, [_to_host(window.routed())] if window.num_routed else []
+        window.forget_routes()
+        num_bytes = sum(tensor.nbytes for tensor in chain(window.hidden_states, experts, *window.streams.values()))
 
         is_copying = window.hidden_states[0].is_pinned()
         copied = torch.cuda.current_stream().record_event() if is_copying else None
@@ -407,9 +413,9 @@ class WorkerWindows(SinkMaker):
                     raise ValueError(f"{num_tokens} of {mark.num_fed} tokens passed boundary {boundary} of the layers")
                 reference.write_stream(mark.index, boundary, torch.cat(parts))
             if mark.num_routed_layers:
-                if window.num_routed != mark.num_fed:
-                    raise ValueError(f"{window.num_routed} of {mark.num_fed} tokens passed the routers of experts")
-                reference.write_routes(mark.index, *routes)
+                if num_routed != mark.num_fed:
+                    raise ValueError(f"{num_routed} of {mark.num_fed} tokens passed all routers of experts")
+                reference.write_experts(mark.index, *experts)
             # Write this file last: a window that has it has the others.
             reference.write_shard(mark.index, torch.cat(window.hidden_states), logprobs)
 

@@ -10,12 +10,12 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulatorRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from scoremode.wire.references import ReferenceRoutes
 from scoremode_server.references.worker.expert_routes import ExpertLayers
 from scoremode_server.worker.request_rows import StepPart
 
 NUM_EXPERTS, TOP_K, NUM_TOKENS = 8, 2, 6
 BIAS = torch.linspace(-0.5, 0.5, NUM_EXPERTS)
+SCALES = torch.linspace(0.5, 1.5, NUM_EXPERTS)
 GROUPED = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
 
 
@@ -23,6 +23,12 @@ def sigmoid_of_the_largest(hidden_states, gating_output, topk, renormalize):
     """As Llama 4 routes."""
     values, ids = gating_output.topk(topk, dim=-1)
     return values.sigmoid(), ids
+
+
+def scaled_by_expert(hidden_states, gating_output, topk, renormalize):
+    """As Gemma 4 routes."""
+    weights, ids = gating_output.softmax(-1).topk(topk, dim=-1)
+    return weights / weights.sum(-1, keepdim=True) * SCALES[ids], ids
 
 
 def smallest_first(hidden_states, gating_output, topk, renormalize):
@@ -46,7 +52,9 @@ class Mixture(nn.Module):
             # Its constructor needs a whole engine's configuration, and experts with weights.
             runner = MoERunner.__new__(MoERunner)
             nn.Module.__init__(runner)
-            runner.router, runner.moe_config = router, SimpleNamespace(num_logical_experts=NUM_EXPERTS)
+            runner.router = router
+            top_k = getattr(router, "top_k", TOP_K)
+            runner.moe_config = SimpleNamespace(num_logical_experts=NUM_EXPERTS, experts_per_token=top_k)
             runner.routed_experts = SimpleNamespace(quant_method=SimpleNamespace(is_monolithic=is_monolithic))
             self.layers.append(runner)
 
@@ -62,10 +70,11 @@ class Window:
     """A sink of one window, of which `routes` are the reference's experts."""
 
     def __init__(self, routes: torch.Tensor | None = None, *, forced: bool = False):
-        self.routes, self.forces_routes, self.taken = routes, forced, list[tuple[int, torch.Tensor]]()
+        self.reference_experts, self.forces_routes = routes, forced
+        self.stored = list[tuple[int, torch.Tensor]]()
 
-    def take_routes(self, position: int, results: torch.Tensor) -> None:
-        self.taken.append((position, results))
+    def store_routes(self, position: int, results: torch.Tensor) -> None:
+        self.stored.append((position, results))
 
 
 def part(position: int, row: int, num_tokens: int, num_fed: int = 100) -> StepPart:
@@ -74,13 +83,6 @@ def part(position: int, row: int, num_tokens: int, num_fed: int = 100) -> StepPa
 
 def logits_of(num_layers: int, num_tokens: int = NUM_TOKENS) -> torch.Tensor:
     return torch.randn((num_layers, num_tokens, NUM_EXPERTS), generator=torch.Generator().manual_seed(3))
-
-
-def test_layers_are_described():
-    names = ["layers.0", "layers.1"]
-    assert ExpertLayers(Mixture(cpu_router(), cpu_router())).described == ReferenceRoutes(
-        layers=names, num_experts=NUM_EXPERTS, top_k=TOP_K
-    )
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,7 @@ def test_layers_are_described():
             0.5,
         ),
         (cpu_router(custom_routing_function=sigmoid_of_the_largest), "sigmoid", False, 1),
+        (cpu_router(custom_routing_function=scaled_by_expert), "softmax", True, SCALES),
     ],
 )
 def test_forced_experts_have_the_routers_own_weights(router, score, is_normalized, scale):
@@ -123,7 +126,8 @@ def test_forced_experts_have_the_routers_own_weights(router, score, is_normalize
     scores = {"softmax": logits[0].softmax(-1), "sigmoid": logits[0].sigmoid()}[score][~kept].gather(
         1, ids[~kept].long()
     )
-    expected = scale * (scores / scores.sum(1, keepdim=True) if is_normalized else scores)
+    expected = scores / scores.sum(1, keepdim=True) if is_normalized else scores
+    expected = expected * (scale[ids[~kept].long()] if isinstance(scale, torch.Tensor) else scale)
     torch.testing.assert_close(weights[~kept], expected, rtol=1e-6, atol=0)
 
 
@@ -131,9 +135,12 @@ def test_forced_experts_have_the_routers_own_weights(router, score, is_normalize
     ("model", "reason"),
     [
         (Mixture(), "Mixture: it has no mixture-of-experts layers"),
-        (Mixture(cpu_router(), CPURouter(1, NUM_EXPERTS)), "Mixture: its layers have different numbers of experts"),
+        (
+            Mixture(cpu_router(), CPURouter(1, NUM_EXPERTS)),
+            "Mixture: its layers have different numbers of experts, or",
+        ),
         (Mixture(cpu_router(), is_monolithic=True), "layers.0: SimpleNamespace chooses experts within its kernel"),
-        (Mixture(SimpleNamespace(top_k=TOP_K)), "layers.0: SimpleNamespace does not go through vLLM's common routing"),
+        (Mixture(SimpleNamespace()), "layers.0: SimpleNamespace does not go through vLLM's common routing"),
         (
             Mixture(cpu_router(), cpu_router(custom_routing_function=linear_in_the_logits)),
             "layers.1: CPURouter weights experts in another way than by a score of their logits",
@@ -166,7 +173,7 @@ def test_windows_of_a_step_are_recorded_compared_and_forced_apart():
     assert all(torch.equal(ids[:10], own[:10]) for (_, ids), (_, own) in zip(found, plain, strict=True))
     assert all(torch.equal(ids[13], own[13]) for (_, ids), (_, own) in zip(found, plain, strict=True))
     assert all({*row} == {0, 7} for _, ids in found for row in map(tuple, ids[10:13].tolist()))
-    [(start, chosen)], [(position, agreement)], [(_, by_router)] = recorded.taken, compared.taken, forced.taken
+    [(start, chosen)], [(position, agreement)], [(_, by_router)] = recorded.stored, compared.stored, forced.stored
     assert (start, chosen.shape, position) == (0, (3, 2, TOP_K), 40)
     for layer, (weights, ids) in enumerate(plain):
         by_weight = ids.gather(1, weights.argsort(1, descending=True))
@@ -176,6 +183,14 @@ def test_windows_of_a_step_are_recorded_compared_and_forced_apart():
     assert agreement[:, :, 0].tolist() == [[2, 2], [2, 2], [2, 1], [2, 2]]
     first_of = torch.stack([ids.gather(1, weights.argmax(1, keepdim=True))[5:9, 0] for weights, ids in plain], 1)
     assert torch.equal(agreement[:, :, 1].bool(), first_of == routes[40:, :, 0])
+
+
+def test_a_step_that_does_not_call_all_routers_has_no_experts():
+    """As a text's step of a model that has other experts for images."""
+    model, windows = Mixture(cpu_router(), cpu_router()), [Window(), Window(torch.zeros((9, 2, TOP_K)).byte())]
+    with ExpertLayers(model).hooking([(window, part(0, 3 * place, 3)) for place, window in enumerate(windows)]):
+        model.layers[0].router.select_experts(logits_of(1)[0], logits_of(1)[0])
+    assert [window.stored for window in windows] == [[], []]
 
 
 def test_a_failed_step_leaves_the_routers_as_they_were():

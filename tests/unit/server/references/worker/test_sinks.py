@@ -195,12 +195,12 @@ def test_a_rows_agreement_of_experts_is_that_of_its_token(windows: WorkerWindows
     """However the prompt is split, and however many rows wait."""
     generator = torch.Generator().manual_seed(6)
     agreement = torch.randint(9, (NUM_FED, 2, 2), dtype=torch.int16, generator=generator)
-    reference.write_routes(FIRSTS.index(first), torch.zeros((NUM_FED, 2, 1), dtype=torch.uint8))
+    reference.write_experts(FIRSTS.index(first), torch.zeros((NUM_FED, 2, 1), dtype=torch.uint8))
     for split, max_waiting_rows in zip(SPLITS, cycle((0, 3, 100, 1)), strict=False):
         worker = let_wait(add(windows, routed("compare", first, FIRSTS.index(first))), max_waiting_rows)
         window, ends = worker.scorer.requests["request"].sinks[SINK], sorted({*split, NUM_FED} - {0})
         for start, end in zip([0, *ends], ends, strict=False):
-            window.take_routes(start, agreement[start:end])
+            window.store_routes(start, agreement[start:end])
             rows = worker.step("request", start, STATES[start:end], torch.tensor(TOKENS[:-1]), NUM_FED)
         for place, name in enumerate(("shared_experts", "same_first_expert")):
             assert rows.column(name).tolist() == agreement[first - 1 :, :, place].tolist()
@@ -210,16 +210,16 @@ def test_windows_without_all_their_experts_fail_alone(windows: WorkerWindows, re
     """Files that are missing, of another shape or with an id of no expert, and tokens that passed no router."""
     add(windows, routed("compare", 1))
     assert "routes/000000.safetensors is missing" in windows._outcome("routed")
-    for experts in (torch.zeros((NUM_FED, 2, 2)), torch.full((NUM_FED, 2, 1), ROUTES.num_experts)):
-        reference.write_routes(0, experts.to(torch.uint8))
+    wrong_id = torch.full((NUM_FED, 2, 1), ROUTES.num_experts)
+    for experts, reason in ((torch.zeros((NUM_FED, 2, 2)), "has experts (7, 2, 2)"), (wrong_id, "has expert 4")):
+        reference.write_experts(0, experts.to(torch.uint8))
         add(windows, routed("compare", 1))
-        shown = f"has experts {tuple(experts.shape)} up to {int(experts.max())}, not (7, 2, 1)"
-        assert windows._outcome("routed").endswith(shown)
-    reference.write_routes(0, torch.zeros((NUM_FED, 2, 1), dtype=torch.uint8))
+        assert windows._outcome("routed").endswith(reason)
+    reference.write_experts(0, torch.zeros((NUM_FED, 2, 1), dtype=torch.uint8))
     assert steps(add(windows, routed("compare", 1)), NUM_FED).has_nan.all()
     steps(add(windows, routed("record", 1)), NUM_FED)
     let_all_be_written(windows)
-    assert windows._outcome("routed") == "0 of 7 tokens passed the routers of experts"
+    assert windows._outcome("routed") == "0 of 7 tokens passed all routers of experts"
 
 
 def test_the_references_rows_of_several_steps_are_projected_at_once(windows: WorkerWindows, reference: StoredReference):
