@@ -203,7 +203,7 @@ SERVER_FAULTS = {
             "slice(part.row, part.row + min(part.num_tokens, part.num_fed - part.position))",
             "slice(part.row, part.row + part.num_tokens)",
         ),
-        ("experts[position : position + num_rows]", "experts[:num_rows]"),
+        ("experts[part.position : part.position + own.stop - own.start]", "experts[: own.stop - own.start]"),
         ("del router._compute_routing", "pass"),
     ],
     "references/worker/sinks.py < references/worker/test_sinks.py": [

@@ -85,9 +85,8 @@ class MarkedWindow:
     ) -> "MarkedWindow":
         """Make a window of a reference whose text has been read. The request's queue counts the window's tokens until
         the window is done. `boundaries` and `recorded` say where the residual stream is recorded or replaced: see
-        `WindowMark`.
-        `statistics` names figures to compute for both models. `routes` has the layers whose experts are recorded or
-        compared, and with `forces_routes` are the reference's."""
+        `WindowMark`. `statistics` names figures to compute for both models. `routes` has the layers whose experts are
+        recorded or compared; `forces_routes` has all tokens computed with the reference's."""
         token_ids, first = reference.text.window(index)
         settings.queue.add(1, len(token_ids))
         mark = WindowMark(

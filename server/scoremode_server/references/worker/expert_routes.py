@@ -162,22 +162,19 @@ class ExpertLayers:
         num_tokens, shape = max(own.stop for own in rows), (len(self.described.layers), self.described.top_k)
         dtype = torch.uint8 if self.described.num_experts <= 256 else torch.int16
         step = _Step(torch.empty((num_tokens, *shape), dtype=dtype, device=self.device))
-        compared = [
-            (experts, sink.forces_routes, part.position, own)
-            for (sink, part), own in zip(requests, rows, strict=True)
-            if (experts := sink.reference_experts) is not None
-        ]
-        if not compared:
+        if all(sink.reference_experts is None for sink, _ in requests):
             return step
         step.recorded = recorded = torch.zeros_like(step.chosen)
         step.agreement = step.chosen.new_empty((num_tokens, shape[0], 2), dtype=torch.int16)
-        if any(is_forced for _, is_forced, _, _ in compared):
+        if any(sink.forces_routes for sink, _ in requests):
             step.is_forced = torch.zeros((num_tokens, 1), dtype=torch.bool, device=self.device)
-        for experts, is_forced, position, own in compared:
-            num_rows = own.stop - own.start
-            recorded[own] = experts[position : position + num_rows].to(self.device, non_blocking=True)
+        for (sink, part), own in zip(requests, rows, strict=True):
+            if (experts := sink.reference_experts) is None:
+                continue
+            of_rows = experts[part.position : part.position + own.stop - own.start]
+            recorded[own] = of_rows.to(self.device, non_blocking=True)
             if step.is_forced is not None:
-                step.is_forced[own] = is_forced
+                step.is_forced[own] = sink.forces_routes
         return step
 
 
