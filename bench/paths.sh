@@ -10,10 +10,13 @@
 #   equal            W4A16 on 20 equal paths, in prefill
 #   faults           W4A16 with a fault in a layer's attention, and in steps with few rows, in both lanes
 #   scales           FP8 with scales of an FP8 KV cache; one is halved on a path
-#   mixtral          a random Mixtral under its MoE backends; an expert is wrong under `triton`
+#   mixtral          a random Mixtral under its MoE backends, and with an expert that is wrong under `triton` alone
+#   version          MODEL on another vLLM, in both lanes: OTHER is its `scoremode serve`
 #   cache            KV cache types of LONG (or MODEL) in windows of 32,768 tokens
-#   norm invariant   eager steps of one window next to steps of many, for windows of 200, 255, 256 and 300 tokens: vLLM's
-#                    RMSNorm takes other blocks in steps of fewer than 256 rows; then with batch invariance
+#   norm invariant   eager steps of one window next to steps of many, for windows of 200, 255, 256 and 300 tokens of a
+#                    wide random Llama: vLLM's RMSNorm takes other blocks in steps of fewer than 256 rows; then with
+#                    batch invariance
+#   suffixes         tokens of such windows in a step of their own after a cached prefix, with and without it
 #
 # RESULTS/paths.txt gets each part's output with its seconds, and RESULTS/paths.tgz has all runs, tables and logs.
 # FLAGS are flags of all servers. With 16 sequences, decode steps have few rows. SHORT has the options of most parts; for
@@ -37,8 +40,10 @@ measure() { # MODEL OPTION ...
     --fail-if differs "${@:2}" -- $flags
 }
 quantized() { [ -d "$copies/$1" ] || python "$here/known_models.py" quantize "$model" "$folder/known" "$1"; }
+wide() { [ -d "$copies/wide" ] || python "$here/paths.py" wide "$copies/wide"; }
 lengths() {
-  python "$here/paths.py" lengths "$model" "$text" "$folder/$part" --enforce-eager $flags
+  wide
+  python "$here/paths.py" lengths "$copies/wide" "$text" "$folder/$part" --enforce-eager $flags
   timeout -k 60 "${LIMIT:-300}" python -m scoremode.cli sweep "$folder/$part/plan.yaml" --quiet
 }
 run() {
@@ -55,13 +60,20 @@ run() {
       measure "$copies/scales" $short --try "PLANTED_FAULT=none,k-scale:$layer:0.5" ;;
     mixtral)
       [ -d "$copies/mixtral" ] || python "$here/paths.py" mixtral "$copies/mixtral"
-      PLANTED_FAULT=expert:1:2:1.05:triton measure "$copies/mixtral" $short \
-        --try moe-backend=triton,batched_triton,flashinfer_cutlass,flashinfer_trtllm ;;
+      measure "$copies/mixtral" $short --product --try moe-backend=triton,batched_triton \
+        --try PLANTED_FAULT=expert:1:2:1.05:triton ;;
+    version) measure "$model" $short --try "command=$OTHER" ;;
     cache) flags=${LONG_FLAGS:---gpu-memory-utilization 0.15 --kv-cache-memory-bytes 8G} measure "${LONG:-$model}" \
       --lane prefill --context-length "${LONG_CONTEXT:-32768}" --max-windows 4 --no-blocks \
       --try kv-cache-dtype=fp8,fp8_e5m2 ;;
     norm) lengths ;;
     invariant) VLLM_BATCH_INVARIANT=1 lengths ;;
+    suffixes)
+      wide
+      for on in 0 1; do
+        VLLM_BATCH_INVARIANT=$on python "$here/paths.py" suffixes "$copies/wide" "$text" "$folder/$part/$on" \
+          --enforce-eager $flags
+      done ;;
   esac
 }
 [ $# -gt 0 ] || set -- bf16 w4a16 fp8 equal faults scales mixtral cache norm invariant

@@ -122,7 +122,7 @@ COMMAND = Command(
                 Option("--product", "measure all combinations of values too", action="store_true"),
                 Option(
                     "--repeats N",
-                    "measure the default path N times more, for the floor; default: %(default)s",
+                    "measure each path N times, and the default one N times more; default: %(default)s",
                     type=at_least(2),
                     default=4,
                 ),

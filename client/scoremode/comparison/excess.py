@@ -1,13 +1,16 @@
 """Tests whether a server diverges from a reference by more than the recorded model itself does in repeats.
 
-For u units (segments of the text), with the sums P of a path's KL divergences and F_r of each of R repeats:
+For u units (segments of the text), with the sums P_r of a path's KL divergences and F_r of the recorded model's, in
+each of R repeats:
 
-    excess    (sum P - mean over r of sum F_r) / tokens
-    variance  V_u + V_r: V_u, by unit, from the differences P - mean F_r; V_r = var(means of repeats) · (1 + 1/R)
+    d_r       (sum P_r - sum F_r) / tokens
+    excess    mean d_r
+    variance  V_u + V_r: V_u, by unit, from the differences mean P_r - mean F_r; V_r = var(d_r) / R
     p         chance of such an excess if the true one is at most `MARGIN` of the floor: Student's t, one-sided, with
               Welch and Satterthwaite's degrees of freedom
 
-One run's noise is not another's: V_r has what a whole run shares, such as its batches.
+One run's noise is not another's: V_r has what a whole run shares. Repeats with the same number have the same number of
+windows in flight, so what batches do to both cancels. A path with a single run P has V_r = var(d_r) · (1 + 1/R).
 """
 
 import math
@@ -53,17 +56,18 @@ def excess(
     least_units: int = MIN_UNITS,
     least: float = NEGLIGIBLE_KLD,
 ) -> Excess:
-    """Compare sums of divergences [units] with those of the repeats [repeats, units]; `sizes` [units] in tokens.
-    The variance is that of the units alone if there is one repeat."""
+    """Compare sums of divergences [repeats or 1, units] with those of the floor [repeats, units]; `sizes` [units] in
+    tokens. The variance is that of the units alone if there is one repeat."""
     num_tokens, num_units, num_repeats = sizes.sum(), len(sizes), len(floors)
-    mean, floor = float(sums.sum() / num_tokens), float(floors.sum() / num_repeats / num_tokens)
+    mean, floor = (float(values.mean(axis=0).sum() / num_tokens) for values in (sums, floors))
     value = mean - floor
     if num_units < least_units or not math.isfinite(value):
         return Excess(mean, floor, None, None, 0.0 if value == math.inf else None)
-    off = sums - floors.mean(axis=0) - value * sizes
+    off = sums.mean(axis=0) - floors.mean(axis=0) - value * sizes
     by_unit = num_units / (num_units - 1) * (off**2).sum() / num_tokens**2
-    repeat_means = floors.sum(axis=1) / num_tokens
-    by_repeat = repeat_means.var(ddof=1) * (1 + 1 / num_repeats) if num_repeats > 1 else 0.0
+    differences = (sums - floors).sum(axis=1) / num_tokens
+    share = 1 / num_repeats if len(sums) == num_repeats else 1 + 1 / num_repeats
+    by_repeat = differences.var(ddof=1) * share if num_repeats > 1 else 0.0
     margin = max(MARGIN * abs(floor), least)
     variance = by_unit + by_repeat
     if not variance:

@@ -117,23 +117,24 @@ class PathsRun(_Part):
         return [row for row in self.rows if row.verdict == "differs"]
 
 
-def lane_figures(runs: Sequence[RunFile], repeats: Mapping[Lane, Sequence[RunFile]]) -> list[LaneFigures]:
-    """Compare runs of all paths and lanes with the default path's repeats in the same lane."""
-    tests = [kld_test(run, repeats[run.lane]) for run in runs]
+def lane_figures(paths: Sequence[Sequence[RunFile]], repeats: Mapping[Lane, Sequence[RunFile]]) -> list[LaneFigures]:
+    """Compare the runs of each path in a lane with the default path's repeats in that lane."""
+    tests = [kld_test(runs, repeats[runs[0].lane]) for runs in paths]
     return [
-        _lane_figures(run, repeats[run.lane], test, differs)
-        for run, test, differs in zip(runs, tests, significant(tests), strict=True)
+        _lane_figures(runs, repeats[runs[0].lane], test, differs)
+        for runs, test, differs in zip(paths, tests, significant(tests), strict=True)
     ]
 
 
-def kld_test(run: RunFile, others: Sequence[RunFile]) -> Excess:
-    """Compare a run's divergences with those of one other run, or of repeats."""
-    units = cut_units(run.window_sizes, run.window_documents)
-    return excess(units.sums(_kld(run)), np.array([units.sums(_kld(other)) for other in others]), units.sizes)
+def kld_test(runs: Sequence[RunFile], others: Sequence[RunFile]) -> Excess:
+    """Compare the divergences of a path's runs with those of others, in pairs; or of its one run with all others."""
+    units = cut_units(runs[0].window_sizes, runs[0].window_documents)
+    own, floors = (np.array([units.sums(_kld(run)) for run in side]) for side in (runs, others))
+    return excess(own, floors, units.sizes)
 
 
-def _lane_figures(run: RunFile, repeats: Sequence[RunFile], test: Excess, differs: bool) -> LaneFigures:
-    floor = np.mean([_kld(repeat) for repeat in repeats], axis=0)
+def _lane_figures(runs: Sequence[RunFile], repeats: Sequence[RunFile], test: Excess, differs: bool) -> LaneFigures:
+    run, kld, floor = runs[0], _mean_kld(runs), _mean_kld(repeats)
     before = tokens_before([run])
     positions = np.ones(run.num_scored, np.int64) if before is None else np.maximum(before, 1)
     least = max(MARGIN * test.floor, NEGLIGIBLE_KLD)
@@ -150,20 +151,20 @@ def _lane_figures(run: RunFile, repeats: Sequence[RunFile], test: Excess, differ
         lane=run.lane,
         excess=test,
         differs=differs,
-        differs_from=lane_difference(floor, _kld(run), positions, least).differs_from if differs else None,
-        by_position=_ranges(by_position, run, floor),
-        groups=_ranges(groups, run, floor),
+        differs_from=lane_difference(floor, kld, positions, least).differs_from if differs else None,
+        by_position=_ranges(by_position, kld, floor),
+        groups=_ranges(groups, kld, floor),
         tokens_per_second=run.positions_per_second,
     )
 
 
-def _ranges(groups: Sequence[TokenGroup], run: RunFile, floor: Floats) -> list[Range]:
+def _ranges(groups: Sequence[TokenGroup], kld: Floats, floor: Floats) -> list[Range]:
     return [
         Range(
             by=group.by,
             name=group.name,
             num_tokens=group.num_scored,
-            kld=float(_kld(run)[group.members].mean()),
+            kld=float(kld[group.members].mean()),
             floor=float(floor[group.members].mean()),
         )
         for group in groups
@@ -171,17 +172,23 @@ def _ranges(groups: Sequence[TokenGroup], run: RunFile, floor: Floats) -> list[R
     ]
 
 
+def _mean_kld(runs: Sequence[RunFile]) -> Floats:
+    mean: Floats = np.mean([_kld(run) for run in runs], axis=0)
+    return mean
+
+
 def _kld(run: RunFile) -> Floats:
     assert run.kld is not None
     return run.kld
 
 
-def block_figures(path: Path, repeats: Sequence[Path]) -> list[BlockFigures]:
+def block_figures(files: Sequence[Path], repeats: Sequence[Path]) -> list[BlockFigures]:
     """Compare the cost of each part on a path with its cost on the default path, given the files of `layers`: those
     parts that differ, by falling excess."""
-    parts = next(iter(load_layers([path]).values())).parts
-    own, *others = (load_file(file.with_suffix(ARRAYS_SUFFIX)) for file in (path, *repeats))
-    tests = part_tests(own["kld_sums"], np.array([other["kld_sums"] for other in others]), own["window_sizes"])
+    parts = next(iter(load_layers(files[:1]).values())).parts
+    own, others = ([load_file(file.with_suffix(ARRAYS_SUFFIX)) for file in side] for side in (files, repeats))
+    sums, floors = (np.array([arrays["kld_sums"] for arrays in side]) for side in (own, others))
+    tests = part_tests(sums, floors, own[0]["window_sizes"])
     blocks = [
         BlockFigures(name=part.name, kind=part.kind, excess=test)
         for part, test, differs in zip(parts, tests, significant(tests), strict=True)
@@ -191,8 +198,8 @@ def block_figures(path: Path, repeats: Sequence[Path]) -> list[BlockFigures]:
 
 
 def part_tests(sums: Floats, repeats: Floats, sizes: NDArray[np.integer]) -> list[Excess]:
-    """Test the cost of each part, given sums of divergences [windows, boundaries + 1] of the whole model and then from
-    each boundary, and the same of the repeats [repeats, windows, boundaries + 1].
+    """Test the cost of each part, given sums of divergences [repeats or 1, windows, boundaries + 1] of the whole model
+    and then from each boundary, and the same of the floor [repeats, windows, boundaries + 1].
 
     A CPU rounds a replaced stream in 16 bits where it does not round its own, so even the default path diverges from
     itself when it is resumed. Two such divergences do not add up: a cost that exceeds the default path's by no more
@@ -202,8 +209,8 @@ def part_tests(sums: Floats, repeats: Floats, sizes: NDArray[np.integer]) -> lis
     inexact = np.append(np.maximum(means - means[0], NEGLIGIBLE_KLD), NEGLIGIBLE_KLD)
     costs, floors = (-np.diff(values, append=0) for values in (sums, repeats))
     return [
-        excess(costs[:, part], floors[..., part], sizes, least_units=2, least=float(inexact[part : part + 2].max()))
-        for part in range(sums.shape[1])
+        excess(costs[..., part], floors[..., part], sizes, least_units=2, least=float(inexact[part : part + 2].max()))
+        for part in range(sums.shape[-1])
     ]
 
 

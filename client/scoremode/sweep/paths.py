@@ -1,9 +1,9 @@
 """Measures one checkpoint on several kernel paths, each a server with other flags, environment or command, and finds
 the paths, and the blocks of the model, that differ from the default path.
 
-The default path is recorded, and measured again on a second server, in repeats. The paths are the other models of the
-same sweep. Those that differ in prefill are measured once more by a sweep of eager servers, which resumes them at each
-block's boundary.
+The default path is recorded, and measured again on a second server. The paths are the other models of the same sweep;
+all are measured in repeats. Those that differ in prefill are measured once more by a sweep of eager servers, which
+resumes them at each block's boundary.
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from scoremode.comparison import compare, load_run
+from scoremode.comparison import RunFile, compare, load_run
 from scoremode.comparison.paths import (
     DEFAULT,
     PathRow,
@@ -34,7 +34,7 @@ from scoremode.sweep import reuse
 from scoremode.sweep.memory import model_folder
 from scoremode.sweep.plan import ModelEntry, PlanError, SweepPlan, VaryOptions
 from scoremode.sweep.processes import candidate_paths
-from scoremode.sweep.sweep import SweepResult, run_sweep
+from scoremode.sweep.sweep import SweepResult, numbered, run_sweep
 from scoremode.wire import Lane
 
 _log = logging.getLogger(__name__)
@@ -69,14 +69,15 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
     """
     vary, [model] = plan.vary or VaryOptions(), plan.models
     paths = _paths(vary, model) or await _candidates(plan, model, folder)
-    if repeated := [name for name, count in Counter(path.name.casefold() for path in paths).items() if count > 1]:
-        raise PlanError(f"vary: two paths are called {repeated[0]!r}")
+    if twice := [name for name, count in Counter(path.name.casefold() for path in paths).items() if count > 1]:
+        raise PlanError(f"vary: two paths are called {twice[0]!r}")
     # Eager servers are also measured with their layers, unless the text is too long.
     has_layers = vary.blocks and EAGER in plan.flags(model) and (plan.text.max_tokens or inf) <= _EAGER_TOKENS + 1
     plan = plan.model_copy(update={"vary": None, "speeds": True, "layers": has_layers})
     _say_space(plan, model, folder)
     original = None if vary.original is None else await _record(plan, vary.original, folder, settings)
-    result = await _measure(plan, paths, vary.repeats, folder, {**settings, "second_reference": original})
+    repeated = [path.model_copy(update={"repeats": vary.repeats}) for path in paths]
+    result = await _measure(plan, repeated, vary.repeats, folder, {**settings, "second_reference": original})
     run, file = _table(result, [path.name for path in paths], plan.lanes), (folder / plan.output / FILE).resolve()
     # The table is kept if looking for blocks is interrupted.
     write_whole(file, run.model_dump_json(indent=1).encode())
@@ -90,7 +91,7 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
                 eager = await _measure(_eager_plan(plan), again, vary.repeats, folder, settings)
             for row, other in zip(differing, _table(eager, names, ["prefill"]).rows[1:], strict=True):
                 row.eager, row.reason = next(iter(other.lanes), None), row.reason or other.reason
-                if (layers := eager.layers.get(f"{row.name} (layers)")) is not None:
+                if layers := _repeats(eager.layers, f"{row.name} (layers)"):
                     row.blocks = block_figures(layers, _repeats(eager.layers, f"{AGAIN} (layers)"))
         except RunError as error:
             for row in differing:
@@ -198,25 +199,30 @@ def _eager_plan(plan: SweepPlan) -> SweepPlan:
 
 
 def _repeats(files: Mapping[str, Path], label: str) -> list[Path]:
-    """The files of a run and of its repeats, which have numbers."""
-    return [path for other, path in files.items() if other == label or other.startswith(f"{label}-")]
+    """The files of a run and of its repeats."""
+    return [files[name] for repeat in range(len(files)) if (name := numbered(label, repeat)) in files]
 
 
 def _table(result: SweepResult, names: Sequence[str], lanes: Sequence[Lane]) -> PathsRun:
-    """Compare the runs of a sweep. The default path's row has its first repeat; the other rows have no blocks yet."""
-    repeats = {lane: [load_run(path) for path in _repeats(result.runs, in_lane(AGAIN, lane))] for lane in lanes}
-    labels = [(name, in_lane(name, lane)) for name in names for lane in lanes]
-    runs = [load_run(result.runs[label], name) for name, label in labels if label in result.runs]
-    figures, default = lane_figures(runs, repeats), repeats[lanes[0]][0]
-    servers = {DEFAULT: default.server, **{run.label: run.server for run in runs}}
+    """Compare the runs of a sweep. The rows have no blocks yet."""
+
+    def runs_of(name: str, lane: Lane) -> list[RunFile]:
+        return [load_run(path, name) for path in _repeats(result.runs, in_lane(name, lane))]
+
+    repeats = {lane: runs_of(AGAIN, lane) for lane in lanes}
+    measured = [runs for name in names for lane in lanes if (runs := runs_of(name, lane))]
+    # A server that failed may have fewer repeats.
+    paths = [runs if len(runs) == len(repeats[runs[0].lane]) else runs[:1] for runs in measured]
+    figures, default = lane_figures(paths, repeats), repeats[lanes[0]][0]
+    servers = {DEFAULT: default.server, **{runs[0].label: runs[0].server for runs in paths}}
     originals = {name: load_run(path) for name in (DEFAULT, *names) if (path := result.runs.get(f"{name} (original)"))}
     rows = [
         PathRow(
             name=name,
             reason=result.failures.get(name),
             same_as=same_path(name, servers),
-            lanes=[lane for run, lane in zip(runs, figures, strict=True) if run.label == name],
-            original=kld_test(originals[name], [originals[DEFAULT]]) if name in originals else None,
+            lanes=[lane for runs, lane in zip(paths, figures, strict=True) if runs[0].label == name],
+            original=kld_test([originals[name]], [originals[DEFAULT]]) if name in originals else None,
         )
         for name in names
     ]
@@ -228,5 +234,5 @@ def _table(result: SweepResult, names: Sequence[str], lanes: Sequence[Lane]) -> 
         num_windows=len(default.window_sizes),
         context_length=default.context_length,
         num_repeats=len(repeats[lanes[0]]),
-        rows=[PathRow(name=DEFAULT, lanes=lane_figures([own[0] for own in repeats.values()], repeats)), *rows],
+        rows=[PathRow(name=DEFAULT, lanes=lane_figures([*repeats.values()], repeats)), *rows],
     )

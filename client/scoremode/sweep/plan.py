@@ -175,7 +175,8 @@ class VaryOptions(_Part):
     product: bool = False
     """Whether to measure all combinations of values too."""
     repeats: Annotated[int, Field(ge=2)] = 4
-    """How often the default path is measured again for the floor, on a server of its own."""
+    """How often each path is measured, and the default path again for the floor, on a server of its own; each time with
+    another number of windows in flight."""
     blocks: bool = True
     """Whether to find the blocks of the paths that differ, on eager servers that start afterwards."""
     original: ModelEntry | None = None

@@ -344,13 +344,14 @@ class _Sweep:
             lanes = ("prefill", *lanes)
         wanted = {**marks, "reference": reference}
         for repeat in range(entry.repeats):
-            number = f"-{repeat + 1}" if repeat else ""
             for lane in lanes:
                 label, name = in_lane(entry.name, lane), entry.name if lane == "prefill" else f"{entry.name}-{lane}"
                 kind: RunKind = "perplexity" if self._is_first(entry) and lane == "prefill" else "kld"
-                yield PlannedRun(f"{label}{number}", self.output / f"{name}{number}.json", wanted, lane, repeat, kind)
+                path = self.output / f"{numbered(name, repeat)}.json"
+                yield PlannedRun(numbered(label, repeat), path, wanted, lane, repeat, kind)
             if self.plan.layers and not self._is_first(entry):
-                label, path = f"{entry.name} (layers){number}", self.output / f"{entry.name}-layers{number}.json"
+                path = self.output / f"{numbered(f'{entry.name}-layers', repeat)}.json"
+                label = numbered(f"{entry.name} (layers)", repeat)
                 yield PlannedRun(label, path, wanted, repeat=repeat, kind="layers")
         if self.second_reference is not None:
             label, path = f"{entry.name} (original)", self.output / f"{entry.name}-original.json"
@@ -591,6 +592,11 @@ async def _concurrency(client: AsyncScoreClient, run: PlannedRun) -> int | None:
     info, reference = await client.info(), await client.reference(str(run.wanted["reference"]))
     most = min(MAX_CONCURRENCY, info.max_num_seqs or MAX_CONCURRENCY, reference.num_windows)
     return max(1, most * 3 // (3 + run.repeat))
+
+
+def numbered(label: str, repeat: int) -> str:
+    """The label of a repeat, given that of the first run. A path may be called `X=1-2`, and none `X=1 (2)`."""
+    return f"{label} ({repeat + 1})" if repeat else label
 
 
 def _shown(figure: float | None) -> str:

@@ -75,6 +75,8 @@ async def test_a_path_that_differs_is_named_with_its_blocks_and_an_equal_one_agr
     }
     assert "'no-such-program' not found" in (rows["command=1"].reason or "")
     assert names == ["default", "default-again", f"{OWN_NOISE}=0.2", "OTHER=1"]
+    runs = {name: [*(tmp_path / "runs").glob(f"{name}*.json")] for name in ("default-again", "OTHER=1")}
+    assert [len(files) for files in runs.values()] == [2, 2], "both in repeats, which are compared in pairs"
     (lane,) = (differing := rows[f"{OWN_NOISE}=0.2"]).lanes
     tokens = [BOS, *(TEXT * 5).encode()]
     windows = [compare(tokens[start : start + 8], 1, 0.2).kld for start in range(0, len(tokens) - 8, 8)]
