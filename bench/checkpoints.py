@@ -87,7 +87,7 @@ def _calibrated(source: Path, folder: Path, kept: Sequence[str]) -> Path:
 
 
 def _patterns(modules: Sequence[str]) -> list[str]:
-    return [f"re:^{re.escape(module)}\\..*" for module in modules]
+    return [f"re:^{re.escape(module)}(\\..*)?$" for module in modules]
 
 
 def pad_heads(source: Path, folder: Path, query_heads: int, key_value_heads: int) -> Path:

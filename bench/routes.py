@@ -2,14 +2,15 @@
 
     python bench/routes.py LOGS [--format w4a16] [--layers 24] [--turns 6] [any vllm serve flag]
 
-A Qwen3-MoE with random weights is recorded with routes, and its copy in the format (of checkpoints.py; attention stays
-in 16 bits) measured by `ppl-client kld --routes`. `rounded` is for machines without such kernels: the copy's layers
-have 4 bits, written as floats. Then the copy is compared in turns without routes, with its own and with the forced
-ones: the ratios are of tokens per second, over those without routes. Both servers run eagerly.
+A Qwen3-MoE with random weights is recorded with routes, and its copy in the format (of checkpoints.py; attention and
+routers stay in 16 bits) measured by `ppl-client kld --routes`. `rounded` is for machines without such kernels: the
+copy's layers have 4 bits, written as floats. Then the copy is compared in turns without routes, with its own and with
+the forced ones: the ratios are of tokens per second, over those without routes. Both servers run eagerly.
 """
 
 import asyncio
 import json
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -19,6 +20,8 @@ from paired import paired_ratio
 from servers import WIKITEXT, Server, benchmark_parser, model_server, parsed, starting
 from tables import table
 from transformers import Qwen3MoeConfig
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 from rounded_model import rounded_model
 from scoremode import AsyncScoreClient
@@ -73,7 +76,8 @@ def main() -> None:
     if options.format == "rounded":
         copy = rounded_model(original, options.logs / "rounded")
     else:
-        kept = [f"model.layers.{layer}.self_attn" for layer in range(options.layers)]
+        # vLLM loads routers unquantized.
+        kept = [f"model.layers.{layer}.{name}" for layer in range(options.layers) for name in ("self_attn", "mlp.gate")]
         copy = write_checkpoint(original, options.logs / options.format, options.format, kept)
 
     def server_of(model: Path) -> Server:
