@@ -25,6 +25,8 @@ from scoremode.kld import Floats
 WIDTH, HEIGHT = 5.6, 3.9
 """Size of a plot in inches. Two plots fill a page's width; one is readable on a phone."""
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
+_ROW, _USUAL_ROWS = 0.22, 2
+"""Height of a legend's row in inches, and how many rows a plot has space for."""
 _TIP = "tip:"
 """Prefix of the SVG ids that `as_svg` turns into titles."""
 _NOISE = (0, (1, 2))
@@ -126,12 +128,13 @@ def legend_label(name: str) -> str:
 
 
 def legend(figure: Figure, axes: Axes, theme: Theme) -> None:
-    """Put a legend above the axes, with as many columns as its longest text allows."""
+    """Put a legend above the axes, with as many columns as its longest text allows. The figure grows with its rows."""
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
-    rows = math.ceil(len(labels) / max(1, 70 // (max(map(len, labels)) + 7)))
+    rows = math.ceil(len(labels) / max(1, 60 // (max(map(len, labels)) + 7)))
     columns = math.ceil(len(labels) / rows)
+    figure.set_figheight(figure.get_figheight() + _ROW * max(0, rows - _USUAL_ROWS))
     figure.legend(
         handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=theme.ink, fontsize=10
     )

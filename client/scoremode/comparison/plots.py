@@ -37,7 +37,7 @@ class Plot:
     """Caption for this plot only; `common_caption` has the part that applies to all plots."""
     drawn: Callable[[Drawing, Axes, Theme], None]
     formats: Sequence[int] = ()
-    """The index of each run's color: runs with the same format share it."""
+    """The index of each run's color: runs with the same format share it, unless all have one."""
     note: str = ""
     """The line in the picture that describes the measurement."""
 
@@ -70,7 +70,7 @@ def plots(comparison: RunComparison) -> list[Plot]:
         _expert_routes(comparison),
     )
     distinct = list(dict.fromkeys(run.format for run in comparison.files))
-    formats = [distinct.index(run.format) for run in comparison.files]
+    formats = [distinct.index(run.format) for run in comparison.files] if len(distinct) > 1 else [*range(len(runs))]
     return [
         replace(plot, formats=plot.formats or formats, note=measurement_in_words(comparison))
         for plot in drawable

@@ -1,5 +1,6 @@
 """Plots perplexity and mean KL divergence against a model's size: which runs are worth their size."""
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,9 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from scoremode.comparison.plot_style import HEIGHT, Theme, add_tip, draw_floor, legend, marker, plain_log_axis
 from scoremode.comparison.sizes import MIN_FRONT, Point, pareto_front
+
+# It warns at each of its steps about a label that is wider than the plot.
+logging.getLogger("adjustText").setLevel(logging.ERROR)
 
 
 def draw(

@@ -27,7 +27,8 @@ class Point:
 
 
 def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple[str | None, list[Point]]:
-    """Return the name of the size axis, or None if a run's size is missing, and a point for each finite figure.
+    """Return the name of the size axis, or None if a run's size is missing or all sizes are equal, and a point for each
+    finite figure.
 
     An end of an interval that is unknown or infinite is the value itself. On a size axis, references of unknown size
     are left out. So are simulated quantizations, whose files do not have the size that they simulate.
@@ -36,8 +37,7 @@ def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple
     sized = [run for run in runs if not is_simulated(run, comparison.base)]
     names = [name for name in _AXES if all(run.is_reference or getattr(run, name) is not None for run in sized)]
     name = comparison.size if comparison.size in names else next(iter(names), None)
-    if len(runs) > 1 and not any(run in sized for run in runs[1:]):
-        # A size axis would only have the base.
+    if name is not None and len(runs) > 1 and len({getattr(run, name) for run in sized}) < 2:
         name = None
     sizes: list[float | None] = [0.0] * len(runs)
     if name is not None:

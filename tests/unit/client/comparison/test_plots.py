@@ -10,7 +10,7 @@ from made_up_runs import MODELS, NOISE_FLOOR, NUM_PARAMETERS, write_runs
 from PIL import Image
 
 from scoremode.comparison import Figure, as_text, compare, load_runs, size_plots
-from scoremode.comparison.plot_style import DARK, LIGHT, as_svg, new_axes
+from scoremode.comparison.plot_style import DARK, HEIGHT, LIGHT, as_svg, new_axes
 from scoremode.comparison.plots import plots, write_plots
 from scoremode.comparison.run_file import with_bits
 from scoremode.comparison.sizes import Point, is_simulated
@@ -298,3 +298,21 @@ def test_the_best_at_each_size_are_those_that_no_smaller_one_beats(comparison):
     assert labels.cells == ["RTN-3bit", "AWQ-4bit", "Q6_K", "W8A8-INT8", "BF16"], "not GPTQ, larger and worse than AWQ"
     assert [float(size) for size in sizes.cells] == sorted(float(size) for size in sizes.cells)
     assert klds.cells[1].startswith(f"{comparison.runs[4].kld.value:.6f} ± ")
+
+
+def test_runs_of_one_checkpoint_have_a_row_and_a_color_each(comparison):
+    one = changed(comparison, lambda run: replace(run, server=comparison.runs[0].run.server))
+    axes = drawn(one, PERPLEXITY)[1]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [model.name for model in MODELS]
+    assert len({container[0].get_color() for container in axes.containers}) == len(MODELS)
+
+
+def test_a_legend_of_many_runs_leaves_the_axes_their_height(comparison):
+    runs = [
+        replace(figures, run=replace(figures.run, label=f"{figures.run.label} on the path with the number {number}"))
+        for number in range(4)
+        for figures in comparison.runs
+    ]
+    figure, axes = drawn(replace(comparison, runs=runs, pairs=[]), DIFFERENCE)
+    figure.draw_without_rendering()
+    assert axes.get_window_extent().height > figure.dpi * HEIGHT / 2
