@@ -16,7 +16,8 @@
 #   norm invariant   eager steps of one window next to steps of many, for windows of 200, 255, 256 and 300 tokens of a
 #                    wide random Llama: vLLM's RMSNorm takes other blocks in steps of fewer than 256 rows; then with
 #                    batch invariance
-#   suffixes         tokens of such windows in a step of their own after a cached prefix, with and without it
+#   suffixes         tokens of such windows in a step of their own after a cached prefix, with and without batch
+#                    invariance; takes two minutes
 #
 # RESULTS/paths.txt gets each part's output with its seconds, and RESULTS/paths.tgz has all runs, tables and logs.
 # FLAGS are flags of all servers. With 16 sequences, decode steps have few rows. SHORT has the options of most parts; for

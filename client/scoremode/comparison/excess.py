@@ -1,4 +1,4 @@
-"""Tests whether a server diverges from a reference by more than the recorded model itself does in repeats.
+"""Tests whether a server diverges from a reference by more than the recorded model itself does.
 
 For u units (segments of the text), with the sums P_r of a path's KL divergences and F_r of the recorded model's, in
 each of R repeats:
@@ -9,8 +9,8 @@ each of R repeats:
     p         chance of such an excess if the true one is at most `MARGIN` of the floor: Student's t, one-sided, with
               Welch and Satterthwaite's degrees of freedom
 
-One run's noise is not another's: V_r has what a whole run shares. Repeats with the same number have the same number of
-windows in flight, so what batches do to both cancels. A path with a single run P has V_r = var(d_r) · (1 + 1/R).
+V_r has what a whole run shares, because one run's noise is not another's. What batches do to the divergence cancels in
+d_r, because both runs of a pair have the same number of windows in flight.
 """
 
 import math
@@ -34,9 +34,9 @@ class Excess:
     """How much a mean KL divergence exceeds its floor, in nats per token."""
 
     mean: float
-    """The path's mean KL divergence, or the cost of its block."""
+    """The path's mean KL divergence, or the cost of its block, over its repeats."""
     floor: float
-    """The default path's mean KL divergence or cost, over its repeats."""
+    """The default path's mean KL divergence, or the cost of the block there."""
     low: float | None
     """`low` and `high` are the 95 % interval of `mean - floor`; None if the text has too few units."""
     high: float | None
@@ -56,8 +56,8 @@ def excess(
     least_units: int = MIN_UNITS,
     least: float = NEGLIGIBLE_KLD,
 ) -> Excess:
-    """Compare sums of divergences [repeats or 1, units] with those of the floor [repeats, units]; `sizes` [units] in
-    tokens. The variance is that of the units alone if there is one repeat."""
+    """Compare sums of divergences [repeats, units] with those of the floor in pairs; `sizes` [units] in tokens. The
+    variance is that of the units alone if there is one repeat."""
     num_tokens, num_units, num_repeats = sizes.sum(), len(sizes), len(floors)
     mean, floor = (float(values.mean(axis=0).sum() / num_tokens) for values in (sums, floors))
     value = mean - floor
@@ -66,8 +66,7 @@ def excess(
     off = sums.mean(axis=0) - floors.mean(axis=0) - value * sizes
     by_unit = num_units / (num_units - 1) * (off**2).sum() / num_tokens**2
     differences = (sums - floors).sum(axis=1) / num_tokens
-    share = 1 / num_repeats if len(sums) == num_repeats else 1 + 1 / num_repeats
-    by_repeat = differences.var(ddof=1) * share if num_repeats > 1 else 0.0
+    by_repeat = differences.var(ddof=1) / num_repeats if num_repeats > 1 else 0.0
     margin = max(MARGIN * abs(floor), least)
     variance = by_unit + by_repeat
     if not variance:

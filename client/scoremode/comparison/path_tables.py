@@ -85,9 +85,8 @@ def _heading(run: PathsRun) -> Iterator[str]:
     others = [f"; {verdict}: {counts[verdict]}" for verdict in ("refused", "failed", "no verdict") if counts[verdict]]
     num_paths = len(run.rows) - counts["default"]
     yield f"{counts['differs']} of {num_paths} {differ} from the default path{''.join(others)}."
-    repeats = f"{run.num_repeats} repeats of the default path on a second server"
-    windows = f"{run.num_windows:,} windows of {run.context_length:,}"
-    yield f"The floor is from {repeats}, over {run.num_tokens:,} tokens in {windows}."
+    windows = f"{run.num_tokens:,} tokens in {run.num_windows:,} windows of {run.context_length:,}"
+    yield f"Each path was compared {run.num_repeats} times over {windows}, and as the floor the default path again."
     versions = f"scoremode {server.scoremode_version}, vLLM {server.vllm_version}, {server.devices or 'unknown device'}"
     yield f"{run.model}: {weights_in_words(server)}; {versions}; text {run.text[:12]}."
 
@@ -97,7 +96,7 @@ def _line(row: PathRow, lane: LaneFigures | None, labels: Mapping[str, str]) -> 
     if lane is None:
         return [labels[row.name], *[NOT_KNOWN] * (len(_HEADERS) - 2), row.verdict]
     test, speed = lane.excess, lane.tokens_per_second
-    interval = with_interval(Figure(test.value, None, test.low, test.high)).errors
+    interval = with_interval(Figure(test.value, None, test.low, test.high)).errors if row.name != DEFAULT else ()
     verdict = "differs" if lane.differs else "no verdict" if test.p is None else "agrees"
     return [
         labels[row.name],
@@ -122,7 +121,8 @@ def _details(run: PathsRun, row: PathRow) -> Details:
         nats = f"{plain(test.floor).in_text} nats on the default path, {_more(test)} here"
         sentences.append(f"It is {order} the original: {nats}.")
     traced = [lane for lane in lanes if run.context_length >= _LONG_CONTEXT and len(lane.by_position) > 1]
-    blocks = row.blocks[:_MOST_BLOCKS]
+    stands_out = any(block.differs for block in row.blocks)
+    blocks = row.blocks[:_MOST_BLOCKS] if stands_out or (row.eager is not None and row.eager.differs) else []
     columns = [
         Column("block", [_shown(block.name) for block in blocks], right=False),
         Column("kind", [block.kind for block in blocks], right=False),
@@ -152,14 +152,14 @@ def _more(test: Excess) -> str:
 
 def _where(row: PathRow, lane: str) -> str:
     """Say in how many blocks a path differs, or why none is named; `lane` is the first in which it differs."""
-    eager, blocks = row.eager, "No single block stands out."
+    eager, blocks = row.eager, f"No block stands out.{' The largest excesses:' if row.blocks else ''}"
     if lane != "prefill":
         return f"The difference is in the {lane} lane: blocks are not measured there."
     if eager is None:
         return "Its blocks were not measured."
     if eager.excess.p is None:
         return "With both paths eager, the text is too short for a verdict."
-    if row.blocks:
+    if any(block.differs for block in row.blocks):
         num_shown = f"{min(len(row.blocks), _MOST_BLOCKS)} of {len(row.blocks)}"
         blocks = f"Blocks that cost more than on the default path ({num_shown}):"
     elif not eager.differs:

@@ -1,6 +1,7 @@
 """Compares the kernel paths of one checkpoint: which of them differ from the default path, by how much, and where."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
@@ -21,10 +22,11 @@ from scoremode.runs import ARRAYS_SUFFIX, PartKind, lane_difference, range_of
 from scoremode.wire import Lane, ServerInfo
 
 PathVerdict = Literal["default", "agrees", "differs", "refused", "failed", "no verdict"]
-"""A path is `refused` if nothing could be measured, and `failed` if a lane is missing. There is no verdict on a short
-text."""
+"""A path is `refused` if nothing could be measured, and `failed` if a lane or repeat is missing. A short text has no
+verdict."""
 DEFAULT = "default"
 """Name of the default path."""
+_LARGEST = 3
 _CONFIDENCE = ("p < 0.5", "0.5 ≤ p < 0.9", "p ≥ 0.9")
 """Groups of targets by the default path's probability of its top token."""
 
@@ -58,7 +60,7 @@ class LaneFigures(_Part):
     groups: list[Range]
     """Classes of tokens: by role, domain, and the default path's confidence."""
     tokens_per_second: float | None
-    """Compared tokens; None if another server shared the GPU."""
+    """Compared tokens in the first repeat; None if another server shared the GPU."""
 
 
 class BlockFigures(_Part):
@@ -67,7 +69,8 @@ class BlockFigures(_Part):
     name: str
     kind: PartKind
     excess: Excess
-    """An excess that is more than chance, over all parts of the model."""
+    differs: bool
+    """Whether the excess is more than chance, over all parts of the model."""
 
 
 class PathRow(_Part):
@@ -84,7 +87,8 @@ class PathRow(_Part):
     eager: LaneFigures | None = None
     """The same path next to the default one with both eager; None if the path agrees."""
     blocks: list[BlockFigures] = []
-    """The parts of the model that cost more than on the default path, by falling excess; both paths are eager."""
+    """The parts of the model that cost more than on the default path, by falling excess, or the largest few if none is
+    known to; both paths are eager."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -127,14 +131,16 @@ def lane_figures(paths: Sequence[Sequence[RunFile]], repeats: Mapping[Lane, Sequ
 
 
 def kld_test(runs: Sequence[RunFile], others: Sequence[RunFile]) -> Excess:
-    """Compare the divergences of a path's runs with those of others, in pairs; or of its one run with all others."""
+    """Compare the divergences of a path's runs with those of others, in pairs. A server that failed may have fewer; one
+    of several gives no p."""
     units = cut_units(runs[0].window_sizes, runs[0].window_documents)
-    own, floors = (np.array([units.sums(_kld(run)) for run in side]) for side in (runs, others))
-    return excess(own, floors, units.sizes)
+    own, floors = (np.array([units.sums(_kld(run)) for run in side]) for side in (runs, others[: len(runs)]))
+    test = excess(own, floors, units.sizes)
+    return replace(test, low=None, high=None, p=None) if len(runs) == 1 < len(others) else test
 
 
 def _lane_figures(runs: Sequence[RunFile], repeats: Sequence[RunFile], test: Excess, differs: bool) -> LaneFigures:
-    run, kld, floor = runs[0], _mean_kld(runs), _mean_kld(repeats)
+    run, kld, floor = runs[0], _mean_kld(runs), _mean_kld(repeats[: len(runs)])
     before = tokens_before([run])
     positions = np.ones(run.num_scored, np.int64) if before is None else np.maximum(before, 1)
     least = max(MARGIN * test.floor, NEGLIGIBLE_KLD)
@@ -183,23 +189,23 @@ def _kld(run: RunFile) -> Floats:
 
 
 def block_figures(files: Sequence[Path], repeats: Sequence[Path]) -> list[BlockFigures]:
-    """Compare the cost of each part on a path with its cost on the default path, given the files of `layers`: those
-    parts that differ, by falling excess."""
-    parts = next(iter(load_layers(files[:1]).values())).parts
-    own, others = ([load_file(file.with_suffix(ARRAYS_SUFFIX)) for file in side] for side in (files, repeats))
+    """Compare the cost of each part on a path with its cost on the default path, given the files of `layers`, in pairs.
+    Returns those parts that differ, or the largest few if none does, by falling excess."""
+    parts, sides = next(iter(load_layers(files[:1]).values())).parts, (files, repeats[: len(files)])
+    own, others = ([load_file(file.with_suffix(ARRAYS_SUFFIX)) for file in side] for side in sides)
     sums, floors = (np.array([arrays["kld_sums"] for arrays in side]) for side in (own, others))
     tests = part_tests(sums, floors, own[0]["window_sizes"])
     blocks = [
-        BlockFigures(name=part.name, kind=part.kind, excess=test)
+        BlockFigures(name=part.name, kind=part.kind, excess=test, differs=differs)
         for part, test, differs in zip(parts, tests, significant(tests), strict=True)
-        if differs
     ]
-    return sorted(blocks, key=lambda block: -block.excess.value)
+    blocks.sort(key=lambda block: -block.excess.value)
+    return [block for block in blocks if block.differs] or blocks[:_LARGEST]
 
 
 def part_tests(sums: Floats, repeats: Floats, sizes: NDArray[np.integer]) -> list[Excess]:
-    """Test the cost of each part, given sums of divergences [repeats or 1, windows, boundaries + 1] of the whole model
-    and then from each boundary, and the same of the floor [repeats, windows, boundaries + 1].
+    """Test the cost of each part, given sums of divergences [repeats, windows, boundaries + 1] of the whole model and
+    then from each boundary, and the same of the floor.
 
     A CPU rounds a replaced stream in 16 bits where it does not round its own, so even the default path diverges from
     itself when it is resumed. Two such divergences do not add up: a cost that exceeds the default path's by no more

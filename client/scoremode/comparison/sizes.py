@@ -37,7 +37,7 @@ def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple
     sized = [run for run in runs if not is_simulated(run, comparison.base)]
     names = [name for name in _AXES if all(run.is_reference or getattr(run, name) is not None for run in sized)]
     name = comparison.size if comparison.size in names else next(iter(names), None)
-    if name is not None and len(runs) > 1 and len({getattr(run, name) for run in sized}) < 2:
+    if name is not None and len(runs) > 1 and len({getattr(run, name) for run in sized} - {None}) < 2:
         name = None
     sizes: list[float | None] = [0.0] * len(runs)
     if name is not None:

@@ -38,7 +38,7 @@ def estimated_seconds(
     if not token_flops or plan.lane != "prefill":
         return None
     flops = _GPU_FLOPS if shutil.which("nvidia-smi") else _CPU_SHARE * _cpu_flops()
-    num_passes = len(plan.models) + 1 + plan.floor
+    num_passes = sum(entry.repeats for entry in plan.models) + 1 + plan.floor
     num_tokens = _num_tokens(plan, corpus) + (0 if prompts is None else prompts.num_rows * plan.max_new_tokens)
     return num_starts * _START_SECONDS + num_passes * num_tokens * token_flops / flops
 

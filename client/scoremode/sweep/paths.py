@@ -11,7 +11,7 @@ import logging
 from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, combinations, product
+from itertools import chain, combinations, count, product, takewhile
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -87,7 +87,7 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
         try:
             eager = result
             if not plan.layers:
-                again = [path for path in paths if path.name in names]
+                again = [path for path in repeated if path.name in names]
                 eager = await _measure(_eager_plan(plan), again, vary.repeats, folder, settings)
             for row, other in zip(differing, _table(eager, names, ["prefill"]).rows[1:], strict=True):
                 row.eager, row.reason = next(iter(other.lanes), None), row.reason or other.reason
@@ -164,7 +164,7 @@ async def _candidates(plan: SweepPlan, model: ModelEntry, folder: Path) -> list[
 async def _measure(
     plan: SweepPlan, paths: Sequence[ModelEntry], num_repeats: int, folder: Path, settings: Mapping[str, Any]
 ) -> SweepResult:
-    """Measure the default path, its repeats, and other paths. RunError if one of the first two fails."""
+    """Record the default path, and compare it and other paths. RunError if it fails on one of its servers."""
     default = plan.models[0].model_copy(update={"name": DEFAULT, "repeats": 0})
     again = plan.models[0].model_copy(update={"name": AGAIN, "repeats": num_repeats})
     result = await run_sweep(plan.model_copy(update={"models": [default, again, *paths]}), folder, **settings)
@@ -199,8 +199,9 @@ def _eager_plan(plan: SweepPlan) -> SweepPlan:
 
 
 def _repeats(files: Mapping[str, Path], label: str) -> list[Path]:
-    """The files of a run and of its repeats."""
-    return [files[name] for repeat in range(len(files)) if (name := numbered(label, repeat)) in files]
+    """The files of a run and of its repeats, until one is missing."""
+    names = (numbered(label, repeat) for repeat in count())
+    return [files[name] for name in takewhile(files.__contains__, names)]
 
 
 def _table(result: SweepResult, names: Sequence[str], lanes: Sequence[Lane]) -> PathsRun:
@@ -210,9 +211,7 @@ def _table(result: SweepResult, names: Sequence[str], lanes: Sequence[Lane]) -> 
         return [load_run(path, name) for path in _repeats(result.runs, in_lane(name, lane))]
 
     repeats = {lane: runs_of(AGAIN, lane) for lane in lanes}
-    measured = [runs for name in names for lane in lanes if (runs := runs_of(name, lane))]
-    # A server that failed may have fewer repeats.
-    paths = [runs if len(runs) == len(repeats[runs[0].lane]) else runs[:1] for runs in measured]
+    paths = [runs for name in names for lane in lanes if (runs := runs_of(name, lane))]
     figures, default = lane_figures(paths, repeats), repeats[lanes[0]][0]
     servers = {DEFAULT: default.server, **{runs[0].label: runs[0].server for runs in paths}}
     originals = {name: load_run(path) for name in (DEFAULT, *names) if (path := result.runs.get(f"{name} (original)"))}

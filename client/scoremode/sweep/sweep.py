@@ -4,6 +4,7 @@ measured at a time."""
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,7 @@ from scoremode.runs import (
 from scoremode.sweep import reuse
 from scoremode.sweep.estimate import estimated_seconds
 from scoremode.sweep.memory import ALONE, model_folder, needs, plan_groups
-from scoremode.sweep.plan import GgufOptions, ModelEntry, SweepPlan, check_local_models
+from scoremode.sweep.plan import GgufOptions, ModelEntry, PlanError, SweepPlan, check_local_models
 from scoremode.sweep.processes import ProcessError, device_memory, measure_file, model_server
 from scoremode.windows import WindowError
 from scoremode.wire import AnswerSettings, Lane, PerplexityWindow, Reference
@@ -120,7 +121,7 @@ async def run_sweep(
             with it too, in prefill.
 
     Raises:
-        PlanError: a model that can only be a local path does not exist.
+        PlanError: a model that can only be a local path does not exist, or two runs would have the same file.
         CorpusError: the text or the prompts cannot be read.
         OutputError: the folder for runs cannot be made, or another sweep uses it.
         OSError: the folder of a model cannot be listed.
@@ -140,6 +141,9 @@ async def run_sweep(
 
 async def _run(sweep: "_Sweep", at_once: int | None) -> SweepResult:
     plan, result = sweep.plan, sweep.result
+    files = [run.path.name.casefold() for entry in plan.models for run in sweep.runs(entry, {}, None)]
+    if twice := [name for name, number in Counter(files).items() if number > 1]:
+        raise PlanError(f"models: two runs would be written to {twice[0]}")
     for group in await sweep.groups(at_once):
         started = time.monotonic()
         sweep.loaded = {entry.name: asyncio.Event() for entry, _ in group}
@@ -586,7 +590,7 @@ class _Sweep:
 
 
 async def _concurrency(client: AsyncScoreClient, run: PlannedRun) -> int | None:
-    """Windows in flight: fewer in each repeat, so that batches differ; the default number in the first run."""
+    """Windows in flight: the default number in the first run, and then fewer, so that batches differ."""
     if not run.repeat:
         return None
     info, reference = await client.info(), await client.reference(str(run.wanted["reference"]))
@@ -595,7 +599,7 @@ async def _concurrency(client: AsyncScoreClient, run: PlannedRun) -> int | None:
 
 
 def numbered(label: str, repeat: int) -> str:
-    """The label of a repeat, given that of the first run. A path may be called `X=1-2`, and none `X=1 (2)`."""
+    """The label of a repeat, given that of the first run."""
     return f"{label} ({repeat + 1})" if repeat else label
 
 

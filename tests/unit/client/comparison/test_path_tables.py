@@ -40,7 +40,8 @@ def in_lane(mean: float, lane: str = "prefill", speed: float | None = None, **fi
 
 
 def block(index: int) -> BlockFigures:
-    return BlockFigures(name=f"model.layers.{index}.mlp", kind="mlp", excess=made_up_excess(0.001, 0.0002))
+    excess = made_up_excess(0.001, 0.0002)
+    return BlockFigures(name=f"model.layers.{index}.mlp", kind="mlp", excess=excess, differs=True)
 
 
 def made_up_run(*rows: PathRow, context_length: int = 1024) -> PathsRun:
@@ -72,12 +73,12 @@ RUN = made_up_run(
 
 TEXT = """\
 1 of 4 paths differs from the default path; refused: 1.
-The floor is from 4 repeats of the default path on a second server, over 40,920 tokens in 40 windows of 1,024.
+Each path was compared 4 times over 40,920 tokens in 40 windows of 1,024, and as the floor the default path again.
 tiny: not quantized, float32; scoremode 9.9.9, vLLM 0.32.0, unknown device; text 9a0b1c2d3e4f.
 
 path                              lane          KLD     floor  times         excess, 95 %  from  tokens/s  verdict
-default                           prefill  0.000760  0.000760    1.0  [-0.00008, 0.00008]     -   123,456  default
-default                           decode   0.000760  0.000760    1.0  [-0.00008, 0.00008]     -     6,543  default
+default                           prefill  0.000760  0.000760    1.0                    -     -   123,456  default
+default                           decode   0.000760  0.000760    1.0                    -     -     6,543  default
 attention-backend=FLEX_ATTENTION  prefill   0.00169  0.000760    2.2   [0.00085, 0.00101]     1    62,963  differs
 attention-backend=FLEX_ATTENTION  decode    0.00170  0.000760    2.2   [0.00086, 0.00102]     1     3,337  differs
 attention-backend=FLASH_ATTN      prefill  0.000760  0.000760    1.0  [-0.00008, 0.00008]     -   123,000  agrees
@@ -115,7 +116,11 @@ def test_text_has_the_count_the_floor_a_table_and_a_paragraph_per_path_that_diff
     ("fields", "sentence"),
     [
         ({"eager": in_lane(FLOOR)}, "It agrees when both are eager: compilation or CUDA graphs make the difference."),
-        ({"eager": in_lane(0.0017)}, "0.00170 nats, 2.2 times the floor. No single block stands out."),
+        ({"eager": in_lane(0.0017)}, "0.00170 nats, 2.2 times the floor. No block stands out."),
+        (
+            {"eager": in_lane(0.0017), "blocks": [block(3).model_copy(update={"differs": False})]},
+            "No block stands out. The largest excesses:\nblock               kind                       excess\nmodel.",
+        ),
         (
             {"eager": in_lane(FLOOR, excess=made_up_excess(FLOOR, p=None))},
             "With both paths eager, the text is too short",

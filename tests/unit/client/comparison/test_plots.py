@@ -300,11 +300,21 @@ def test_the_best_at_each_size_are_those_that_no_smaller_one_beats(comparison):
     assert klds.cells[1].startswith(f"{comparison.runs[4].kld.value:.6f} ± ")
 
 
-def test_runs_of_one_checkpoint_have_a_row_and_a_color_each(comparison):
+@pytest.mark.parametrize("is_reference", [False, True])
+def test_runs_of_one_size_have_a_row_each(comparison, is_reference):
+    """The first may be a reference of unknown size."""
     one = changed(comparison, lambda run: replace(run, server=comparison.runs[0].run.server))
+    if is_reference:
+        unknown = one.runs[0].run.server.model_copy(update={"weight_bytes": None, "num_parameters": None})
+        one.runs[0] = replace(one.runs[0], run=replace(one.runs[0].run, server=unknown, is_reference=True))
     axes = drawn(one, PERPLEXITY)[1]
     assert [label.get_text() for label in axes.get_yticklabels()] == [model.name for model in MODELS]
-    assert len({container[0].get_color() for container in axes.containers}) == len(MODELS)
+
+
+def test_runs_of_one_format_have_a_color_each(comparison):
+    one = changed(comparison, lambda run: replace(run, server=comparison.runs[0].run.server))
+    colors = {container[0].get_color() for container in drawn(one, PERPLEXITY)[1].containers}
+    assert len(colors) == len(MODELS)
 
 
 def test_a_legend_of_many_runs_leaves_the_axes_their_height(comparison):

@@ -103,6 +103,11 @@ async def test_no_path_is_served_if_the_default_path_fails(tmp_path: Path):
     assert [log.stem for log in (tmp_path / "runs" / "logs").iterdir()] == ["default"]
 
 
+async def test_two_runs_with_one_file_are_refused(tmp_path: Path):
+    with pytest.raises(PlanError, match=r"two runs would be written to x=1 \(2\)\.json"):
+        await measured(tmp_path, {"env": {"X": ["1", "1 (2)"]}})
+
+
 @pytest.mark.processes
 def test_with_fail_if_a_refused_path_makes_the_command_fail(tmp_path: Path):
     plan = checked_plan({**PLAN, "vary": {"repeats": 2, "command": [["no-such-program"]]}}, "a plan")
