@@ -9,8 +9,8 @@ each of R repeats:
     p         chance of such an excess if the true one is at most `MARGIN` of the floor: Student's t, one-sided, with
               Welch and Satterthwaite's degrees of freedom
 
-V_r has what a whole run shares, because one run's noise is not another's. What batches do to the divergence cancels in
-d_r, because both runs of a pair have the same number of windows in flight.
+V_r has what a whole run shares, because one run's noise is not another's. The effect of batches cancels in d_r, because
+both runs of a pair have the same number of windows in flight.
 """
 
 import math

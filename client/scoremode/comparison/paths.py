@@ -69,7 +69,7 @@ class BlockFigures(_Part):
     name: str
     kind: PartKind
     excess: Excess
-    differs: bool
+    differs: bool = True
     """Whether the excess is more than chance, over all parts of the model."""
 
 

@@ -150,8 +150,8 @@ class ModelEntry(_Part):
     serve: Flags = []
     env: Environment = {}
     repeats: NonNegativeInt = 1
-    """How often to measure the model on its server, with fewer windows in flight from time to time. The first model may
-    have 0: it is only recorded."""
+    """How often to measure the model on its server: once as usual, then with fewer windows in flight. The first model
+    may have 0: it is only recorded."""
 
     @model_validator(mode="after")
     def _served_or_running(self) -> "ModelEntry":
@@ -175,8 +175,7 @@ class VaryOptions(_Part):
     product: bool = False
     """Whether to measure all combinations of values too."""
     repeats: Annotated[int, Field(ge=2)] = 4
-    """How often each path is measured, and the default path again for the floor, on a server of its own; with fewer
-    windows in flight from time to time."""
+    """How often each path is measured, and the default path again for the floor, on a server of its own."""
     blocks: bool = True
     """Whether to find the blocks of the paths that differ, on eager servers that start afterwards."""
     original: ModelEntry | None = None
