@@ -34,7 +34,7 @@ class Paths:
         command = [
             *(sys.executable, "-m", "scoremode.cli", "paths", model, "--text-file", WIKITEXT, "--quiet"),
             *("--context-length", str(CONTEXT), "--max-windows", str(NUM_WINDOWS), "--output", folder / "runs"),
-            *("--try", "no-such-flag", "--fail-if", "differs", "--at-once", "2", "--try", FAULTS),
+            *("--try", "no-such-flag", "--fail-if", "differs", "--at-once", "2", "--repeats", "2", "--try", FAULTS),
             *("--", *SMALL, *(() if has_gpu() else CPU_FLAGS)),
         ]
         settings = environment if has_gpu() else environment | CPU_ENVIRONMENT
