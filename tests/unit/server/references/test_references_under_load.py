@@ -37,6 +37,12 @@ SMALL = EngineSize(tokens=32, sequences=2, max_scoring_tokens=100_000)
 """Two windows at a time, so that the engine could change between references for each."""
 
 
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference waits for the time in which the one before it may send its first window."""
+    monkeypatch.setattr(lease, "FIRST_SECONDS", 0.5)
+
+
 @pytest.fixture
 async def root(tmp_path: Path) -> Path:
     """A folder with two references that have different heads."""
