@@ -18,6 +18,7 @@ suffixes  a table: how far the logprobs of the last tokens of such documents are
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -41,33 +42,26 @@ EACH = range(0, 8 * 300, 300)
 CACHED = 160
 
 
-def write_wide(folder: str) -> None:
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=4096,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=2048,
-    )
-    models.random_model_of(config, Path(folder))
-
-
-def write_mixtral(folder: str) -> None:
-    config = MixtralConfig(
-        vocab_size=1024,
+SIZES = {"vocab_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 2048}
+RANDOM_MODELS = {
+    "mixtral": MixtralConfig(
+        **SIZES,
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_local_experts=8,
-        max_position_embeddings=2048,
         # The usual 0.02 makes all tokens about equally likely.
         initializer_range=0.1,
-    )
-    models.random_model_of(config, Path(folder))
+    ),
+    "wide": LlamaConfig(
+        **SIZES, hidden_size=4096, intermediate_size=1024, num_attention_heads=32, num_key_value_heads=8
+    ),
+}
+
+
+def write_random_model(name: str, folder: str) -> None:
+    models.random_model_of(RANDOM_MODELS[name], Path(folder))
 
 
 @torch.inference_mode()
@@ -133,8 +127,7 @@ def compare_suffixes(model: str, text: str, folder: str, *flags: str) -> None:
 if __name__ == "__main__":
     writers = {
         "faults": lambda folder: planted_fault.install(Path(folder)),
-        "mixtral": write_mixtral,
-        "wide": write_wide,
+        **{name: partial(write_random_model, name) for name in RANDOM_MODELS},
         "scales": write_with_scales,
         "lengths": write_lengths,
         "suffixes": compare_suffixes,

@@ -41,9 +41,9 @@ measure() { # MODEL OPTION ...
     --fail-if differs "${@:2}" -- $flags
 }
 quantized() { [ -d "$copies/$1" ] || python "$here/known_models.py" quantize "$model" "$folder/known" "$1"; }
-wide() { [ -d "$copies/wide" ] || python "$here/paths.py" wide "$copies/wide"; }
+random_model() { [ -d "$copies/$1" ] || python "$here/paths.py" "$1" "$copies/$1"; }
 lengths() {
-  wide
+  random_model wide
   python "$here/paths.py" lengths "$copies/wide" "$text" "$folder/$part" --enforce-eager $flags
   timeout -k 60 "${LIMIT:-300}" python -m scoremode.cli sweep "$folder/$part/plan.yaml" --quiet
 }
@@ -60,7 +60,7 @@ run() {
       [ -d "$copies/scales" ] || python "$here/paths.py" scales "$model" "$copies/$SCALED" "$text" "$copies/scales"
       measure "$copies/scales" $short --try "PLANTED_FAULT=none,k-scale:$layer:0.5" ;;
     mixtral)
-      [ -d "$copies/mixtral" ] || python "$here/paths.py" mixtral "$copies/mixtral"
+      random_model mixtral
       measure "$copies/mixtral" $short --product --try moe-backend=triton,batched_triton \
         --try PLANTED_FAULT=expert:1:2:1.05:triton ;;
     version) measure "$model" $short --try "command=$OTHER" ;;
@@ -70,14 +70,14 @@ run() {
     norm) lengths ;;
     invariant) VLLM_BATCH_INVARIANT=1 lengths ;;
     suffixes)
-      wide
+      random_model wide
       for on in 0 1; do
         VLLM_BATCH_INVARIANT=$on python "$here/paths.py" suffixes "$copies/wide" "$text" "$folder/$part/$on" \
           --enforce-eager $flags
       done ;;
   esac
 }
-[ $# -gt 0 ] || set -- bf16 w4a16 fp8 equal faults scales mixtral cache norm invariant
+[ $# -gt 0 ] || set -- bf16 w4a16 fp8 equal faults scales mixtral cache norm invariant suffixes
 for part; do
   mkdir -p "$folder/$part"
   started=$(date +%s)

@@ -121,8 +121,7 @@ def _details(run: PathsRun, row: PathRow) -> Details:
         nats = f"{plain(test.floor).in_text} nats on the default path, {_more(test)} here"
         sentences.append(f"It is {order} the original: {nats}.")
     traced = [lane for lane in lanes if run.context_length >= _LONG_CONTEXT and len(lane.by_position) > 1]
-    stands_out = any(block.differs for block in row.blocks)
-    blocks = row.blocks[:_MOST_BLOCKS] if stands_out or (row.eager is not None and row.eager.differs) else []
+    blocks = row.blocks[:_MOST_BLOCKS]
     columns = [
         Column("block", [_shown(block.name) for block in blocks], right=False),
         Column("kind", [block.kind for block in blocks], right=False),
@@ -159,7 +158,7 @@ def _where(row: PathRow, lane: str) -> str:
         return "Its blocks were not measured."
     if eager.excess.p is None:
         return "With both paths eager, the text is too short for a verdict."
-    if any(block.differs for block in row.blocks):
+    if row.blocks and row.blocks[0].differs:
         num_shown = f"{min(len(row.blocks), _MOST_BLOCKS)} of {len(row.blocks)}"
         blocks = f"Blocks that cost more than on the default path ({num_shown}):"
     elif not eager.differs:

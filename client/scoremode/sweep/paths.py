@@ -76,8 +76,7 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
     plan = plan.model_copy(update={"vary": None, "speeds": True, "layers": has_layers})
     _say_space(plan, model, folder)
     original = None if vary.original is None else await _record(plan, vary.original, folder, settings)
-    repeated = [path.model_copy(update={"repeats": vary.repeats}) for path in paths]
-    result = await _measure(plan, repeated, vary.repeats, folder, {**settings, "second_reference": original})
+    result = await _measure(plan, paths, vary.repeats, folder, {**settings, "second_reference": original})
     run, file = _table(result, [path.name for path in paths], plan.lanes), (folder / plan.output / FILE).resolve()
     # The table is kept if looking for blocks is interrupted.
     write_whole(file, run.model_dump_json(indent=1).encode())
@@ -87,12 +86,10 @@ async def measure_paths(plan: SweepPlan, folder: Path, **settings: Any) -> tuple
         try:
             eager = result
             if not plan.layers:
-                again = [path for path in repeated if path.name in names]
+                again = [path for path in paths if path.name in names]
                 eager = await _measure(_eager_plan(plan), again, vary.repeats, folder, settings)
             for row, other in zip(differing, _table(eager, names, ["prefill"]).rows[1:], strict=True):
-                row.eager, row.reason = next(iter(other.lanes), None), row.reason or other.reason
-                if layers := _repeats(eager.layers, f"{row.name} (layers)"):
-                    row.blocks = block_figures(layers, _repeats(eager.layers, f"{AGAIN} (layers)"))
+                _add_eager(row, other, eager.layers)
         except RunError as error:
             for row in differing:
                 row.reason = row.reason or f"with both paths eager, {error}"
@@ -166,8 +163,9 @@ async def _measure(
 ) -> SweepResult:
     """Record the default path, and compare it and other paths. RunError if it fails on one of its servers."""
     default = plan.models[0].model_copy(update={"name": DEFAULT, "repeats": 0})
-    again = plan.models[0].model_copy(update={"name": AGAIN, "repeats": num_repeats})
-    result = await run_sweep(plan.model_copy(update={"models": [default, again, *paths]}), folder, **settings)
+    again = plan.models[0].model_copy(update={"name": AGAIN})
+    compared = [path.model_copy(update={"repeats": num_repeats}) for path in (again, *paths)]
+    result = await run_sweep(plan.model_copy(update={"models": [default, *compared]}), folder, **settings)
     for name in (DEFAULT, AGAIN):
         if name in result.failures:
             raise RunError(f"the default path fails: {result.failures[name]}")
@@ -181,6 +179,17 @@ async def _record(plan: SweepPlan, original: ModelEntry, folder: Path, settings:
     if ORIGINAL in result.failures:
         raise RunError(f"the original fails: {result.failures[ORIGINAL]}")
     return str(json.loads(result.runs[ORIGINAL].read_text())[reuse.FIELD]["reference"])
+
+
+def _add_eager(row: PathRow, eager: PathRow, layers: Mapping[str, Path]) -> None:
+    """Add the figures of a path and of its blocks with both paths eager, given its row there and the files of
+    `layers`."""
+    row.eager, row.reason = next(iter(eager.lanes), None), row.reason or eager.reason
+    if files := _repeats(layers, f"{row.name} (layers)"):
+        blocks = block_figures(files, _repeats(layers, f"{AGAIN} (layers)"))
+        # If the path agrees there, the largest costs are chance.
+        if blocks[0].differs or (row.eager is not None and row.eager.differs):
+            row.blocks = blocks
 
 
 def _eager_plan(plan: SweepPlan) -> SweepPlan:

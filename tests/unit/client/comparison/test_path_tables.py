@@ -40,8 +40,7 @@ def in_lane(mean: float, lane: str = "prefill", speed: float | None = None, **fi
 
 
 def block(index: int) -> BlockFigures:
-    excess = made_up_excess(0.001, 0.0002)
-    return BlockFigures(name=f"model.layers.{index}.mlp", kind="mlp", excess=excess)
+    return BlockFigures(name=f"model.layers.{index}.mlp", kind="mlp", excess=made_up_excess(0.001, 0.0002))
 
 
 def made_up_run(*rows: PathRow, context_length: int = 1024) -> PathsRun:

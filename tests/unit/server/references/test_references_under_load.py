@@ -40,7 +40,7 @@ SMALL = EngineSize(tokens=32, sequences=2, max_scoring_tokens=100_000)
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reference waits for the time in which the one before it may send its first window."""
-    monkeypatch.setattr(lease, "FIRST_SECONDS", 0.5)
+    monkeypatch.setattr(lease, "FIRST_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -107,7 +107,6 @@ async def test_a_file_that_does_not_answer_holds_up_comparisons_alone(
     root: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     monkeypatch.setattr(reads, "SECONDS_TO_READ", 3)
-    monkeypatch.setattr(lease, "FIRST_SECONDS", 0.2)
     async with serving(root) as client:
         with hanging(root / "base" / name):
             # More than a reference has threads.
