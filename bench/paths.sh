@@ -54,7 +54,7 @@ run() {
     equal) quantized W4A16 && measure "$copies/W4A16" $short --lane prefill --no-blocks \
       --try "SOME_VARIABLE=$(seq -s , "${EQUAL:-20}")" ;;
     faults) quantized W4A16 && measure "$copies/W4A16" $short \
-      --try "PLANTED_FAULT=attention:$layer:1.02,single-rows:$layer:1.02" ;;
+      --try "PLANTED_FAULT=attention:$layer:1.02,single-rows:$layer:1.02,single-rows:$layer:1.05" ;;
     scales)
       quantized "${SCALED:=FP8}"
       [ -d "$copies/scales" ] || python "$here/paths.py" scales "$model" "$copies/$SCALED" "$text" "$copies/scales"
