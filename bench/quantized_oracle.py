@@ -62,7 +62,9 @@ def oracle_model(
         tensors[f"{name}.weight"] = dequantized_weight(parts)
         if quantize is not None:
             saturates = device == "cpu" and parts["weight"].dtype == torch.int8 and int8_products_saturate()
-            layers[name] = QuantizedLinear(parts["weight"], parts["weight_scale"], quantize, saturates)
+            layers[name] = QuantizedLinear(
+                parts["weight"], parts["weight_scale"], quantize, saturates, tensors.get(f"{name}.bias")
+            )
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     if unexpected or set(missing) - set(model.all_tied_weights_keys):
         raise ValueError(f"{folder}: {missing=} {unexpected=}")
@@ -127,18 +129,24 @@ def dequantized_weight(parts: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class QuantizedLinear(torch.nn.Module):
-    """A linear layer without bias whose input is quantized per token, and whose products are summed in float64.
+    """A linear layer whose input is quantized per token, and whose products are summed in float64.
 
     Its weight [out, in] is codes, int8 or float8_e4m3fn; its scale [out, 1] is float32. `saturates` sums products as
     `saturating_products` does.
     """
 
     def __init__(
-        self, weight: torch.Tensor, weight_scale: torch.Tensor, quantize: QuantizeTokens, saturates: bool
+        self,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        quantize: QuantizeTokens,
+        saturates: bool,
+        bias: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.codes = weight.double().T
         self.scale = weight_scale.double().T
+        self.bias = 0 if bias is None else bias.double()
         self.quantize = quantize
         self.multiply = saturating_products if saturates else torch.matmul
 
@@ -146,7 +154,7 @@ class QuantizedLinear(torch.nn.Module):
         """[..., in] -> [..., out] of the same dtype."""
         codes, scale, zero_point = self.quantize(inputs.float())
         products = self.multiply(codes, self.codes) - zero_point.double() * self.codes.sum(dim=0)
-        return (products * scale.double() * self.scale).to(inputs.dtype)
+        return (products * scale.double() * self.scale + self.bias).to(inputs.dtype)
 
 
 def int8_products_saturate() -> bool:

@@ -1,6 +1,6 @@
 """The experts of a random mixture next to those of its quantized copy, and what comparing them costs.
 
-    python bench/routes.py LOGS [--format w4a16] [--layers 24] [--turns 6] [any vllm serve flag]
+    python bench/routes.py LOGS [--format w4a16] [--layers 24] [--turns 12] [any vllm serve flag]
 
 A Qwen3-MoE with random weights is recorded with routes, and its copy in the format (of checkpoints.py; attention and
 routers stay in 16 bits) measured by `ppl-client kld --routes`. `rounded` is for machines without such kernels: the
@@ -67,9 +67,9 @@ def main() -> None:
     parser = benchmark_parser(__doc__, logs=Path)
     parser.add_argument("--format", choices=(*FORMATS, "rounded"), default="w4a16")
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--text", type=Path, default=WIKITEXT)
-    parser.add_argument("--tokens", type=int, default=32_768)
+    parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--dtype", default="bfloat16")
     options, flags = parsed(parser)
     original = write_mixture(options.logs / "original", options.layers)

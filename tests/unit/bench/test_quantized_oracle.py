@@ -15,9 +15,10 @@ def test_quantization_by_hand():
 
 def test_int8_linear_by_hand():
     weight = torch.tensor([[2, -1, 1], [127, 127, -127]], dtype=torch.int8)
-    linear = QuantizedLinear(weight, torch.tensor([[0.5], [0.25]]), asymmetric_int8_tokens, saturates=False)
+    weight_scale, bias = torch.tensor([[0.5], [0.25]]), torch.tensor([7.0, 0.5])
+    linear = QuantizedLinear(weight, weight_scale, asymmetric_int8_tokens, saturates=False, bias=bias)
     # Scale 2, zero point -73; above it lie (-55, 200, 10): -110 - 200 + 10 and 127 * (-55 + 200 - 10).
-    assert linear(torch.tensor([[-110.0, 400.0, 20.8]])).tolist() == [[-300 * 2 * 0.5, 17_145 * 2 * 0.25]]
+    assert linear(torch.tensor([[-110.0, 400.0, 20.8]])).tolist() == [[-300 * 2 * 0.5 + 7, 17_145 * 2 * 0.25 + 0.5]]
 
 
 def test_saturating_int8_linear_by_hand():
