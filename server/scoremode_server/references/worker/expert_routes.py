@@ -46,10 +46,11 @@ class WeightRule:
     def weights(self, logits: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """Weights [tokens, k] float32 of experts [tokens, k], from the router's logits [tokens, experts]. Some routers
         round scores to the dtype of 16-bit logits; these are not rounded."""
-        weights = self.score(logits.float()).gather(1, expert_ids.long())
+        expert_ids = expert_ids.long()
+        weights = self.score(logits.float()).gather(1, expert_ids)
         if self.is_normalized:
             weights = weights / weights.sum(-1, keepdim=True)
-        return weights * self.scales[expert_ids.long()]
+        return weights * self.scales[expert_ids]
 
 
 class RoutedSink(Protocol):
@@ -67,16 +68,18 @@ class RoutedSink(Protocol):
 
 @dataclass(slots=True)
 class _Step:
-    """The tokens of one step."""
+    """The tokens of one step. Kernels that every layer launches cost time, so routers only copy what they choose, and
+    all layers are sorted and compared at once."""
 
-    chosen: torch.Tensor
-    """[tokens, layers, k], filled in layer by layer."""
+    weights: torch.Tensor
+    """[layers, tokens, k] float32, filled in layer by layer."""
+    expert_ids: torch.Tensor
+    """[layers, tokens, k] int32; likewise."""
     recorded: torch.Tensor | None = None
-    """[tokens, layers, k], the reference's experts. Tokens without a reference have zeros. None if all have none."""
-    agreement: torch.Tensor | None = None
-    """[tokens, layers, 2] int16, filled in layer by layer if there are `recorded` experts."""
-    is_forced: torch.Tensor | None = None
-    """[tokens, 1], whether a token takes the reference's experts; None if no token does."""
+    """[tokens, layers, k] int32, the reference's experts. Tokens without a reference have zeros. None if all have
+    none."""
+    is_kept: torch.Tensor | None = None
+    """[tokens, 1], whether a token keeps its own experts; None if all tokens do."""
     called: set[int] = field(default_factory=set)
     """The layers whose routers were called."""
 
@@ -85,25 +88,36 @@ class _Step:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Note what a router chose for the step's tokens, and return the experts to use: weights and ids [tokens or
         more, k]. A token whose set of experts is the reference's keeps its weights and their order."""
-        num_tokens, _, top_k = self.chosen.shape
+        num_tokens = self.weights.shape[1]
         own_weights, own = weights[:num_tokens], ids[:num_tokens]
-        in_order = own.gather(1, own_weights.argsort(dim=1, descending=True, stable=True))
-        self.chosen[:, layer] = in_order
+        self.weights[layer] = own_weights
+        self.expert_ids[layer] = own
         self.called.add(layer)
-        if self.recorded is None or self.agreement is None:
+        if self.recorded is None or self.is_kept is None:
             return weights, ids
-        recorded = self.recorded[:, layer].to(ids.dtype)
-        shared = (own[:, :, None] == recorded[:, None, :]).any(2).sum(1)
-        self.agreement[:, layer, 0] = shared
-        self.agreement[:, layer, 1] = in_order[:, 0] == recorded[:, 0]
-        if self.is_forced is None:
-            return weights, ids
-        is_replaced = self.is_forced & (shared < top_k)[:, None]
+        recorded = self.recorded[:, layer]
+        is_kept = self.is_kept | _is_shared(self.expert_ids[layer], recorded).all(1, keepdim=True)
         forced = rule.weights(logits[:num_tokens], recorded).to(weights.dtype)
-        return (
-            torch.cat((torch.where(is_replaced, forced, own_weights), weights[num_tokens:])),
-            torch.cat((torch.where(is_replaced, recorded, own), ids[num_tokens:])),
-        )
+        used = torch.where(is_kept, own_weights, forced), torch.where(is_kept, own, recorded.to(ids.dtype))
+        if num_tokens == len(ids):
+            return used
+        return torch.cat((used[0], weights[num_tokens:])), torch.cat((used[1], ids[num_tokens:]))
+
+    def chosen(self) -> torch.Tensor:
+        """The experts [tokens, layers, k] that all routers chose, by descending weight."""
+        order = self.weights.argsort(dim=2, descending=True, stable=True)
+        return self.expert_ids.gather(2, order).transpose(0, 1).contiguous()
+
+    def agreement(self, chosen: torch.Tensor) -> torch.Tensor:
+        """How the chosen experts agree with the recorded ones: see `RoutedSink.store_routes`."""
+        assert self.recorded is not None
+        shared = _is_shared(chosen, self.recorded).sum(2)
+        return torch.stack((shared, chosen[..., 0] == self.recorded[..., 0]), 2).short()
+
+
+def _is_shared(own: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+    """Whether each of a token's own experts [..., k] is among the recorded ones [..., k]."""
+    return (own[..., None] == recorded[..., None, :]).any(-1)
 
 
 @dataclass(slots=True)
@@ -140,8 +154,9 @@ class ExpertLayers:
     @contextmanager
     def hooking(self, requests: Sequence[tuple[RoutedSink, StepPart]]) -> Iterator[None]:
         """Record, compare or force the experts of a step's windows in a forward pass that runs inside."""
+        assert not isinstance(self.described, str)
         rows = [slice(part.row, part.row + min(part.num_tokens, part.num_fed - part.position)) for _, part in requests]
-        step = self._begin(requests, rows)
+        step = self._begin(requests, rows, self.described.top_k)
         for layer, (router, rule) in enumerate(zip(self._routers, self._rules, strict=True)):
             router._compute_routing = partial(_routed, step, layer, rule, router._compute_routing)
         try:
@@ -151,30 +166,32 @@ class ExpertLayers:
                 # The method of the class shows again.
                 del router._compute_routing
         # Models that read images and text may have routers that some steps do not call.
-        if len(step.called) == len(self._routers):
-            for (sink, part), own in zip(requests, rows, strict=True):
-                results = step.chosen if sink.reference_experts is None else step.agreement
-                assert results is not None
-                sink.store_routes(part.position, results[own])
+        if len(step.called) < len(self._routers):
+            return
+        chosen = step.chosen()
+        agreement = None if step.recorded is None else step.agreement(chosen)
+        kept = chosen.to(torch.uint8 if self.described.num_experts <= 256 else torch.int16)
+        for (sink, part), own in zip(requests, rows, strict=True):
+            results = kept if sink.reference_experts is None else agreement
+            assert results is not None
+            sink.store_routes(part.position, results[own])
 
-    def _begin(self, requests: Sequence[tuple[RoutedSink, StepPart]], rows: Sequence[slice]) -> _Step:
-        assert not isinstance(self.described, str)
-        num_tokens, shape = max(own.stop for own in rows), (len(self.described.layers), self.described.top_k)
-        dtype = torch.uint8 if self.described.num_experts <= 256 else torch.int16
-        step = _Step(torch.empty((num_tokens, *shape), dtype=dtype, device=self.device))
+    def _begin(self, requests: Sequence[tuple[RoutedSink, StepPart]], rows: Sequence[slice], top_k: int) -> _Step:
+        num_tokens, num_layers = max(own.stop for own in rows), len(self._routers)
+        weights = torch.empty((num_layers, num_tokens, top_k), device=self.device)
+        step = _Step(weights, torch.empty_like(weights, dtype=torch.int32))
         if all(sink.reference_experts is None for sink, _ in requests):
             return step
-        step.recorded = recorded = torch.zeros_like(step.chosen)
-        step.agreement = step.chosen.new_empty((num_tokens, shape[0], 2), dtype=torch.int16)
+        step.recorded = weights.new_zeros((num_tokens, num_layers, top_k), dtype=torch.int32)
         if any(sink.forces_routes for sink, _ in requests):
-            step.is_forced = torch.zeros((num_tokens, 1), dtype=torch.bool, device=self.device)
+            step.is_kept = weights.new_ones((num_tokens, 1), dtype=torch.bool)
         for (sink, part), own in zip(requests, rows, strict=True):
             if (experts := sink.reference_experts) is None:
                 continue
             of_rows = experts[part.position : part.position + own.stop - own.start]
-            recorded[own] = of_rows.to(self.device, non_blocking=True)
-            if step.is_forced is not None:
-                step.is_forced[own] = sink.forces_routes
+            step.recorded[own] = of_rows.to(self.device, non_blocking=True)
+            if step.is_kept is not None and sink.forces_routes:
+                step.is_kept[own] = False
         return step
 
 
