@@ -126,7 +126,7 @@ def disturbed(source: Path, path: Path, share: float) -> Path:
 
 
 def int8_model(source: Path, path: Path) -> Path:
-    """Writes `source` with its last block as INT8 W8A8 (compressed-tensors), data-free, by rounding to nearest.
+    """Writes `source` with its last block and its LM head as INT8 W8A8 (compressed-tensors), rounded to nearest.
 
     Weights of its linear layers: symmetric int8 with one float32 scale per output channel, max|w| / 127. Activations:
     int8, one scale and one zero point per token, taken while running. All other tensors are kept, as float32.
@@ -140,7 +140,8 @@ def int8_model(source: Path, path: Path) -> Path:
     blocks = json.loads((source / "config.json").read_text())["num_hidden_layers"]
     kept_prefixes = tuple(f"model.layers.{block}." for block in range(blocks - 1))
     scheme = QuantizationScheme(
-        targets=["Linear"],
+        # vLLM finds its LM head, which is no `Linear`, by name.
+        targets=["Linear", "re:lm_head"],
         weights=QuantizationArgs(num_bits=8, strategy="channel"),
         input_activations=QuantizationArgs(num_bits=8, strategy="token", dynamic=True, symmetric=False),
     )
@@ -148,7 +149,7 @@ def int8_model(source: Path, path: Path) -> Path:
     def quantize(tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in list(tensors.items()):
             tensors[name] = tensor.float()
-            if name.endswith("_proj.weight") and not name.startswith(kept_prefixes):
+            if name.endswith(("_proj.weight", "lm_head.weight")) and not name.startswith(kept_prefixes):
                 weight = tensors.pop(name)
                 # [out, in] float32 becomes `weight` [out, in] int8 and `weight_scale` [out, 1] float32.
                 parts = {"weight": weight, "weight_scale": weight.abs().amax(dim=1, keepdim=True) / LARGEST_INT8}
@@ -159,7 +160,7 @@ def int8_model(source: Path, path: Path) -> Path:
         config_groups={"group_0": scheme},
         format="int-quantized",
         quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=["lm_head", *(f"re:{re.escape(prefix)}" for prefix in kept_prefixes)],
+        ignore=[f"re:{re.escape(prefix)}" for prefix in kept_prefixes],
     ).model_dump(mode="json", exclude_none=True)
     return _changed(source, path, quantize, dtype="float32", quantization_config=quantization)
 
