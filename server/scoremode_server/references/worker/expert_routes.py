@@ -74,10 +74,9 @@ class _Step:
     weights: torch.Tensor
     """[layers, tokens, k] float32, filled in layer by layer."""
     expert_ids: torch.Tensor
-    """[layers, tokens, k] int32; likewise."""
+    """[layers, tokens, k] uint8 or int16; likewise."""
     recorded: torch.Tensor | None = None
-    """[tokens, layers, k] int32, the reference's experts. Tokens without a reference have zeros. None if all have
-    none."""
+    """[tokens, layers, k], the reference's experts. Tokens without a reference have zeros. None if all have none."""
     is_kept: torch.Tensor | None = None
     """[tokens, 1], whether a token keeps its own experts; None if all tokens do."""
     called: set[int] = field(default_factory=set)
@@ -156,7 +155,7 @@ class ExpertLayers:
         """Record, compare or force the experts of a step's windows in a forward pass that runs inside."""
         assert not isinstance(self.described, str)
         rows = [slice(part.row, part.row + min(part.num_tokens, part.num_fed - part.position)) for _, part in requests]
-        step = self._begin(requests, rows, self.described.top_k)
+        step = self._begin(requests, rows, self.described)
         for layer, (router, rule) in enumerate(zip(self._routers, self._rules, strict=True)):
             router._compute_routing = partial(_routed, step, layer, rule, router._compute_routing)
         try:
@@ -170,19 +169,21 @@ class ExpertLayers:
             return
         chosen = step.chosen()
         agreement = None if step.recorded is None else step.agreement(chosen)
-        kept = chosen.to(torch.uint8 if self.described.num_experts <= 256 else torch.int16)
         for (sink, part), own in zip(requests, rows, strict=True):
-            results = kept if sink.reference_experts is None else agreement
+            results = chosen if sink.reference_experts is None else agreement
             assert results is not None
             sink.store_routes(part.position, results[own])
 
-    def _begin(self, requests: Sequence[tuple[RoutedSink, StepPart]], rows: Sequence[slice], top_k: int) -> _Step:
-        num_tokens, num_layers = max(own.stop for own in rows), len(self._routers)
+    def _begin(
+        self, requests: Sequence[tuple[RoutedSink, StepPart]], rows: Sequence[slice], described: ReferenceRoutes
+    ) -> _Step:
+        num_tokens, num_layers, top_k = max(own.stop for own in rows), len(described.layers), described.top_k
         weights = torch.empty((num_layers, num_tokens, top_k), device=self.device)
-        step = _Step(weights, torch.empty_like(weights, dtype=torch.int32))
+        ids = torch.empty_like(weights, dtype=torch.uint8 if described.num_experts <= 256 else torch.int16)
+        step = _Step(weights, ids)
         if all(sink.reference_experts is None for sink, _ in requests):
             return step
-        step.recorded = weights.new_zeros((num_tokens, num_layers, top_k), dtype=torch.int32)
+        step.recorded = ids.new_zeros((num_tokens, num_layers, top_k))
         if any(sink.forces_routes for sink, _ in requests):
             step.is_kept = weights.new_ones((num_tokens, 1), dtype=torch.bool)
         for (sink, part), own in zip(requests, rows, strict=True):
