@@ -62,7 +62,7 @@ CLIENT_FAULTS = {
     "runs/plan.py < test_journal.py test_divergence.py": [('            "model": self.model,\n', "")],
     "kld.py < test_kld.py test_divergence.py": [
         ("(values - values.mean()).mean() / (len(values) - 1)", "(values - values.mean()).mean() / len(values)"),
-        ("np.square(sums).sum() * len(sizes) / (len(sizes) - 1)", "np.square(sums).sum()"),
+        ("np.square(residuals).sum() * len(sizes) / (len(sizes) - 1)", "np.square(residuals).sum()"),
         ("fraction * (len(ordered) - 1)", "fraction * len(ordered)"),
         ("-(-len(kld) // 100)", "max(1, len(kld) // 100)"),
     ],
@@ -194,11 +194,11 @@ SERVER_FAULTS = {
         ("reference.manifest.identity != identity", "reference.name != name")
     ],
     "references/worker/expert_routes.py < references/worker/test_routers.py": [
-        ("self.is_forced & (shared < top_k)[:, None]", "self.is_forced & (shared < top_k - 1)[:, None]"),
-        ("in_order = own.gather(1, own_weights.argsort(dim=1, descending=True, stable=True))", "in_order = own"),
+        ("recorded).all(1, keepdim=True)", "recorded).any(1, keepdim=True)"),
+        ("argsort(dim=2, descending=True, stable=True)", "argsort(dim=2, stable=True)"),
         ("weights = weights / weights.sum(-1, keepdim=True)", "pass"),
         ("scales[ids.flatten()] = ratios.flatten()", "pass"),
-        ("if len(step.called) == len(self._routers):", "if True:"),
+        ("if len(step.called) < len(self._routers):", "if False:"),
         (
             "slice(part.row, part.row + min(part.num_tokens, part.num_fed - part.position))",
             "slice(part.row, part.row + part.num_tokens)",

@@ -112,7 +112,7 @@ def llama_2_model(models, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def int8_random_model(models, random_model: Path, tmp_path_factory) -> Path:
-    """`random_model` with its last block and LM head as INT8 W8A8, where an oracle agrees with vLLM by token."""
+    """`random_model` with its last block and LM head as INT8 W8A8. An oracle agrees with vLLM token by token."""
     return models.int8_model(random_model, tmp_path_factory.mktemp("models") / "int8")
 
 

@@ -140,7 +140,7 @@ def int8_model(source: Path, path: Path) -> Path:
     blocks = json.loads((source / "config.json").read_text())["num_hidden_layers"]
     kept_prefixes = tuple(f"model.layers.{block}." for block in range(blocks - 1))
     scheme = QuantizationScheme(
-        # vLLM finds its LM head, which is no `Linear`, by name.
+        # vLLM finds its LM head, which is not a `Linear`, by name.
         targets=["Linear", "re:lm_head"],
         weights=QuantizationArgs(num_bits=8, strategy="channel"),
         input_activations=QuantizationArgs(num_bits=8, strategy="token", dynamic=True, symmetric=False),

@@ -69,7 +69,7 @@ class RoutedSink(Protocol):
 @dataclass(slots=True)
 class _Step:
     """The tokens of one step. Kernels that every layer launches cost time, so routers only copy what they choose, and
-    all layers are sorted and compared at once."""
+    all layers are sorted and compared at once. Only steps with a forced window also compare in each layer."""
 
     weights: torch.Tensor
     """[layers, tokens, k] float32, filled in layer by layer."""
