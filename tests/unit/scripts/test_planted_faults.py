@@ -1,4 +1,4 @@
-"""`planted_faults.py` ends at a fault whose text is gone, which takes hours to see; here it takes none."""
+"""`planted_faults.py` ends at a fault whose text is gone. These tests see that without running the others."""
 
 from planted_faults import FAULTS, ROOT
 

@@ -177,9 +177,9 @@ class ExpertLayers:
     def _begin(
         self, requests: Sequence[tuple[RoutedSink, StepPart]], rows: Sequence[slice], described: ReferenceRoutes
     ) -> _Step:
-        num_tokens, num_layers, top_k = max(own.stop for own in rows), len(described.layers), described.top_k
+        num_tokens, (num_layers, num_experts, top_k) = max(own.stop for own in rows), described.sizes
         weights = torch.empty((num_layers, num_tokens, top_k), device=self.device)
-        ids = torch.empty_like(weights, dtype=torch.uint8 if described.num_experts <= 256 else torch.int16)
+        ids = torch.empty_like(weights, dtype=torch.uint8 if num_experts <= 256 else torch.int16)
         step = _Step(weights, ids)
         if all(sink.reference_experts is None for sink, _ in requests):
             return step
@@ -191,8 +191,8 @@ class ExpertLayers:
                 continue
             of_rows = experts[part.position : part.position + own.stop - own.start]
             step.recorded[own] = of_rows.to(self.device, non_blocking=True)
-            if step.is_kept is not None and sink.forces_routes:
-                step.is_kept[own] = False
+            if step.is_kept is not None:
+                step.is_kept[own] = not sink.forces_routes
         return step
 
 
