@@ -30,8 +30,8 @@ class BadInput(NamedTuple):
     body: Any
     """Bytes as they are, anything else as JSON."""
     param: str | None
-    message: str
-    """Its beginning."""
+    message: str | tuple[str, ...]
+    """Its beginning, or the beginnings that releases of a library give it."""
     status: int = 400
     headers: Mapping[str, str] = JSON
 
@@ -49,6 +49,8 @@ class BadInput(NamedTuple):
 
 
 NOT_JSON = "the body is not valid JSON: "
+NOT_UTF_8 = ("'utf-8' codec can't decode byte", "Invalid UTF-8 encoded string")
+"""Reasons that msgspec gives before 0.23, and since."""
 PROMPT_MUST_BE = f"prompt: {PROMPT_FORMS}"
 NO_TOKEN_OF_ITS_OWN = "continuations[1] after prompt[0] has no token of its own"
 CONTINUED = {"prompt": [5], "continuations": [[6]]}
@@ -64,12 +66,12 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("the body is cut off", b'{"prompt": ', None, NOT_JSON + "Input data was truncated"),
         ("the body is a list", [1, 2], None, "the body must be a JSON object"),
         ("an invalid number", b'{"prompt": [5, 06]}', None, NOT_JSON + "invalid number (byte 16)"),
-        ("a name that is not UTF-8", b'{"caf\xe9": 1}', None, NOT_JSON + "'utf-8' codec can't decode byte 0xe9"),
+        ("a name that is not UTF-8", b'{"caf\xe9": 1}', None, tuple(NOT_JSON + reason for reason in NOT_UTF_8)),
         (
             "a model that is not UTF-8",
             b'{"prompt": [5], "model": "\xff"}',
             "model",
-            "model: 'utf-8' codec",
+            tuple(f"model: {reason}" for reason in NOT_UTF_8),
         ),
         ("nested too deep", b'{"prompt": ' + b"[" * 100_000, None, NOT_JSON + "maximum recursion depth"),
         ("half a surrogate", b'{"prompt": "a\\udc00"}', None, NOT_JSON + "invalid utf-16 surrogate pair (b"),
@@ -93,7 +95,12 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("a field given twice", b'{"model": "m", "model": "n"}', "model", "model is given more than once"),
     ],
     WITH_A_PROMPT: [
-        ("text that is not UTF-8", b'{"prompt": "caf\xe9"}', "prompt", "prompt: 'utf-8' codec can't decode byte"),
+        (
+            "text that is not UTF-8",
+            b'{"prompt": "caf\xe9"}',
+            "prompt",
+            tuple(f"prompt: {reason}" for reason in NOT_UTF_8),
+        ),
         (
             "a token id of 5,000 digits",
             f'{{"prompt": [5, {TOO_MANY_DIGITS}]}}'.encode(),
