@@ -206,7 +206,12 @@ def write_cache_plan(model: Path, output: Path, text: Path, flags: Sequence[str]
 
 
 def check(model: Path, folder: Path, text: Path) -> bool:
-    """Compare the runs of `text` with transformers; False if a figure is too far away."""
+    """Compare the runs of `text` with transformers; False if a figure is too far away. SystemExit if a copy has no
+    run."""
+    copies = sorted((folder / "copies").iterdir())
+    paths = [folder / "text" / f"{copy.name}.json" for copy in copies]
+    if missing := [str(path) for path in paths if not path.exists()]:
+        raise SystemExit(f"no runs {', '.join(missing)}: run `measure {model} {folder} --parts text` first")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokens = tokenizer(text.read_text()[: CHECKED_WINDOWS * CONTEXT * 8])["input_ids"]
     windows = [tokens[number * CONTEXT : (number + 1) * CONTEXT] for number in range(CHECKED_WINDOWS)]
@@ -215,8 +220,8 @@ def check(model: Path, folder: Path, text: Path) -> bool:
     scored = CONTEXT // 2 - 1
     bases = [oracle_model(model, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16)]
     rows, agrees = [], True
-    for copy in sorted((folder / "copies").iterdir()):
-        run = load_run(folder / "text" / f"{copy.name}.json")
+    for copy, path in zip(copies, paths, strict=True):
+        run = load_run(path)
         assert run.token_ids[: scored * CHECKED_WINDOWS].tolist() == [t for w in windows for t in w[-scored:]]
         expected, own = (
             figures(base, oracle_model(copy, dtype=base.dtype, device=DEVICE), windows, scored) for base in bases

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LARGEST_INT8 = 127
@@ -54,7 +55,11 @@ def oracle_model(
     tensors = {name: tensor.to(device) for name, tensor in load_file(folder / "model.safetensors").items()}
     if weights_dtype is not None:
         tensors = {name: tensor.to(weights_dtype) for name, tensor in tensors.items()}
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).to(device)
+    # Random weights would take as long as loading the real ones, several times over.
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).to(device)
+    # Otherwise done while weights are initialized.
+    model.tie_weights()
     quantize = _token_quantizer(folder, scheme) if quantized_activations and scheme is not None else None
     layers: dict[str, torch.nn.Module] = {}
     for name in [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]:

@@ -1,6 +1,6 @@
 """Full-size models with nothing in them: a config.json and a filled-up tokenizer, for `--load-format dummy`.
 
-Shapes are those of Qwen3 0.6B, Llama 3.2 1B, Llama 3.1 8B and Llama 3.1 70B.
+Shapes are those of Qwen3 0.6B, Llama 3.2 1B, Llama 3.1 8B, Llama 3.1 70B and Qwen3 30B-A3B (`moe30b`).
 """
 
 import json
@@ -26,6 +26,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "moe30b": {
+        **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936},
+        **{"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48},
+        **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "tie_word_embeddings": False},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
 }
 NAMES = [*SHAPES, *(f"{name}-w4a16" for name in SHAPES)]
 

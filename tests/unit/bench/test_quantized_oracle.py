@@ -1,7 +1,13 @@
 """The INT8 oracle against cases worked out by hand, so that a test that leans on it leans on something checked."""
 
+from pathlib import Path
+
+import numpy as np
 import torch
-from quantized_oracle import QuantizedLinear, asymmetric_int8_tokens, int8_tokens
+from quantized_oracle import QuantizedLinear, asymmetric_int8_tokens, int8_tokens, logprobs, oracle_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests import models
 
 
 def test_quantization_by_hand():
@@ -31,3 +37,14 @@ def test_saturating_int8_linear_by_hand():
     )
     assert exact == [[131 * 127 + 129]]
     assert saturated == [[32_767 + 129 - 128 * 254]]
+
+
+def test_a_model_whose_head_is_its_embedding_is_that_of_transformers(tmp_path: Path):
+    sizes = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, tie_word_embeddings=True)
+    folder = models.random_model_of(config, tmp_path)
+    expected, actual = (
+        logprobs(model, [[5, 6, 7, 8]])[0]
+        for model in (AutoModelForCausalLM.from_pretrained(folder).eval(), oracle_model(folder))
+    )
+    np.testing.assert_array_equal(actual, expected)
