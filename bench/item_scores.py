@@ -11,8 +11,10 @@ engine. The answer is ln p of both labels, from the whole vocabulary; SGLang's i
 one token, so a prefix cache finds almost all of each prompt unless it is off. Here queries and items are random: only
 the ten prompts of a request share their query.
 
-Latency is the time from a request's arrival to the end of its answer. The last two rows are rates with 64 requests in
-flight: scores, and prefill of such prompts. TOKENIZER is the folder of any BPE tokenizer, LOGS a folder.
+Latency is the time from a request's arrival to the end of its answer. After the rates come requests that all arrive at
+once: `cached` in the server's log says how many tokens of each the prefix cache still had. The last two rows are rates
+with 64 requests in flight: scores, and prefill of such prompts. TOKENIZER is the folder of any BPE tokenizer, LOGS a
+folder.
 """
 
 import argparse
@@ -44,14 +46,17 @@ def draw(options: argparse.Namespace, rng: random.Random, count: int, more: Body
     return [{"prompt": [query + part(ITEM) for _ in range(NUM_ITEMS)], **more} for query in queries]
 
 
-def measure(options: argparse.Namespace, url: str, name: str, more: Body, rate: float = 0) -> Row:
-    """A row for requests that arrive at a mean rate, or of which 64 are in flight."""
+def measure(
+    options: argparse.Namespace, url: str, name: str, more: Body, rate: float = 0, in_flight: int = IN_FLIGHT
+) -> Row:
+    """A row for requests that arrive at a mean rate, or of which so many are in flight."""
     rng, count = random.Random(name), round(rate * options.seconds) or options.count
     bodies = draw(options, rng, count, more)
     times = {"arrivals": list(accumulate(rng.expovariate(rate) for _ in bodies))} if rate else {}
-    done = asyncio.run(send_all(url, bodies, count if rate else IN_FLIGHT, **times))
+    done = asyncio.run(send_all(url, bodies, count if rate else in_flight, **times))
     percentiles = np.percentile(done.latencies, [50, 99], method="higher")
-    late = [f"{1000 * value:.0f}" for value in percentiles] if rate else ["-", "-"]
+    # A request that waits for its turn to be sent has arrived, so its latency would say nothing of the server.
+    late = [f"{1000 * value:.0f}" for value in percentiles] if rate or in_flight >= count else ["-", "-"]
     row = (name, str(count), f"{NUM_ITEMS * (count - done.failed) / done.seconds:,.0f}", *late)
     print(*row, done.failed, sep=" | ", flush=True)
     return (*row, str(done.failed))
@@ -63,7 +68,7 @@ def main() -> None:
     parser.add_argument("--shape", default="0.6b", help="of bench/shapes.py")
     parser.add_argument("--rates", nargs="+", type=float, default=[70, 100, 120, 160, 200, 250], help="requests/s")
     parser.add_argument("--seconds", type=float, default=20, help="for which requests arrive at each rate")
-    parser.add_argument("--count", type=int, default=640, help="requests of the last two rows")
+    parser.add_argument("--count", type=int, default=640, help="requests of the last three rows")
     parser.add_argument("--texts", action="store_true", help="send texts, which the server tokenizes")
     options, flags = parsed(parser)
     labels = LABELS[options.texts]
@@ -73,6 +78,7 @@ def main() -> None:
         score, prefill = f"{url}/v1/score", f"{url}/v1/completions"
         measure(options, score, "warm-up", labels)
         rows = [measure(options, score, f"{rate:g}", labels, rate) for rate in options.rates]
+        rows.append(measure(options, score, "at once", labels, in_flight=options.count))
         rows.append(measure(options, score, "64 in flight", labels))
         rows.append(measure(options, prefill, "64 in flight, prefill", PREFILL))
     print(table(HEADER, rows))

@@ -34,8 +34,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
 }
-NAMES = [*SHAPES, *(f"{name}-w4a16" for name in SHAPES)]
-
 COMMON: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -51,28 +49,53 @@ COMMON: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 
-W4A16: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128},
+FORMATS: dict[str, dict[str, Any]] = {
+    "w4a16": {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {
+                        "num_bits": 4,
+                        "type": "int",
+                        "symmetric": True,
+                        "strategy": "group",
+                        "group_size": 128,
+                    },
+                }
+            },
         }
     },
+    # An LM head in FP8 alone.
+    "fp8head": {
+        "tie_word_embeddings": False,
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["re:lm_head"],
+                    "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+                    "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+                }
+            },
+        },
+    },
 }
+NAMES = [*SHAPES, *(f"{shape}-{quantized}" for quantized in FORMATS for shape in SHAPES)]
 
 
 def write_shape(name: str, tokenizer: Path, folder: Path, **changes: Any) -> Path:
-    """A model folder of the shape `name`, such as `8b` or `8b-w4a16`, with the tokenizer of another model, which gets
-    as many tokens as the shape has."""
+    """A model folder of the shape `name`, such as `8b`, `8b-w4a16` or `8b-fp8head`, with the tokenizer of another
+    model, which gets as many tokens as the shape has."""
     size, _, quantized = name.partition("-")
-    config = {**COMMON, **SHAPES[size], **changes}
+    config = {**COMMON, **SHAPES[size], **(FORMATS[quantized] if quantized else {}), **changes}
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    if quantized:
-        config["quantization_config"] = {"w4a16": W4A16}[quantized]
     model = folder / name
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(config, indent=2))

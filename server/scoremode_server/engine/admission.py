@@ -1,7 +1,7 @@
 """Limits how many token sequences are in vLLM's engine at once. The others wait here.
 
-Each waiting HTTP request lets one sequence in, then the next request does. Some space is reserved for requests with at
-most one sequence in the engine.
+Waiting HTTP requests take turns. In a turn a request lets in about `EngineSize.turn_tokens` tokens. Some space is
+reserved for requests with at most one sequence in the engine.
 """
 
 import asyncio
@@ -42,6 +42,10 @@ class EngineSize:
     """Limit on tokens of all sequences that wait or run."""
     reserved_tokens: int = 0
     """The part of `tokens` that is reserved for requests with at most one sequence in the engine."""
+    turn_tokens: int = 0
+    """A request's turn ends with the sequence that reaches this many tokens that the engine must compute. Sequences
+    that share a prefix should enter together: if hundreds of requests wait and each lets one in at a time, the prefix
+    cache no longer has it when the next one enters."""
     request_timeout: float | None = None
     """Seconds from when an HTTP request's body was read until the request is aborted."""
 
@@ -149,15 +153,19 @@ class Admission:
     def admit_waiting(self) -> None:
         """Let in as many sequences as the engine has space for."""
         while first := self._next():
-            line = self._waiting.pop(first.queue)
+            queue, line = first.queue, self._waiting[first.queue]
             line.popleft()
-            if line:
-                # The request's next sequence comes after those of all other requests.
-                self._waiting[first.queue] = line
             if not first.admitted.done():
                 first.is_running = True
                 self._count(first, 1)
+                queue.turn_tokens += first.num_tokens
                 first.admitted.set_result(None)
+            if not line or queue.turn_tokens >= self.size.turn_tokens:
+                del self._waiting[queue]
+                queue.turn_tokens = 0
+            if line:
+                # If the turn has ended, the next one comes after those of all other requests.
+                self._waiting.setdefault(queue, line)
 
     def show(self) -> None:
         self._show(self.num_sequences, self.num_running)
@@ -244,6 +252,8 @@ class RequestQueue:
         """Ids of the sequences in the engine."""
         self.num_running = 0
         """How many sequences are in the engine, or were let in and are about to enter."""
+        self.turn_tokens = 0
+        """Tokens that were let in since the request's turn began."""
         self.num_sequences = self.num_tokens = 0
         """Sequences without an answer yet, and their tokens."""
         self.num_scored = self.num_scored_tokens = self.num_cached_tokens = 0
