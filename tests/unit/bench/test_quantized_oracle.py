@@ -39,7 +39,7 @@ def test_saturating_int8_linear_by_hand():
     assert saturated == [[32_767 + 129 - 128 * 254]]
 
 
-def test_a_model_whose_head_is_its_embedding_is_that_of_transformers(tmp_path: Path):
+def test_a_model_with_tied_embeddings_scores_as_in_transformers(tmp_path: Path):
     sizes = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, tie_word_embeddings=True)
     folder = models.random_model_of(config, tmp_path)

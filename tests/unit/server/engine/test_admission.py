@@ -117,23 +117,46 @@ async def test_tokens_are_reserved_for_a_request_without_any_in_the_engine():
     engine.check_nothing_is_left()
 
 
-@pytest.mark.parametrize(("turn_tokens", "per_turn"), [(0, 1), (25, 3)])
-async def test_large_requests_alternate(turn_tokens, per_turn):
-    engine = Engine(sequences=16, turn_tokens=turn_tokens)
-    requests = [await engine.begin(names(letter, 40)) for letter in "abc"]
+@pytest.mark.parametrize(
+    ("size", "num_tokens", "per_burst"),
+    [
+        pytest.param({"tokens": 300, "sequences": 100}, 10, 5, id="a sixth of the tokens"),
+        pytest.param({"tokens": 300, "sequences": 18}, 1, 3, id="a sixth of the sequences"),
+        pytest.param({"tokens": 300, "sequences": 100}, 60, 1, id="sequences that are longer"),
+    ],
+)
+async def test_large_requests_alternate(size, num_tokens, per_burst):
+    engine = Engine(**size)
+    requests = [await engine.begin(names(letter, 60), num_tokens) for letter in "abc"]
     entered = ""
-    for _ in range(60):
+    while len(entered) < 60:
         before = set(engine.inside)
         engine.inside[next(iter(engine.inside))].set()
         await settle()
         entered += "".join(name[0] for name in engine.inside if name not in before)
-    turns = [(letter, len([*group])) for letter, group in groupby(entered)]
-    # The first had filled the engine before the others came, and the last turn is cut off.
-    assert turns[-10:-4] == 2 * turns[-10:-7]
-    assert sorted(turns[-10:-7]) == [(letter, per_turn) for letter in "abc"]
+    bursts = [(letter, len([*group])) for letter, group in groupby(entered)]
+    # The first request had filled the engine before the others came, and the last burst is cut off.
+    assert bursts[-7:-1] == 2 * bursts[-4:-1]
+    assert sorted(bursts[-4:-1]) == [(letter, per_burst) for letter in "abc"]
     while engine.inside:
         await engine.step()
     await asyncio.gather(*requests)
+
+
+async def test_a_single_sequence_overtakes_requests_that_wait_with_more():
+    engine = Engine(tokens=300, reserved_tokens=50)
+    first = await engine.begin(["first"], num_tokens=40)
+    larger = [await engine.begin(names(letter, 4), num_tokens=90) for letter in "abc"]
+    single = await engine.begin(["single"])
+    assert list(engine.inside) == ["first", "a0", "a1", "a2"]
+    # 30 of the 300 tokens become free.
+    engine.inside["first"].set()
+    await settle()
+    assert list(engine.inside) == ["a0", "a1", "a2", "single", "b0"]
+    while engine.inside:
+        await engine.step()
+    await asyncio.gather(first, single, *larger)
+    engine.check_nothing_is_left()
 
 
 async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_resume():
