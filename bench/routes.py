@@ -7,8 +7,8 @@ routers stay in 16 bits) measured by `ppl-client kld --routes`. `rounded` is for
 copy's layers have 4 bits, written as floats. Then the copy is compared in turns without routes, with its own and with
 the forced ones: the ratios are of tokens per second, over those without routes. All servers run eagerly.
 
-Layers of that model are so small that starting kernels takes most of the time. `--shape` also measures the speed on
-dummy weights of a mixture that people use, compared with its own recording.
+Layers of that model are so small that the costs of starting kernels count. `--shape` also measures the speed on dummy
+weights of a mixture that people use, compared with its own recording.
 """
 
 import argparse
