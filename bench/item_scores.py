@@ -1,6 +1,6 @@
 """Scores of items that share a query, as SGLang's own benchmark of scoring asks for them: items per second, latency.
 
-    python bench/item_scores.py TOKENIZER LOGS [OPTION...] [any vllm serve flag]
+    python bench/item_scores.py TOKENIZER LOGS [--build NAME=FOLDER...] [OPTION...] [any vllm serve flag]
 
 SGLang's `benchmark/prefill_only/bench_score.py` sends a query of 120 tokens with ten items of 180 tokens to a
 Qwen3-0.6B, and asks for the probabilities of two label tokens after query and item: ten prompts of 300 tokens per
@@ -14,17 +14,19 @@ the ten prompts of a request share their query.
 Latency is the time from a request's arrival to the end of its answer. After the rates come requests that all arrive at
 once: `cached` in the server's log says how many tokens of each the prefix cache still had. The last two rows are rates
 with 64 requests in flight: scores, and prefill of such prompts. TOKENIZER is the folder of any BPE tokenizer, LOGS a
-folder.
+folder. Builds, as those of bench/builds.py, are measured in turns; without any, what Python finds is.
 """
 
 import argparse
 import asyncio
 import json
 import random
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+from builds import Build, assignment, rotated
 from loads import IN_FLIGHT, PREFILL, Body, random_tokens, send_all, words_of
 from servers import Row, benchmark_parser, parsed, shape_server, starting
 from tables import table
@@ -32,7 +34,18 @@ from tables import table
 QUERY, ITEM, NUM_ITEMS = 120, 180, 10
 LABELS = {False: {"continuations": [[9454], [2753]]}, True: {"continuations": [" yes", " no"]}}
 """Labels as ids, and as texts for `--texts`."""
-HEADER = ("requests/s", "requests", "items/s", "P50 ms", "P99 ms", "failed")
+HEADER = ("requests/s", "build", "requests", "items/s", "P50 ms", "P99 ms", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Requests, each with `more`, that arrive at a mean rate per second; at rate 0, many in flight, or all at once."""
+
+    name: str
+    more: Body
+    route: str = "/v1/score"
+    rate: float = 0
+    in_flight: int = 0
 
 
 def draw(options: argparse.Namespace, rng: random.Random, count: int, more: Body) -> list[Body]:
@@ -46,41 +59,54 @@ def draw(options: argparse.Namespace, rng: random.Random, count: int, more: Body
     return [{"prompt": [query + part(ITEM) for _ in range(NUM_ITEMS)], **more} for query in queries]
 
 
-def measure(
-    options: argparse.Namespace, url: str, name: str, more: Body, rate: float = 0, in_flight: int = IN_FLIGHT
-) -> Row:
+def measure(options: argparse.Namespace, url: str, build: str, load: Arrivals) -> Row:
     """A row for requests that arrive at a mean rate, or that are sent with a number of them in flight."""
-    rng, count = random.Random(name), round(rate * options.seconds) or options.count
-    bodies = draw(options, rng, count, more)
-    times = {"arrivals": list(accumulate(rng.expovariate(rate) for _ in bodies))} if rate else {}
-    done = asyncio.run(send_all(url, bodies, count if rate else in_flight, **times))
+    rng, count = random.Random(load.name), round(load.rate * options.seconds) or options.count
+    bodies = draw(options, rng, count, load.more)
+    times = {"arrivals": list(accumulate(rng.expovariate(load.rate) for _ in bodies))} if load.rate else {}
+    in_flight = load.in_flight or count
+    done = asyncio.run(send_all(url + load.route, bodies, in_flight, **times))
     percentiles = np.percentile(done.latencies, [50, 99], method="higher")
     # Latencies start when requests arrive, so they would include the time before a request is sent.
-    late = [f"{1000 * value:.0f}" for value in percentiles] if rate or in_flight >= count else ["-", "-"]
-    row = (name, str(count), f"{NUM_ITEMS * (count - done.failed) / done.seconds:,.0f}", *late)
+    late = [f"{1000 * value:.0f}" for value in percentiles] if in_flight >= count else ["-", "-"]
+    row = (load.name, build, str(count), f"{NUM_ITEMS * (count - done.failed) / done.seconds:,.0f}", *late)
     print(*row, done.failed, sep=" | ", flush=True)
     return (*row, str(done.failed))
 
 
+def loads(options: argparse.Namespace) -> list[Arrivals]:
+    """What is measured, in this order."""
+    labels = LABELS[options.texts]
+    rates = [Arrivals(f"{rate:g}", labels, rate=rate) for rate in options.rates]
+    in_flight = [Arrivals(f"{IN_FLIGHT} in flight", labels, in_flight=IN_FLIGHT)]
+    prefill = [Arrivals(f"{IN_FLIGHT} in flight, prefill", PREFILL, "/v1/completions", in_flight=IN_FLIGHT)]
+    return [*rates, Arrivals("at once", labels), *in_flight, *prefill]
+
+
 def main() -> None:
-    """Start the server, warm it up, and measure each rate."""
+    """Start the servers, warm them up, and measure each load."""
     parser = benchmark_parser(__doc__, tokenizer=Path, logs=Path)
     parser.add_argument("--shape", default="0.6b", help="of bench/shapes.py")
+    parser.add_argument("--build", type=assignment, action="append", metavar="NAME=FOLDER")
     parser.add_argument("--rates", nargs="+", type=float, default=[70, 100, 120, 160, 200, 250], help="requests/s")
     parser.add_argument("--seconds", type=float, default=20, help="for which requests arrive at each rate")
     parser.add_argument("--count", type=int, default=640, help="requests of the last three rows")
     parser.add_argument("--texts", action="store_true", help="send texts, which the server tokenizes")
     options, flags = parsed(parser)
-    labels = LABELS[options.texts]
-    server = shape_server(options.shape, options.tokenizer, options.logs, flags)
-    with starting({"items": server}, options.logs) as futures:
-        url = futures["items"].result().url
-        score, prefill = f"{url}/v1/score", f"{url}/v1/completions"
-        measure(options, score, "warm-up", labels)
-        rows = [measure(options, score, f"{rate:g}", labels, rate) for rate in options.rates]
-        rows.append(measure(options, score, "at once", labels, in_flight=options.count))
-        rows.append(measure(options, score, "64 in flight", labels))
-        rows.append(measure(options, prefill, "64 in flight, prefill", PREFILL))
+    builds = {name: Build((Path(folder).absolute(),), (), {}, False) for name, folder in options.build or ()}
+    servers = {
+        name: shape_server(options.shape, options.tokenizer, options.logs, flags, environment=build.environment)
+        for name, build in (builds or {"this": Build((), (), {}, False)}).items()
+    }
+    with starting(servers, options.logs) as futures:
+        urls = {name: future.result().url for name, future in futures.items()}
+        for name, url in urls.items():
+            measure(options, url, name, Arrivals("warm-up", LABELS[options.texts], in_flight=IN_FLIGHT))
+        rows = [
+            measure(options, urls[name], name, load)
+            for turn, load in enumerate(loads(options))
+            for name in rotated(list(urls), turn)
+        ]
     print(table(HEADER, rows))
     (options.logs / "item_scores.json").write_text(json.dumps([dict(zip(HEADER, row, strict=True)) for row in rows]))
 
