@@ -173,7 +173,7 @@ class Comparer:
             return window.mark.index, rows
 
         num_layers = 0 if reference.manifest.routes is None else len(reference.manifest.routes.layers)
-        window_bytes = (16 * (1 + settings.top_logprobs) + 8 * num_layers) * int(reference.text.num_tokens.max())
+        window_bytes = (16 * (1 + settings.top_logprobs) + 4 * num_layers) * int(reference.text.num_tokens.max())
         num_ahead = min(self.core.admission.size.sequences + 1, max(1, BYTES_AHEAD // window_bytes))
         # Begin more windows than the engine can take, because workers report files only between steps.
         num_ahead = num_ahead if most is None else min(most, num_ahead)

@@ -302,11 +302,11 @@ def _window(
 
 def _agreement(rows: Rows, top_k: int, *, encoded: bool) -> RouteAgreement:
     """Count how often the experts of a window's targets are the reference's."""
-    shared = rows.column("shared_experts")
+    shared, same_first = np.moveaxis(rows.column("expert_agreement").view(np.int16).reshape(len(rows), -1, 2), 2, 0)
     differing = (shared < top_k).sum(1)
     return {
         "same_set": (shared == top_k).sum(0).tolist(),
-        "same_first": rows.column("same_first_expert").sum(0).tolist(),
+        "same_first": same_first.sum(0).tolist(),
         "shared": shared.sum(0).tolist(),
         "differing_layers": encode_array(differing, "<i4") if encoded else differing.tolist(),
     }

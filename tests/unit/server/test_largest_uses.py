@@ -137,7 +137,7 @@ def compared(num_scored: int, num_top: int, routes: ReferenceRoutes | None) -> b
     for column in rows.columns:
         rows.column(column.name)[:] = 2**31 - 1 if column.dtype == "int32" else -12.3456789
     if routes is not None:
-        rows.column("shared_experts")[:], rows.column("same_first_expert")[:] = routes.top_k, 1
+        rows.column("expert_agreement").view(np.int16)[:] = np.tile((routes.top_k, 1), len(routes.layers))
     request = KldRequest(reference="a", top_logprobs=num_top, encoding_format="base64")
     return b"data: %b\n\n" % dump(_window(request, routes, largest.SEQUENCES, rows, _positions(rows)))
 

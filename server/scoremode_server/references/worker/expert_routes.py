@@ -62,8 +62,8 @@ class RoutedSink(Protocol):
 
     def store_routes(self, position: int, results: torch.Tensor) -> None:
         """Store the results of a step's tokens, the first of which is at `position`: the chosen experts [tokens,
-        layers, k] by descending weight; or, compared with a reference, [tokens, layers, 2]: the number of experts that
-        both chose, and 1 if the same one comes first."""
+        layers, k] by descending weight; or, compared with a reference, [tokens, layers, 2] int16: the number of experts
+        that both chose, and 1 if the same one comes first."""
 
 
 @dataclass(slots=True)

@@ -53,9 +53,9 @@ class WindowMark:
 
 
 def compared_columns(num_top: int, statistics: Iterable[str] = (), num_routed_layers: int = 0) -> Columns:
-    """The columns that comparing adds to a window's scores: the figures of `kl_divergence.compare`, and by layer the
-    number of experts that both models chose, and 1 if the same one has the largest weight."""
-    routes = ("shared_experts", "same_first_expert") if num_routed_layers else ()
+    """The columns that comparing adds to a window's scores: the figures of `kl_divergence.compare`, and a word per
+    layer with both int16 of `RoutedSink.store_routes`."""
+    routes = (Column("expert_agreement", "int32", num_routed_layers),) if num_routed_layers else ()
     return (
         Column("kld"),
         Column("reverse_kld"),
@@ -64,7 +64,7 @@ def compared_columns(num_top: int, statistics: Iterable[str] = (), num_routed_la
         Column("reference_logprobs", "float32", 1 + num_top),
         Column("reference_ranks", "int32"),
         *(Column(f"reference_{name}") for name in statistics),
-        *(Column(name, "int32", num_routed_layers) for name in routes),
+        *routes,
     )
 
 

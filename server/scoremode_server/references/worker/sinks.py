@@ -144,8 +144,8 @@ class ComparedWindow(WindowSink):
     def compute(self, chunk: Chunk, pieces: Sequence[RowPiece]) -> Mapping[str, torch.Tensor]:
         columns = kl_divergence.compare(chunk, self.reference_logits(chunk, pieces), self.statistics)
         if self.mark.num_routed_layers:
-            shared, same_first = JoinedRows(list(map(_routes_of, pieces)))[chunk.place].int().unbind(2)
-            columns |= {"shared_experts": shared, "same_first_expert": same_first}
+            agreement = JoinedRows(list(map(_routes_of, pieces)))[chunk.place]
+            columns["expert_agreement"] = agreement.view(torch.int32).squeeze(2)
         return columns
 
     def reference_logits(self, chunk: Chunk, pieces: Sequence[RowPiece]) -> torch.Tensor:
@@ -177,7 +177,7 @@ def _window_of(piece: RowPiece) -> Any:
 
 
 def _routes_of(piece: RowPiece) -> torch.Tensor:
-    """How the experts of a piece's tokens agree with the reference's: [rows, layers, 2]."""
+    """How the experts of a piece's tokens agree with the reference's: [rows, layers, 2] int16."""
     window = _window_of(piece)
     # The first row is of the last token before the first target.
     first = window.mark.num_fed - window.mark.num_scored + piece.first
