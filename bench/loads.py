@@ -105,14 +105,14 @@ class Load:
     count: int
     """How many requests (windows, documents): 2 to 5 seconds of an H200 on the 8B shape."""
     count_1b: int = 0
-    """On the 1B shape, if it is another number."""
+    """On 1B shapes, if it is another number."""
     floor: str = ""
     """The load that a report compares its rate of tokens with."""
     is_on_stock: bool = False
 
     def usual_count(self, shape: str) -> int:
         """The number of requests on a shape."""
-        return self.count_1b if shape == "1b" and self.count_1b else self.count
+        return self.count_1b if shape.startswith("1b") and self.count_1b else self.count
 
 
 def random_tokens(rng: random.Random, length: int) -> list[int]:
