@@ -75,7 +75,7 @@ def measure(options: argparse.Namespace, url: str, build: str, load: Arrivals) -
 
 
 def loads(options: argparse.Namespace) -> list[Arrivals]:
-    """What is measured, in this order."""
+    """List what is measured, in this order."""
     labels = LABELS[options.texts]
     rates = [Arrivals(f"{rate:g}", labels, rate=rate) for rate in options.rates]
     in_flight = [Arrivals(f"{IN_FLIGHT} in flight", labels, in_flight=IN_FLIGHT)]
