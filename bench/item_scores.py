@@ -12,9 +12,10 @@ one token, so a prefix cache finds almost all of each prompt unless it is off. H
 the ten prompts of a request share their query.
 
 Latency is the time from a request's arrival to the end of its answer. After the rates come requests that all arrive at
-once: `cached` in the server's log says how many tokens of each the prefix cache still had. The last two rows are rates
-with 64 requests in flight: scores, and prefill of such prompts. TOKENIZER is the folder of any BPE tokenizer, LOGS a
-folder. Builds, as those of bench/builds.py, are measured in turns; without any, what Python finds is.
+once: `cached` in the server's log says how many tokens of each the prefix cache still had. The last two loads have 64
+requests in flight: scores, and prefill of such prompts. TOKENIZER is the folder of any BPE tokenizer, LOGS a folder.
+Builds are those of bench/builds.py: each load is measured on every one, in an order that rotates. Without `--build` the
+server runs the Scoremode that is installed.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-from builds import Build, assignment, rotated
+from builds import assignment, check_origin, read_builds, rotated
 from loads import IN_FLIGHT, PREFILL, Body, random_tokens, send_all, words_of
 from servers import Row, benchmark_parser, parsed, shape_server, starting
 from tables import table
@@ -39,13 +40,14 @@ HEADER = ("requests/s", "build", "requests", "items/s", "P50 ms", "P99 ms", "fai
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Requests, each with `more`, that arrive at a mean rate per second; at rate 0, many in flight, or all at once."""
+    """Requests, each with `more`, that arrive at a mean rate per second, or a number at a time."""
 
     name: str
     more: Body
     route: str = "/v1/score"
     rate: float = 0
     in_flight: int = 0
+    """How many are sent at a time if there is no rate; 0 for all at once."""
 
 
 def draw(options: argparse.Namespace, rng: random.Random, count: int, more: Body) -> list[Body]:
@@ -87,16 +89,20 @@ def main() -> None:
     """Start the servers, warm them up, and measure each load."""
     parser = benchmark_parser(__doc__, tokenizer=Path, logs=Path)
     parser.add_argument("--shape", default="0.6b", help="of bench/shapes.py")
-    parser.add_argument("--build", type=assignment, action="append", metavar="NAME=FOLDER")
+    parser.add_argument("--build", type=assignment, action="append", default=[], metavar="NAME=FOLDER[:FOLDER...]")
+    parser.set_defaults(flags=[], env=[], stock=[])
     parser.add_argument("--rates", nargs="+", type=float, default=[70, 100, 120, 160, 200, 250], help="requests/s")
     parser.add_argument("--seconds", type=float, default=20, help="for which requests arrive at each rate")
-    parser.add_argument("--count", type=int, default=640, help="requests of the last three rows")
+    parser.add_argument("--count", type=int, default=640, help="requests of each of the last three loads")
     parser.add_argument("--texts", action="store_true", help="send texts, which the server tokenizes")
     options, flags = parsed(parser)
-    builds = {name: Build((Path(folder).absolute(),), (), {}, False) for name, folder in options.build or ()}
+    builds = read_builds(options)
+    for name, build in builds.items():
+        check_origin(name, build)
+    environments = {name: build.environment for name, build in builds.items()} or {"installed": {}}
     servers = {
-        name: shape_server(options.shape, options.tokenizer, options.logs, flags, environment=build.environment)
-        for name, build in (builds or {"this": Build((), (), {}, False)}).items()
+        name: shape_server(options.shape, options.tokenizer, options.logs, flags, environment=environment)
+        for name, environment in environments.items()
     }
     with starting(servers, options.logs) as futures:
         urls = {name: future.result().url for name, future in futures.items()}

@@ -53,8 +53,9 @@ class WindowMark:
 
 
 def compared_columns(num_top: int, statistics: Iterable[str] = (), num_routed_layers: int = 0) -> Columns:
-    """The columns that comparing adds to a window's scores: the figures of `kl_divergence.compare`, and a word per
-    layer with both int16 of `RoutedSink.store_routes`."""
+    """The columns that comparing adds to a window's scores: the figures of `kl_divergence.compare`, and an int32 for
+    each layer of experts that holds two int16: the number of experts that both models chose, and 1 if the same one has
+    the largest weight."""
     routes = (Column("expert_agreement", "int32", num_routed_layers),) if num_routed_layers else ()
     return (
         Column("kld"),
