@@ -113,9 +113,7 @@ def assignment(text: str) -> tuple[str, str]:
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Options, and the flags of every server."""
     parser = benchmark_parser(__doc__, tokenizer=Path, logs=Path)
-    parser.add_argument("--build", type=assignment, action="append", required=True, metavar="NAME=FOLDER[:FOLDER...]")
-    parser.add_argument("--flags", type=assignment, action="append", default=[], metavar="NAME=FLAGS")
-    parser.add_argument("--env", type=assignment, action="append", default=[], metavar="NAME=VARIABLES")
+    add_build_options(parser, required=True)
     parser.add_argument("--stock", action="append", default=[], metavar="NAME", help="serve this build by stock vLLM")
     parser.add_argument("--without", type=assignment, action="append", default=[], metavar="NAME=LOADS")
     parser.add_argument("--shapes", nargs="+", choices=NAMES, default=["8b", "1b"])
@@ -125,14 +123,22 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--text", default=str(WIKITEXT), help="what `ppl-client --dataset` reads")
     parser.add_argument("--turns", type=int, default=8)
     options, flags = parsed(parser)
-    options.builds = read_builds(options)
+    options.builds = read_builds(options, options.stock)
     options.without = dict(options.without)
     options.counts = {load: int(count) for load, count in options.count}
     return options, flags
 
 
-def read_builds(options: argparse.Namespace) -> dict[str, Build]:
-    """Name -> build, the first being what the others are compared with.
+def add_build_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add the options that `read_builds` reads."""
+    metavar = "NAME=FOLDER[:FOLDER...]"
+    parser.add_argument("--build", type=assignment, action="append", default=[], required=required, metavar=metavar)
+    parser.add_argument("--flags", type=assignment, action="append", default=[], metavar="NAME=FLAGS")
+    parser.add_argument("--env", type=assignment, action="append", default=[], metavar="NAME=VARIABLES")
+
+
+def read_builds(options: argparse.Namespace, stock: Sequence[str] = ()) -> dict[str, Build]:
+    """Name -> build, the first being what the others are compared with. `stock` names those that stock vLLM serves.
 
     Raises:
         ValueError: a name is given twice or has no folder.
@@ -140,7 +146,7 @@ def read_builds(options: argparse.Namespace) -> dict[str, Build]:
     folders = dict(options.build)
     if len(folders) < len(options.build):
         raise ValueError("two builds have one name")
-    for name in (*(name for name, _ in (*options.flags, *options.env)), *options.stock):
+    for name in (*(name for name, _ in (*options.flags, *options.env)), *stock):
         if name not in folders:
             raise ValueError(f"no build is named {name}")
     return {
@@ -148,7 +154,7 @@ def read_builds(options: argparse.Namespace) -> dict[str, Build]:
             tuple(Path(folder).absolute() for folder in value.split(os.pathsep)),
             tuple(flag for owner, text in options.flags if owner == name for flag in shlex.split(text)),
             dict(assignment(word) for owner, text in options.env if owner == name for word in shlex.split(text)),
-            name in options.stock,
+            name in stock,
         )
         for name, value in folders.items()
     }

@@ -27,7 +27,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-from builds import assignment, check_origin, read_builds, rotated
+from builds import Build, add_build_options, check_origin, read_builds, rotated
 from loads import IN_FLIGHT, PREFILL, Body, random_tokens, send_all, words_of
 from servers import Row, benchmark_parser, parsed, shape_server, starting
 from tables import table
@@ -39,7 +39,7 @@ HEADER = ("requests/s", "build", "requests", "items/s", "P50 ms", "P99 ms", "fai
 
 
 @dataclass(frozen=True, slots=True)
-class Arrivals:
+class ItemLoad:
     """Requests, each with `more`, that arrive at a mean rate per second, or a number at a time."""
 
     name: str
@@ -61,7 +61,7 @@ def draw(options: argparse.Namespace, rng: random.Random, count: int, more: Body
     return [{"prompt": [query + part(ITEM) for _ in range(NUM_ITEMS)], **more} for query in queries]
 
 
-def measure(options: argparse.Namespace, url: str, build: str, load: Arrivals) -> Row:
+def measure(options: argparse.Namespace, url: str, build: str, load: ItemLoad) -> Row:
     """A row for requests that arrive at a mean rate, or that are sent with a number of them in flight."""
     rng, count = random.Random(load.name), round(load.rate * options.seconds) or options.count
     bodies = draw(options, rng, count, load.more)
@@ -76,21 +76,20 @@ def measure(options: argparse.Namespace, url: str, build: str, load: Arrivals) -
     return (*row, str(done.failed))
 
 
-def loads(options: argparse.Namespace) -> list[Arrivals]:
+def item_loads(options: argparse.Namespace) -> list[ItemLoad]:
     """List what is measured, in this order."""
     labels = LABELS[options.texts]
-    rates = [Arrivals(f"{rate:g}", labels, rate=rate) for rate in options.rates]
-    in_flight = [Arrivals(f"{IN_FLIGHT} in flight", labels, in_flight=IN_FLIGHT)]
-    prefill = [Arrivals(f"{IN_FLIGHT} in flight, prefill", PREFILL, "/v1/completions", in_flight=IN_FLIGHT)]
-    return [*rates, Arrivals("at once", labels), *in_flight, *prefill]
+    rates = [ItemLoad(f"{rate:g}", labels, rate=rate) for rate in options.rates]
+    in_flight = [ItemLoad(f"{IN_FLIGHT} in flight", labels, in_flight=IN_FLIGHT)]
+    prefill = [ItemLoad(f"{IN_FLIGHT} in flight, prefill", PREFILL, "/v1/completions", in_flight=IN_FLIGHT)]
+    return [*rates, ItemLoad("at once", labels), *in_flight, *prefill]
 
 
 def main() -> None:
     """Start the servers, warm them up, and measure each load."""
     parser = benchmark_parser(__doc__, tokenizer=Path, logs=Path)
     parser.add_argument("--shape", default="0.6b", help="of bench/shapes.py")
-    parser.add_argument("--build", type=assignment, action="append", default=[], metavar="NAME=FOLDER[:FOLDER...]")
-    parser.set_defaults(flags=[], env=[], stock=[])
+    add_build_options(parser, required=False)
     parser.add_argument("--rates", nargs="+", type=float, default=[70, 100, 120, 160, 200, 250], help="requests/s")
     parser.add_argument("--seconds", type=float, default=20, help="for which requests arrive at each rate")
     parser.add_argument("--count", type=int, default=640, help="requests of each of the last three loads")
@@ -99,18 +98,19 @@ def main() -> None:
     builds = read_builds(options)
     for name, build in builds.items():
         check_origin(name, build)
-    environments = {name: build.environment for name, build in builds.items()} or {"installed": {}}
     servers = {
-        name: shape_server(options.shape, options.tokenizer, options.logs, flags, environment=environment)
-        for name, environment in environments.items()
+        name: shape_server(
+            options.shape, options.tokenizer, options.logs, (*flags, *build.flags), environment=build.environment
+        )
+        for name, build in (builds or {"installed": Build((), (), {}, False)}).items()
     }
     with starting(servers, options.logs) as futures:
         urls = {name: future.result().url for name, future in futures.items()}
         for name, url in urls.items():
-            measure(options, url, name, Arrivals("warm-up", LABELS[options.texts], in_flight=IN_FLIGHT))
+            measure(options, url, name, ItemLoad("warm-up", LABELS[options.texts], in_flight=IN_FLIGHT))
         rows = [
             measure(options, urls[name], name, load)
-            for turn, load in enumerate(loads(options))
+            for turn, load in enumerate(item_loads(options))
             for name in rotated(list(urls), turn)
         ]
     print(table(HEADER, rows))
