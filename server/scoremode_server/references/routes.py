@@ -302,7 +302,8 @@ def _window(
 
 def _agreement(rows: Rows, top_k: int, *, encoded: bool) -> RouteAgreement:
     """Count how often the experts of a window's targets are the reference's."""
-    shared, same_first = np.moveaxis(rows.column("expert_agreement").view(np.int16).reshape(len(rows), -1, 2), 2, 0)
+    pairs = rows.column("expert_agreement").view(np.int16)
+    shared, same_first = pairs[:, ::2], pairs[:, 1::2]
     differing = (shared < top_k).sum(1)
     return {
         "same_set": (shared == top_k).sum(0).tolist(),
